@@ -26,12 +26,20 @@ from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
-from headrace.processes.model_files import open_chat_template, open_output_format, open_tokenizer, read_model_config
+from headrace.processes.model_files import (
+    open_chat_template,
+    open_output_format,
+    open_tokenizer,
+    read_model_config,
+    read_pooling_config,
+    with_encoder,
+)
 from headrace.processes.parts import Parts
 from headrace.processes.threads import ThreadParts
 
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
+    from headrace.checkpoint.pooling import PoolingConfig
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.spans import Spans
     from headrace.sampling.params import GenerationDefaults
@@ -54,6 +62,7 @@ class RunningEngine:
     tokenizer: "Tokenizer"
     chat_template: "ChatTemplate | None"
     model: "ModelConfig"
+    pooling: "PoolingConfig | None"
     parts: Parts
     resources: contextlib.ExitStack
     on_death: Callable[[], None] = lambda: None
@@ -85,6 +94,7 @@ def launch_engine(
     args = with_nodes(args, os.environ)
     _check_node(args)
     check_open_files(args)
+    args = with_encoder(args)
     _check_kv_events(args)
     spans = _open_spans(args)
     with contextlib.ExitStack() as resources:
@@ -95,6 +105,7 @@ def launch_engine(
             # First what may be refused: the children would say so only when they have imported torch.
             model = read_model_config(args)
             refuse_early(args, model, cuda_is_there(), host_memory_bytes())
+            pooling = read_pooling_config(args, model)
             from_engine = parts.channels.receiver("to_tokenizer")
             tokenizer = open_tokenizer(args)
             _check_not_stopped(should_stop)
@@ -104,11 +115,11 @@ def launch_engine(
             _check_not_stopped(should_stop)
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
-            manager = _tokenizer_manager(args, ready, tokenizer, model, parts, from_engine, spans)
+            manager = _tokenizer_manager(args, ready, tokenizer, model, pooling, parts, from_engine, spans)
         except BaseException:
             parts.kill()
             raise
-        engine = RunningEngine(args, manager, ready, tokenizer, template, model, parts, resources.pop_all())
+        engine = RunningEngine(args, manager, ready, tokenizer, template, model, pooling, parts, resources.pop_all())
         manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, engine.died)
         return engine
@@ -160,6 +171,7 @@ def _tokenizer_manager(
     ready: ReadyInfo,
     tokenizer: "Tokenizer",
     model: "ModelConfig",
+    pooling: "PoolingConfig | None",
     parts: Parts,
     from_engine: Receiver,
     spans: "Spans | None",
@@ -178,6 +190,7 @@ def _tokenizer_manager(
         schedulers[0],
         from_engine,
         defaults=_generation_defaults(args, model),
+        pooling=pooling,
         metrics=Metrics(args.served_name),
         to_detokenizer=to_detokenizer,
         more_schedulers=schedulers[1:],

@@ -139,7 +139,7 @@ def _http_front(
         workers = HttpWorkers(args, manager, parts.channels, parts.ports, listening, keys, status)
         workers.on_death = lambda message: engine.on_death()
         return workers, keys
-    model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model)
+    model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model, engine.pooling)
     app = create_app(manager, args, model, status)
     return Server(app, args, listening=listening), app.state.keys
 
@@ -199,14 +199,22 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     ranks = f" on {engine.args.num_ranks} ranks" if engine.args.num_ranks > 1 else ""
     if engine.args.num_nodes > 1:
         ranks += f" of {engine.args.num_nodes} nodes"
+    pooling, has_kv = engine.pooling, engine.model.encoder is None
+    cache = f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"
     rows = (
         ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB{ranks})"),
-        ("precision", f"{ready.precision}, {ready.kv_cache_dtype} KV, on {ready.device}"),
-        *(("because", choice) for choice in ready.decisions if choice.startswith(_PRECISION)),
-        ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
+        ("precision", f"{ready.precision}, {f'{ready.kv_cache_dtype} KV, ' if has_kv else ''}on {ready.device}"),
+        *(
+            ("because", choice)
+            for choice in ready.decisions
+            if choice.startswith(_PRECISION) and (has_kv or not choice.startswith("kv_cache"))
+        ),
+        *((("KV cache", cache),) if has_kv else ()),
         ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
         ("attention", ready.attention),
-        ("sampling", sampling_defaults(engine.args, engine.model).summary()),
+        ("sampling", sampling_defaults(engine.args, engine.model).summary())
+        if pooling is None
+        else ("makes", pooling.summary()),
         ("URL", url),
     )
     if engine.args.log_format == "json":

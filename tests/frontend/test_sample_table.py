@@ -130,3 +130,14 @@ def test_adapters_in_use_are_those_of_samples_that_run_and_of_those_that_wait():
     call.samples[0].runs = call.samples[3].runs = True
 
     assert table.adapters_in_use() == ({"poet"}, {"poet", "cook"})
+
+
+def test_a_request_that_was_split_into_calls_is_found_by_its_name():
+    table = make_table()
+    first, second = make_call("r/0", "r/1"), make_call("r/2")
+    for call in (first, second):
+        table.enter(call, "any", 0.0)
+
+    assert table.find("", "r") == [*first.samples, *second.samples]
+    assert table.find("", "r/1") == [first.samples[1]]
+    assert table.find("", "x") == []

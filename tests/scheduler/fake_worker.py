@@ -20,7 +20,7 @@ from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock, SamplesMoved
-from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, PoolTask, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
@@ -195,6 +195,7 @@ class FakeWorker:
         self.nan_rids: set[str] = set()
         self.rids: dict[int, str] = {}
         self.lora_ids: dict[int, int] = {}
+        self.pools: dict[int, bool] = {}
         self.loras = FakeLoras()
         self.late: set[int] = set()  # sequences that sat out the last step that was to sample them
         self.drafts: dict[int, list[int]] = {}
@@ -239,7 +240,9 @@ class FakeWorker:
             assert 0 <= new.seq < self.max_seqs
             self.tokens[new.seq] = [int(t) for t in new.token_ids]
             self.slots[new.seq] = [int(s) for s in new.prefix_slots]
-            self.specs[new.seq] = (None if new.task.is_plain else new.task.logprobs, new.num_prompt_tokens)
+            self.pools[new.seq] = isinstance(new.task, PoolTask)
+            logprobs_of = None if new.task.is_plain or self.pools[new.seq] else new.task.logprobs
+            self.specs[new.seq] = (logprobs_of, new.num_prompt_tokens)
             self.rids[new.seq] = new.rid
             self.lora_ids[new.seq] = new.lora_id
             self.broken.discard(new.seq)
@@ -256,6 +259,7 @@ class FakeWorker:
         prompt_logprobs: dict[int, LogprobBlock] = {}
         logprobs: dict[int, LogprobBlock] = {}
         drafts: dict[int, int] = {}
+        pooled: dict[int, bytes] = {}
         at = 0
         for row, seq in enumerate(batch.seqs.tolist()):
             start, count = int(batch.starts[row]), int(batch.counts[row])
@@ -296,6 +300,8 @@ class FakeWorker:
                 wanted = [p for p in range(start, start + count) if spec.prompt_start <= p + 1 < num_prompt]
                 if wanted:
                     prompt_logprobs[row] = block([tokens[p + 1] for p in wanted], [written[p - start] for p in wanted])
+            if self.pools[seq] and start + count == num_prompt:
+                pooled[row] = f"pooled {self.rids[seq]}".encode()
             if batch.num_logits[row]:
                 assert start + count == len(tokens), "samples before the last known token"
                 history = written[known - 1 - start]
@@ -329,7 +335,15 @@ class FakeWorker:
         id_starts = np.cumsum([0, *map(len, made)], dtype=np.int32)
         drafts = {row: count for row, count in drafts.items() if count}
         return StepResult(
-            batch.step, ids, id_starts, errors, logprobs, prompt_logprobs, drafts=drafts, forward_s=self.seconds(batch)
+            batch.step,
+            ids,
+            id_starts,
+            errors,
+            logprobs,
+            prompt_logprobs,
+            pooled=pooled,
+            drafts=drafts,
+            forward_s=self.seconds(batch),
         )
 
     def _guess(self, seq: int, history: int, count: int, num_right: int) -> int:
@@ -398,6 +412,7 @@ class Rig:
         num_stages: int = 1,
         num_parts: int = 1,
         observer: CacheObserver | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -429,6 +444,7 @@ class Rig:
             stream_interval=1,
             preemption_threshold=preemption,
             accept_faults=True,
+            whole_prompts=whole_prompts,
         )
         self.grammars = FakeGrammars()
         self.scheduler = Scheduler(

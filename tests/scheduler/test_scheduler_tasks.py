@@ -1,10 +1,11 @@
 """A request's content and task go through the scheduler as they are."""
 
 import numpy as np
+import pytest
 from fake_worker import Rig
 
 from headrace.messages.outputs import DecodeOptions
-from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, PoolTask, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -16,7 +17,7 @@ class TaskWithoutSampling:
     """A task that only computes its prompt, and has neither sampling parameters nor logprobs."""
 
     stream = False
-    return_hidden_states = False
+    reads_all = False
     max_new_tokens = 0
     stream_interval = 0
     ignores_eos = True
@@ -61,6 +62,41 @@ def test_a_task_without_sampling_computes_its_prompt_and_ends():
     [row] = rig.rows["0"]
     assert (row.finish.type, row.finish.length, row.ids) == ("length", 0, b"")
     assert row.options.context_ids == np.array(PROMPT[-8:], np.int32).tobytes()
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_a_prompt_that_becomes_a_vector_has_one_output(reads_all):
+    """It is computed in chunks; the prefix cache helps unless every hidden state is needed."""
+    rig, task = Rig(chunk=4), PoolTask(reads_all=reads_all)
+    content = PromptContent(np.array(PROMPT * 4, np.int32).tobytes())
+    for rid in ("first", "second"):
+        rig.inbox.send(TokenizedGenerateReqInput(rid, content, task))
+        rig.drain()
+
+    first, second = rig.rows["first"], rig.rows["second"]
+    assert [len(rows) for rows in (first, second)] == [1, 1]
+    assert (first[0].finish.type, first[0].ids, first[0].pooled) == ("length", b"", b"pooled first")
+    assert second[0].pooled == b"pooled second"
+    assert (second[0].stats.cached_tokens > 0) is not reads_all
+    rig.check_idle()
+
+
+def test_a_text_whose_tokens_see_each_other_is_never_cut():
+    rig = Rig(chunk=12, step_tokens=12, whole_prompts=True)
+    for number in range(5):
+        content = PromptContent(np.array(PROMPT[: 5 + number], np.int32).tobytes())
+        rig.inbox.send(TokenizedGenerateReqInput(str(number), content, PoolTask(reads_all=True)))
+    counts: list[list[int]] = []
+    submit = rig.worker.submit
+
+    def record(batch) -> None:
+        counts.append(batch.counts.tolist())
+        submit(batch)
+
+    rig.worker.submit = record
+    rig.drain()
+    assert counts == [[5, 6], [7], [8], [9]]
     rig.check_idle()
 
 

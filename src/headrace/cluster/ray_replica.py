@@ -37,7 +37,7 @@ class EngineReplica:
         self._engine = engine
         engine.on_death = self._died
         engine.tokenizer_manager.start()
-        model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model)
+        model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model, engine.pooling)
         app = create_app(engine.tokenizer_manager, args, model, self._status)
         return OneReplicaGate(app, app.state.paths)
 

@@ -103,6 +103,8 @@ _PROXY = "put a proxy in front of the server, see docs/proxies.md"
 _NO_ALL_REDUCE = "CPU ranks share memory on one machine and use TCP between several; GPUs use nccl"
 _EXPERTS = "kernels of experts cannot be chosen; `headrace doctor` shows what runs"
 
+_POOLS = "encoders, classifiers and checkpoints that say how they pool are recognised; --is-embedding serves any other model for its embeddings"
+
 TABLE: tuple[Entry, ...] = (
     # --- the model
     _alias(VLLM, "--tokenizer", "tokenizer_path"),
@@ -117,9 +119,8 @@ TABLE: tuple[Entry, ...] = (
     _refused(BOTH, "--model-loader-extra-config", "loading has no further settings; see --load-format"),
     _refused(VLLM, "--hf-config-path", "config.json is read from --model-path; see --json-model-override-args"),
     _already(VLLM, "--config-format", "the checkpoint is recognised by its files", "auto hf", "config.json is read"),
-    _already(VLLM, "--task --runner", "the server generates text", "auto generate", "the server only generates text"),
-    _already(VLLM, "--convert", "the model runs as it is", "auto none", "the server only generates text"),
-    _refused(SGLANG, "--is-embedding", "embeddings are not supported"),
+    _already(VLLM, "--task --runner", "the checkpoint says whether it generates", "auto generate", _POOLS),
+    _already(VLLM, "--convert", "the model runs as it is", "auto none", _POOLS),
     _refused(
         SGLANG,
         "--prefill-attention-backend --decode-attention-backend --mm-attention-backend",

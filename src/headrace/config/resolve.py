@@ -213,7 +213,8 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     _check_compile(args, device, quantization, deterministic=False)
     _kv_cache_dtype(args, device, dtype)
     weight_bytes = least_weight_bytes(model, FORMATS[quantization].itemsize(4 if dtype == "float32" else 2))
-    _check_memory(args, model, weight_bytes, memory_bytes)
+    if model.encoder is None:
+        _check_memory(args, model, weight_bytes, memory_bytes)
 
 
 def _check_experts(args: ServerArgs, model: ModelConfig) -> None:

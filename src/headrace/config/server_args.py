@@ -10,6 +10,7 @@ from typing import Any, Literal
 from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config.bounds import LONGEST_S, Bounds, check_option
+from headrace.config.combinations import check_combinations
 from headrace.config.kv_events import read_kv_events
 from headrace.config.process_options import check_processes
 from headrace.config.speculation import check_speculation
@@ -82,6 +83,17 @@ class ServerArgs:
         "auto",
         _M,
         "Headrace's own model code, or that of transformers with Headrace's attention; auto prefers the former.",
+    )
+    is_embedding: bool = _opt(
+        False,
+        _M,
+        "Serve a model that generates for its embeddings instead: the last token's hidden state, normalised. Encoders, and checkpoints "
+        "that say how they pool (modules.json), need no option.",
+    )
+    allow_dimensions: bool = _opt(
+        False,
+        _M,
+        "Let requests shorten embeddings (dimensions) of models that do not say that they were made for it (Matryoshka).",
     )
     context_length: int | None = _opt(
         None, _M, "Longest prompt plus output, in tokens; default: the model's own limit.", _POSITIVE
@@ -584,15 +596,4 @@ class ServerArgs:
             raise ConfigError(
                 "--max-stored-responses cannot be combined with --tokenizer-worker-num above 1: each worker would keep its own"
             )
-        if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
-            raise ConfigError("--cuda-graph-bs lists all sizes; leave --cuda-graph-max-bs out")
-        if self.cuda_graph_bs and self.disable_cuda_graph:
-            raise ConfigError("--cuda-graph-bs cannot be combined with --disable-cuda-graph")
-        if self.page_size not in (None, 1, 16):
-            raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
-        if self.enable_priority_preemption and self.schedule_policy != "priority":
-            raise ConfigError("--enable-priority-preemption needs --schedule-policy priority")
-        if self.crash_dump_prompts and self.crash_dump_dir is None and self.dump_requests_dir is None:
-            raise ConfigError("--crash-dump-prompts needs --crash-dump-dir or --dump-requests-dir")
-        if self.log_requests_level and not self.log_requests:
-            raise ConfigError(f"--log-requests-level {self.log_requests_level} needs --log-requests")
+        check_combinations(self)

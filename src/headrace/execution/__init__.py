@@ -10,12 +10,13 @@ Read first: build.py (start-up; setup.py is what it decides before weights are l
   (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), verify_queue.py (steps that
   verify guesses in graphs), device.py (the seam), device_ranks.py (queued steps of several ranks), watched_device.py (waits
   that end when a rank has stopped)
+- Vectors instead of tokens: build_encoder.py, encoder_runner.py (steps of an encoder), pooling.py (results of encoders and decoders)
 - Guesses by a model: build_draft.py, draft_model.py, eagle.py, device_eagle.py (where steps are queued), draft_steps.py (what
   they share)
 - Weights: load_weights.py, load_threads.py (several tensors at a time), weight_cache.py (packed, from a file),
-  update_weights.py, save_weights.py, gather_weights.py (whole weights from the parts of ranks)
+  update_weights.py, updatable.py (makes it), save_weights.py, gather_weights.py (whole weights from the parts of ranks)
 - Memory: memory.py (how much there is), pool_plan.py (how much of it is for KV), rank_placement.py (on which
   device), released.py (given back for a while)
-- Watching: profiler.py, expert_recorder.py
+- Watching: profiler.py, expert_recorder.py; faults.py (injected ones, for tests)
 - `headrace quantize`: calibrate.py, perplexity.py
 """

@@ -12,10 +12,10 @@ import torch
 
 from headrace import kernels
 from headrace.attention.base import AttentionBackend, KvPool
-from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.adapters import lora_paths
-from headrace.config.resolve import Config, override_model
+from headrace.config.resolve import Config
 from headrace.config.server_args import ServerArgs
 from headrace.config.speculation import guesses_by_text
 from headrace.distributed.base import length
@@ -24,6 +24,7 @@ from headrace.distributed.rank import ALONE, Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build_draft import LoadedDraft, load_draft
+from headrace.execution.build_encoder import build_encoder_worker
 from headrace.execution.device import CudaDevice, Device
 from headrace.execution.device_ranks import NO_FOLLOWERS, FollowerQueue, LeaderFollowers, received_ids
 from headrace.execution.device_runner import DeviceRunner
@@ -31,7 +32,6 @@ from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool, verifying_sizes
-from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
@@ -42,22 +42,23 @@ from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
 from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
 from headrace.execution.released import DraftMemory
-from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.setup import (
     Setup,
-    check_unchanged,
+    choose_kernels,
     fingerprint_of,
     load_checkpoint,
     model_bytes,
     open_model,
     set_up,
 )
-from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
+from headrace.execution.updatable import updatable_weights
+from headrace.execution.update_weights import ModelWeights
 from headrace.execution.watched_device import WatchedDevice
 from headrace.execution.weight_cache import Progress
 from headrace.execution.worker import TpModelWorker
 from headrace.layers.embedding import vocabulary_part
+from headrace.layers.pooler import Pooler
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
@@ -120,8 +121,11 @@ def build_worker(
     when this returns. Raises ConfigError or ModelError, and the errors of the others.
     """
     begin = time.perf_counter()
+    checkpoint = open_model(args)
+    if checkpoint.config.encoder is not None:
+        return build_encoder_worker(args, checkpoint, progress)
     with ExitStack() as resources:
-        built = _build(args, progress, rank, others, resources)
+        built = _build(args, checkpoint, progress, rank, others, resources)
         if isinstance(built.runner, LeaderRunner):
             built.runner.on_broken = others.give_up
             resources.callback(built.runner.stop)
@@ -138,7 +142,7 @@ def build_worker(
 def build_follower(args: ServerArgs, rank: Rank) -> tuple[FollowerRunner, ExitStack]:
     """The runner of a rank that is not the leader, and what to close after it. Raises ConfigError or ModelError."""
     with ExitStack() as resources:
-        built = _build(args, lambda done, total: None, rank, NO_OTHER_RANKS, resources)
+        built = _build(args, open_model(args), lambda done, total: None, rank, NO_OTHER_RANKS, resources)
         runner, link, devices = built.runner, built.link, built.rank.devices
         assert isinstance(runner, FollowerRunner), rank
         if link is not None:
@@ -149,9 +153,10 @@ def build_follower(args: ServerArgs, rank: Rank) -> tuple[FollowerRunner, ExitSt
         return runner, resources.pop_all()
 
 
-def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks, resources: ExitStack) -> _Built:
-    """Everything up to the runner. resources: get what must end with it. Raises ConfigError or ModelError."""
-    checkpoint = open_model(args)
+def _build(
+    args: ServerArgs, checkpoint: Checkpoint, progress: Progress, rank: Rank, others: OtherRanks, resources: ExitStack
+) -> _Built:
+    """Everything up to the runner, for a decoder. resources: get what must end with it. Raises ConfigError or ModelError."""
     fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, rank)
     if rank.group is not None and not setup.is_cpu:
@@ -161,7 +166,7 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
         setup = replace(setup, placement=replace(setup.placement, shard=rank.shard))
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions]
     processors = load_processors(args.custom_logit_processors)
-    _choose_kernels(setup, resources)
+    choose_kernels(setup, resources)
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
@@ -175,7 +180,7 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
     sampler = _sampler(setup, table, link, processors)
     resources.callback(sampler.close)
     rename = setup.spec.renaming(setup.model_config)
-    weights = _updatable_weights(setup, model, memory, rename)
+    weights = updatable_weights(setup, model, memory.attention, memory.pool, memory.draft)
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, rank)
     profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))
@@ -189,6 +194,7 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
         weights,
         profiler,
         _drafts(setup, model, memory, draft, table, sampler),
+        None if setup.pooling is None else model.pooler,
     )
     if isinstance(runner, LeaderRunner) and isinstance(link, WatchedDevice):
         runner.settle = link.settle
@@ -225,29 +231,14 @@ def _runner(
     weights: ModelWeights,
     profiler: StepProfiler,
     drafts: Drafts | None,
+    pooler: Pooler | None,
 ) -> ModelRunner:
-    """weights, profiler: of a follower; those of others are the worker's. drafts: of those who sample."""
+    """weights, profiler: of a follower; those of others are the worker's. drafts: of those who sample. pooler: of a model that does not."""
     if rank.group is None:
-        return ModelRunner(model, attention, table, sampler, loras, drafts=drafts)
+        return ModelRunner(model, attention, table, sampler, loras, drafts=drafts, pooler=pooler)
     if rank.leads:
         return LeaderRunner(model, attention, table, sampler, loras, rank, drafts)
     return FollowerRunner(model, attention, table, sampler, loras, rank, weights, profiler)
-
-
-def _choose_kernels(setup: Setup, resources: ExitStack) -> None:
-    """Choose the kernels of this process until `resources` are closed, and their threads. Raises ConfigError."""
-    config = setup.config
-    if setup.is_cpu and not config.native_kernels:
-        resources.enter_context(kernels.prefer("torch"))
-    if config.deterministic:
-        if not setup.spec.batch_invariant:
-            raise ConfigError(
-                f"--enable-deterministic-inference: model type {setup.model_config.model_type} runs transformers' code, "
-                "whose bits depend on the batch"
-            )
-        resources.enter_context(kernels.batch_invariant())
-    if setup.is_cpu:
-        kernels.set_num_threads(config.num_threads)
 
 
 def _allocate(
@@ -256,7 +247,7 @@ def _allocate(
     """Measure the memory that is left and allocate the KV pool; let the model fuse its layers with the backend where it can. Raises ConfigError."""
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     shape = setup.kv_shape(rank.stage)
-    graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
+    graph_sizes = _graph_sizes(setup, decisions)
     verifying = _verifying_sizes(setup.args, config, graph_sizes)
     reserved = reserved_bytes(config, model_config, graph_sizes, verifying, gathers=rank.devices is not None)
     if setup.is_cpu and guesses_by_text(setup.args):
@@ -312,25 +303,6 @@ def _sampler(setup: Setup, table: SequenceTable, link: Device | None, processors
     vocab_size = setup.model_config.vocab_size
     penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
     return Sampler(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
-
-
-def _updatable_weights(setup: Setup, model: CausalLM, memory: _Memory, rename: Callable[[str], str]) -> ModelWeights:
-    """The weights of `model`, for updates and saving. rename: maps names of tensors to the model's."""
-    args, spec, model_config = setup.args, setup.spec, setup.model_config
-
-    def load(model_path: str, load_format: LoadFormat) -> tuple[CausalLM, str]:
-        other = open_model(replace(args, model_path=model_path, load_format=load_format))
-        before = fingerprint_of(other)
-        check_same_model(model_config, override_model(other.config, args.json_model_override_args))
-        model = load_model(other, spec, setup.placement, config=model_config)
-        check_unchanged(other, before)
-        return model, before
-
-    weights = ModelWeights(model, memory.attention, memory.pool, rename, spec.ignored, load, draft=memory.draft)
-    # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
-    weights.holds_steps = spec.name == "transformers" and not setup.is_cpu
-    weights.saver = WeightSaver(args.save_dir, model_config.raw, setup.config.quantization)
-    return weights
 
 
 def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
@@ -463,13 +435,16 @@ def _model_decision(model_class: str, model_type: str) -> str:
     )
 
 
-def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, decisions: list[str]) -> tuple[int, ...]:
-    """`config.cuda_graph_sizes`, or none for a model that waits for the device within a step."""
+def _graph_sizes(setup: Setup, decisions: list[str]) -> tuple[int, ...]:
+    """`cuda_graph_sizes` of the config, or none for a model that has no decode steps, or waits for the device within a step."""
+    config = setup.config
     if not config.cuda_graph_sizes:
         return ()
-    if model_class == "transformers":
+    if setup.pooling is not None:
+        reason = "a model that makes vectors has no decode steps"
+    elif setup.spec.name == "transformers":
         reason = "the model class transformers may wait for the device"
-    elif model_config.moe is not None and not kernels.runs_fused_moe(config.device):
+    elif setup.model_config.moe is not None and not kernels.runs_fused_moe(config.device):
         reason = "torch's mixture of experts waits for the device"
     else:
         return config.cuda_graph_sizes

@@ -4,8 +4,6 @@ Owns the tables of sequences and the order of a step (add, forward, logits where
 the model, the attention backend or the sampler, and does not decide what runs. Used by one thread: the worker's.
 """
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,17 +13,19 @@ import torch
 
 from headrace.attention.base import AttentionBackend, ReadTokens
 from headrace.distributed.stages import ALL_LAYERS, Stage
-from headrace.errors import ExecutionError
 from headrace.execution.device import upload_parts
+from headrace.execution.faults import do_fault
 from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
+from headrace.execution.pooling import PooledRows
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
-from headrace.log import get_logger
+from headrace.layers.pooler import Pooler
 from headrace.messages.control import FaultReq
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
+from headrace.messages.requests import PoolTask, SampleTask
 from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, ragged
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
@@ -38,8 +38,6 @@ PROMPT_LOGIT_ROWS = 64
 Picker = Callable[[Sequence[Place]], SamplerOutput]
 """Samples some positions of a step, whose logits it knows. A row of its result for each."""
 
-_logger = get_logger(__name__)
-
 
 @dataclass(slots=True)
 class Outcome:
@@ -51,6 +49,7 @@ class Outcome:
     logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
     prompt_logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
     hidden_states: dict[int, bytes] = field(default_factory=dict)
+    pooled: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class ModelRunner:
     """A model with its attention backend (with an allocated pool), its tables, its sampler and the adapters of its layers.
 
     stage: of the model. Without others, `start` is followed by `finish`; else several steps may be between the two.
-    drafts: guesses of the tokens after those that a step samples, None = nothing is guessed.
+    drafts: guesses of the tokens after those that a step samples, None = nothing is guessed. pooler: of a model that makes vectors.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class ModelRunner:
         loras: LoraPool,
         stage: Stage = ALL_LAYERS,
         drafts: Drafts | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -99,6 +99,7 @@ class ModelRunner:
         self.loras = loras
         self.stage = stage
         self.drafts = drafts
+        self._pools = PooledRows(pooler) if pooler is not None else None
         self._finished_s = 0.0
         self._has_freed = False
         # Kept from step to step: malloc would map and unmap a block of more than 32 MiB every time, and each new page costs a fault.
@@ -125,6 +126,10 @@ class ModelRunner:
         self._leave(plan.left)
         for new in plan.new:
             self.table.add(new, self._input_embeds(new))
+            if isinstance(new.task, PoolTask):
+                assert self._pools is not None, "a model that generates has no such tasks"
+                self._pools.add(new)
+                continue
             self.sampler.add(new.seq, new)
             if self.drafts is not None:
                 self.drafts.add(new)
@@ -142,6 +147,8 @@ class ModelRunner:
             self.sampler.forget_grammar(seq)
             if self.drafts is not None:
                 self.drafts.leave(seq)
+            if self._pools is not None:
+                self._pools.leave(seq)
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
         """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, an adapter, logit edits
@@ -157,7 +164,7 @@ class ModelRunner:
         seqs = plan.seqs.tolist()
         special = (self.table.specs[seq] for seq in self.table.special.intersection(seqs))
         return self.table.adapted.isdisjoint(seqs) and not any(
-            spec.input_embeds is not None or spec.new.task.return_hidden_states for spec in special
+            spec.input_embeds is not None or spec.new.task.reads_all for spec in special
         )
 
     def _input_embeds(self, new: NewSequence) -> torch.Tensor | None:
@@ -206,6 +213,10 @@ class ModelRunner:
         outcome = Outcome([[] for _ in seqs])
         for row in begun.special:
             new = self.table.specs[seqs[row]].new
+            if isinstance(new.task, PoolTask):
+                assert self._pools is not None, new.rid
+                self._pools.take(row, new, hidden[starts[row] : starts[row + 1]], batch.starts[row] + batch.counts[row])
+                continue
             if new.task.return_hidden_states:
                 part = hidden[starts[row] : starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
@@ -216,6 +227,8 @@ class ModelRunner:
                 logprobs = self._prompt_logprobs(new, seqs[row], positions, part)
                 if logprobs is not None:
                     outcome.prompt_logprobs[row] = logprobs
+        if self._pools is not None:
+            outcome.pooled, outcome.errors = self._pools.results()
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
             self._sample(plan, seqs, batch, hidden, starts, sampled, outcome)
@@ -254,6 +267,7 @@ class ModelRunner:
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
             hidden_states=outcome.hidden_states,
+            pooled=outcome.pooled,
             drafts=outcome.drafts,
             forward_s=self._finished_s - since_s,
             masks_s=self.sampler.take_masks_s(),
@@ -268,8 +282,10 @@ class ModelRunner:
                 new = self.table.specs[seqs[row]].new
                 start, count = int(plan.starts[row]), int(plan.counts[row])
                 positions = _logprob_positions(new, start, count)
-                if new.task.return_hidden_states:
+                if new.task.reads_all:
                     num_read[row] = count
+                elif isinstance(new.task, PoolTask):
+                    num_read[row] = start + count == new.num_prompt_tokens
                 elif positions:
                     num_read[row] = start + count - positions.start
         return last_tokens(plan.counts, num_read, self.table.tokens.device)
@@ -337,6 +353,7 @@ class ModelRunner:
         self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor
     ) -> LogprobBlock | None:
         """Logprobs of the prompt tokens after `positions`. hidden: [len(positions), hidden_size]."""
+        assert isinstance(new.task, SampleTask), new.rid
         assert new.task.logprobs is not None, new.rid
         blocks = []
         for part, low in zip(hidden.split(PROMPT_LOGIT_ROWS), positions[::PROMPT_LOGIT_ROWS], strict=True):
@@ -493,16 +510,16 @@ class ModelRunner:
         for fault in plan.faults:
             if fault.stage != "forward":
                 continue
-            for row in np.flatnonzero(plan.num_logits):
+            for row in range(len(plan.seqs)):
                 new = self.table.specs[int(plan.seqs[row])].new
                 num_outputs = int(plan.starts[row] + plan.counts[row]) - new.num_prompt_tokens
                 if new.rid == fault.rid and num_outputs == fault.at_token:
-                    _do_fault(fault)
+                    do_fault(fault)
 
 
 def _logprob_positions(new: NewSequence, start: int, count: int) -> range:
     """Of the positions start .. start + count - 1, those that predict a prompt token whose logprob was asked for."""
-    spec = new.task.logprobs
+    spec = new.task.logprobs if isinstance(new.task, SampleTask) else None
     if spec is None:
         return range(0)
     return range(max(start, spec.prompt_start - 1), min(start + count, new.num_prompt_tokens - 1))
@@ -524,15 +541,5 @@ def _sampling_faults(
         elif fault.kind == "raise":
             failed[row] = "injected fault while sampling"
         else:
-            _do_fault(fault)
+            do_fault(fault)
     return failed
-
-
-def _do_fault(fault: FaultReq) -> None:
-    _logger.warning("injected fault: %s at stage %s for %s", fault.kind, fault.stage, fault.rid)
-    if fault.kind == "sleep":
-        time.sleep(fault.seconds)
-    elif fault.kind == "crash":
-        os.kill(os.getpid(), signal.SIGKILL)
-    else:
-        raise ExecutionError("injected fault in the forward pass")

@@ -2,21 +2,24 @@
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from headrace import kernels
 from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.pooling import PoolingConfig, read_pooling
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import Rank
 from headrace.distributed.stages import Stage
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.memory import available_bytes, check_pool_fits
@@ -27,17 +30,21 @@ from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu.threads import default_num_threads
 from headrace.layers.weight import Placement
-from headrace.models.registry import model_class_for
-from headrace.models.spec import CausalLM, ModelSpec, kv_shape
+from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for
+from headrace.models.spec import FamilySpec, Model, kv_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs."""
+    """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs.
+
+    pooling: what it makes of a text; None = it generates.
+    """
 
     args: ServerArgs
     model_config: ModelConfig
-    spec: ModelSpec
+    pooling: PoolingConfig | None
+    spec: FamilySpec[Any]
     config: Config
     placement: Placement
 
@@ -61,7 +68,8 @@ class Setup:
 def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
     """Raises ConfigError or ModelError."""
     model_config = override_model(checkpoint.config, args.json_model_override_args)
-    spec = model_class_for(model_config, args.model_impl)
+    pooling = read_pooling(checkpoint.path, model_config, args.is_embedding)
+    spec = _spec(model_config, pooling, args)
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
     if rank.group is not None:
@@ -77,11 +85,36 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_experts=deals,
         whole_attention=args.enable_dp_attention,
     )
-    setup = Setup(args, model_config, spec, config, placement)
-    if args.max_total_tokens is not None:
+    setup = Setup(args, model_config, pooling, spec, config, placement)
+    if args.max_total_tokens is not None and model_config.encoder is None:
         num_tokens = whole_pages(args, config.page_size)
         check_pool_fits(num_tokens, setup.kv_shape(rank.stage).bytes_per_token, available_bytes(placement.device))
     return setup
+
+
+def choose_kernels(setup: Setup, resources: ExitStack) -> None:
+    """Choose the kernels of this process until `resources` are closed, and their threads. Raises ConfigError."""
+    config = setup.config
+    if setup.is_cpu and not config.native_kernels:
+        resources.enter_context(kernels.prefer("torch"))
+    if config.deterministic:
+        if not setup.spec.batch_invariant:
+            raise ConfigError(
+                f"--enable-deterministic-inference: model type {setup.model_config.model_type} runs transformers' code, "
+                "whose bits depend on the batch"
+            )
+        resources.enter_context(kernels.batch_invariant())
+    if setup.is_cpu:
+        kernels.set_num_threads(config.num_threads)
+
+
+def _spec(model_config: ModelConfig, pooling: PoolingConfig | None, args: ServerArgs) -> FamilySpec[Any]:
+    """Raises ModelError when nothing here can serve the model."""
+    if pooling is None:
+        return model_class_for(model_config, args.model_impl)
+    if model_config.encoder is not None:
+        return encoder_class_for(model_config, pooling)
+    return pooled_class_for(model_config, pooling)
 
 
 def load_checkpoint(
@@ -91,8 +124,8 @@ def load_checkpoint(
     progress: Progress,
     resources: ExitStack,
     decisions: list[str],
-) -> CausalLM:
-    """Load the model, from the weight cache where that has it, and let the checkpoint go.
+) -> Any:
+    """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go.
 
     fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
     """
@@ -168,6 +201,6 @@ def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
         raise ModelError(f"{checkpoint.path.name} changed while it was read; load it again when it is complete")
 
 
-def model_bytes(model: CausalLM) -> int:
+def model_bytes(model: Model) -> int:
     """Bytes of the model's weights, by their shapes and precision in memory."""
     return round(sum(weight.num_bytes for weight in model.weights()))

@@ -44,7 +44,7 @@ from headrace.messages.weights import (
     UpdateFromTensors,
     WorkerOperation,
 )
-from headrace.models.spec import CausalLM
+from headrace.models.spec import Model
 from headrace.weight_sync import bucket
 from headrace.weight_sync.group import WeightGroup
 
@@ -148,7 +148,7 @@ def _yield_to_steps() -> None:
 class _Switch:
     """Complete new weights, and the switch to them."""
 
-    model: CausalLM
+    model: Model
     attention: AttentionBackend
     new: list[tuple[Keeper, Kept]]
     moved: Callable[[], None]
@@ -184,12 +184,12 @@ class ModelWeights:
     saver: writes the weights to the operator's folder. draft: what guesses, if it has weights; its memory is released with the model's.
     """
 
-    model: CausalLM
+    model: Model
     attention: AttentionBackend
     pool: KvPool
     rename: Callable[[str], str]
     ignored: tuple[str, ...]
-    load: Callable[[str, LoadFormat], tuple[CausalLM, str]]
+    load: Callable[[str, LoadFormat], tuple[Model, str]]
     moved: Callable[[], None] = lambda: None
     holds_steps: bool = False
     saver: WeightSaver = field(default_factory=lambda: WeightSaver(None, {}, "none"))
@@ -379,7 +379,7 @@ def bytes_message(done: Literal["released", "resumed"], num_bytes: int) -> str:
     return f"{num_bytes} bytes were {done}"
 
 
-def _keepers(model: CausalLM) -> list[Keeper]:
+def _keepers(model: Model) -> list[Keeper]:
     """Every layer that keeps weights, once, in the model's order. Raises ModelError for a weight that cannot be replaced."""
     weights = list(model.weights())
     for weight in weights:

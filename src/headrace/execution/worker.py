@@ -5,15 +5,15 @@ Runs in the scheduler's thread.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from headrace.errors import ExecutionError
 from headrace.execution.expert_recorder import NO_EXPERTS, ExpertRecorder
-from headrace.execution.model_runner import ModelRunner
 from headrace.execution.profiler import StepProfiler
 from headrace.log import get_logger
+from headrace.messages.lora import Adapters
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -22,12 +22,26 @@ _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 
+class Runner(Protocol):
+    """What runs the steps of a worker, one after another; see `ModelRunner`."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """What the scheduler loads adapters with."""
+
+    def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = ...) -> StepResult:
+        """See `ModelRunner.run`."""
+
+    def rest(self, left: Iterable[int]) -> None:
+        """See `ModelRunner.rest`."""
+
+
 class TpModelWorker:
-    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`."""
+    """The `Worker` protocol over a runner. resources: closed by `close`."""
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         weights: WeightExecutor,
         resources: ExitStack | None = None,
         profiler: StepProfiler | None = None,
@@ -63,9 +77,9 @@ class TpModelWorker:
 
 
 def run_guarded(
-    runner: ModelRunner, batch: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None
+    runner: Runner, batch: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None
 ) -> StepResult | ExecutionError:
-    """`ModelRunner.run` within `guarded`."""
+    """`Runner.run` within `guarded`."""
     return guarded(batch, lambda: runner.run(batch, on_layers))
 
 

@@ -8,15 +8,20 @@ import asyncio
 import dataclasses
 import itertools
 import random
+from typing import cast
 
 import msgspec
 
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs
 from headrace.config.speculation import guesses_by_text
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
+from headrace.frontend.encode_pooled import PooledEncoder
+from headrace.frontend.engine_request import engine_request
 from headrace.frontend.inputs import PromptInput, check_text, encode_inputs, is_large
+from headrace.frontend.pooled_prompts import PooledPrompt
 from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
@@ -24,9 +29,10 @@ from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.messages.control import ReadyInfo
 from headrace.messages.grammar import GrammarSpec
-from headrace.messages.namespaces import of_adapter
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
+    CallInput,
+    EmbeddingReqInput,
     GenerateReqInput,
     LogprobSpec,
     PromptContent,
@@ -40,6 +46,11 @@ DUMPED_CHARACTERS = 200
 """Length of a prompt's text in dumps."""
 DUMPED_IDS = 50
 
+WRONG_KIND = "wrong_model_type"
+"""Code of the error of a call that wants another kind of model."""
+
+AnyCall = Call[Prompt] | Call[PooledPrompt]
+
 MAX_TOKEN_CHARACTERS = 256
 """Longer texts are hardly one token."""
 
@@ -48,7 +59,7 @@ class Encoder:
     """See the module docstring.
 
     limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
-    found that a request of a session replaces.
+    found that a request of a session replaces. pooling: what the model makes of a text; None = it generates.
     """
 
     def __init__(
@@ -62,6 +73,7 @@ class Encoder:
         sessions: Sessions,
         adapters: Adapters,
         request_log: RequestLog,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         self.limits = call_limits(args, ready, table.queue.most_at_once)
         self._args = args
@@ -76,17 +88,33 @@ class Encoder:
         self._sessions = sessions
         self._adapters = adapters
         self._request_log = request_log
+        self._pooling = pooling
+        self._pooled = (
+            PooledEncoder(args, ready, pooling, self._batch_tokenizer, request_log) if pooling is not None else None
+        )
 
-    async def split(self, obj: GenerateReqInput) -> Call:
-        """See `split_call`. A call with many items is checked in a thread, so that it does not block other calls."""
+    async def split(self, obj: CallInput) -> AnyCall:
+        """See `split_call` and `split_pooled_call`. A call with many items is checked in a thread, so that it does not block other calls.
+
+        Raises RequestError, too, for a call that the served kind of model does not answer.
+        """
         if self.limits.max_samples != self._table.queue.most_at_once:
             self.limits = dataclasses.replace(self.limits, max_samples=self._table.queue.most_at_once)
+        if isinstance(obj, EmbeddingReqInput):
+            if self._pooled is None:
+                raise RequestError(
+                    "this model generates text: it makes no embeddings and classifies nothing", code=WRONG_KIND
+                )
+            return await self._pooled.split(obj, self.limits)
+        if self._pooling is not None:
+            made = "embeddings" if self._pooling.task == "embed" else "scores"
+            raise RequestError(f"this model does not generate text: it makes {made}", code=WRONG_KIND)
         if not is_large(obj):
             return split_call(obj, self.limits)
         return await asyncio.get_running_loop().run_in_executor(None, split_call, obj, self.limits)
 
     async def encode(
-        self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
+        self, call: AnyCall, obj: CallInput, state: CallState, default_max_new_tokens: int
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every prompt of a call. Returns a request for each sample of `state`.
 
@@ -94,6 +122,18 @@ class Encoder:
         prompt of the call is to be sent.
         """
         self._adapters.check_number(prompt.adapter for prompt in call.prompts)
+        if isinstance(obj, GenerateReqInput):
+            return await self._encode(cast(Call[Prompt], call), obj, state, default_max_new_tokens)
+        pooled = cast(Call[PooledPrompt], call)
+        for prompt, sample in zip(pooled.prompts, state.samples, strict=True):
+            if prompt.adapter:
+                await self._use_adapter(prompt.adapter, [sample])
+        assert self._pooled is not None, "split has refused it"
+        return await self._pooled.encode(pooled, obj, state)
+
+    async def _encode(
+        self, call: Call[Prompt], obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
+    ) -> list[TokenizedGenerateReqInput]:
         given = [prompt.given for prompt in call.prompts]
         contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
         samples = iter(state.samples)
@@ -279,31 +319,26 @@ def _requests(
     obj: GenerateReqInput,
 ) -> list[TokenizedGenerateReqInput]:
     """The scheduler's request for each sample of a prompt."""
-    call, adapter = own[0].call, own[0].adapter
-    tenant = call.tenant
-    lora_id, lora_name = (adapter.lora_id, adapter.name) if adapter is not None else (0, "")
-    namespace = of_adapter(tenant.namespace(prompt.namespace), lora_id, lora_name)
+    group = own[0].call.tenant.scope + prompt.rid if len(own) > 1 else ""
+
+    def task(number: int, sample: ReqState) -> SampleTask:
+        return SampleTask(
+            msgspec.structs.replace(sampling, seed=(sampling.seed + number) & MAX_SEED) if number else sampling,
+            stream=obj.stream,
+            logprobs=_outputs_only(logprobs, content.num_tokens) if logprobs and sample.leader else logprobs,
+            return_hidden_states=prompt.return_hidden_states,
+            custom_logit_processor=prompt.custom_logit_processor,
+            predicted_ids=pack_int32(predicted_ids),
+        )
+
     return [
-        TokenizedGenerateReqInput(
-            rid=sample.rid,
-            content=content,
-            task=SampleTask(
-                msgspec.structs.replace(sampling, seed=(sampling.seed + number) & MAX_SEED) if number else sampling,
-                stream=obj.stream,
-                logprobs=_outputs_only(logprobs, content.num_tokens) if logprobs and sample.leader else logprobs,
-                return_hidden_states=prompt.return_hidden_states,
-                custom_logit_processor=prompt.custom_logit_processor,
-                predicted_ids=pack_int32(predicted_ids),
-            ),
-            namespace=namespace,
-            priority=obj.priority or 0,
-            group=tenant.scope + prompt.rid if len(own) > 1 else "",
-            created_s=sample.created_s,
-            deadline_s=sample.created_s + call.timeout_s if call.timeout_s > 0 else 0.0,
-            lora_id=lora_id,
-            queue_deadline_s=sample.created_s + call.queue_timeout_s if call.queue_timeout_s > 0 else 0.0,
-            tenant=tenant.limits.name,
-            weight=tenant.limits.weight,
+        engine_request(
+            sample,
+            content,
+            task(number, sample),
+            namespace=prompt.namespace,
+            priority=obj.priority,
+            group=group,
         )
         for number, sample in enumerate(own)
     ]

@@ -100,6 +100,9 @@ class Endings:
             metrics.queue_time_s.observe(sample.stats.queue_time_s)
         elif finish.type != "abort":
             count_prompt(sample, metrics)
+        if sample.pooled is not None:
+            metrics.pooled_requests.inc(1)
+            metrics.queue_time_s.observe(sample.stats.queue_time_s)
 
 
 def count_prompt(sample: ReqState, metrics: Metrics) -> None:

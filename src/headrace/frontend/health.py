@@ -11,7 +11,7 @@ from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.shared_probe import SharedProbe
-from headrace.messages.requests import GenerateReqInput
+from headrace.messages.requests import CallInput, EmbeddingReqInput, GenerateReqInput
 from headrace.sampling.params import SamplingParams
 
 HEALTH_TIMEOUT_S = 10.0
@@ -19,7 +19,8 @@ HEALTH_RID_PREFIX = "headrace-health-"
 
 
 class Health:
-    """See the module docstring. generate: runs a request of the server's own. clock: seconds."""
+    """See the module docstring. generate: runs a request of the server's own. clock: seconds. pools: whether the model makes vectors
+    instead of tokens."""
 
     def __init__(
         self,
@@ -27,14 +28,17 @@ class Health:
         link: EngineLink,
         heartbeats: Heartbeats,
         control: Control,
-        generate: Callable[[GenerateReqInput], AsyncGenerator[SampleUpdate, None]],
+        generate: Callable[[CallInput], AsyncGenerator[SampleUpdate, None]],
         clock: Callable[[], float],
+        *,
+        pools: bool = False,
     ) -> None:
         self._engine_loop = engine_loop
         self._link = link
         self._heartbeats = heartbeats
         self._control = control
         self._generate = generate
+        self._pools = pools
         self._probe = SharedProbe(self._can_generate, clock)
 
     def is_alive(self) -> bool:
@@ -56,11 +60,13 @@ class Health:
             return False
 
     async def _generate_one(self) -> bool:
-        probe = GenerateReqInput(
-            input_ids=[0],
-            # Random: a client that uses the same rid would make the server look dead.
-            rid=f"{HEALTH_RID_PREFIX}{uuid.uuid4().hex}",
-            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        # Random: a client that uses the same rid would make the server look dead.
+        rid = f"{HEALTH_RID_PREFIX}{uuid.uuid4().hex}"
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        probe: CallInput = (
+            EmbeddingReqInput(input_ids=[0], rid=rid)
+            if self._pools
+            else GenerateReqInput(input_ids=[0], rid=rid, sampling_params=sampling)
         )
         async for update in self._generate(probe):
             return update.finish is not None and update.finish.type != "abort"

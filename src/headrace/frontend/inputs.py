@@ -11,7 +11,7 @@ from typing import cast
 from headrace.errors import RequestError
 from headrace.frontend.embeddings import pack_embeds
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import GenerateReqInput, PromptContent
+from headrace.messages.requests import CallInput, GenerateReqInput, PromptContent
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 
 LARGE_ITEMS = 8192
@@ -23,14 +23,15 @@ MEDIA_NOT_YET = (("image_data", "image input"), ("audio_data", "audio input"), (
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """One prompt as a call gives it. Exactly one of the three is not None.
+    """One prompt as a call gives it. Exactly one of `text`, `ids` and `embeds` is not None.
 
-    embeds: float32[num_tokens, hidden_size], num_tokens > 0.
+    embeds: float32[num_tokens, hidden_size], num_tokens > 0. second: the second text of a pair, whose first is `text`.
     """
 
     text: str | None = None
     ids: list[int] | None = None
     embeds: bytes | None = None
+    second: str | None = None
 
     @property
     def field(self) -> str:
@@ -47,17 +48,18 @@ class PromptInput:
     def most_bytes(self, context_length: int) -> int:
         """Approximate upper bound of the bytes of its content."""
         # A text has at most one token per byte; a prompt longer than the context is refused after tokenizing.
-        num_tokens = len(self.ids) if self.ids is not None else min(4 * len(self.text or ""), context_length)
+        num_characters = len(self.text or "") + len(self.second or "")
+        num_tokens = len(self.ids) if self.ids is not None else min(4 * num_characters, context_length)
         return 4 * num_tokens + len(self.embeds or b"")
 
 
-def is_large(obj: GenerateReqInput) -> bool:
-    """Whether `split_call` takes longer than waking a thread; judged by lengths alone."""
+def is_large(obj: CallInput) -> bool:
+    """Whether splitting the call takes longer than waking a thread; judged by lengths alone."""
     if isinstance(obj.text, list):
         return len(obj.text) > LARGE_ITEMS
     if obj.input_ids is not None:
         return len(obj.input_ids) + sum(len(ids) for ids in obj.input_ids if isinstance(ids, list)) > LARGE_ITEMS
-    return obj.input_embeds is not None
+    return isinstance(obj, GenerateReqInput) and obj.input_embeds is not None
 
 
 def given_inputs(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
@@ -66,7 +68,7 @@ def given_inputs(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tu
     if obj.text is not None:
         return [PromptInput(text=text) for text in _texts(obj.text)], isinstance(obj.text, list)
     if obj.input_ids is not None:
-        lists, is_batch = _id_lists(obj.input_ids, vocab_size)
+        lists, is_batch = id_lists(obj.input_ids, vocab_size)
         return [PromptInput(ids=ids) for ids in lists], is_batch
     assert obj.input_embeds is not None, "one of the three is given"
     embeds, is_batch = pack_embeds(obj.input_embeds, hidden_size)
@@ -127,7 +129,7 @@ def _texts(given: str | list[str]) -> list[str]:
     return texts
 
 
-def _id_lists(given: list[int | list[int]], vocab_size: int) -> tuple[list[list[int]], bool]:
+def id_lists(given: list[int | list[int]], vocab_size: int) -> tuple[list[list[int]], bool]:
     """The token ids of each prompt, and whether they were given as a list of prompts. Raises RequestError."""
     is_batch = isinstance(given[0], list)
     if any(isinstance(item, list) != is_batch for item in given):

@@ -1,4 +1,5 @@
-"""The native reply: the dict {text, output_ids, meta_info[, index]} of /generate and `Engine.generate` (docs/http-api.md).
+"""The native replies: the dict {text, output_ids, meta_info[, index]} of /generate and `Engine.generate`, and {embedding, meta_info[, index]} of
+/encode and `Engine.encode` (docs/http-api.md).
 
 Made from a `SampleUpdate`; nothing else reads such a dict. Pure functions, and `NativeStream`, which belongs to one call.
 """
@@ -8,6 +9,7 @@ from typing import Any
 
 from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate
 from headrace.messages.outputs import FinishReason, SpeculationCounts
+from headrace.messages.packing import unpack_float32
 
 NativeAnswer = dict[str, Any]
 
@@ -34,6 +36,32 @@ def whole_answer(updates: Sequence[SampleUpdate]) -> NativeAnswer | list[NativeA
     """The reply of a call that does not stream: of its only sample, or a list of all in order."""
     answers = [native_answer(update) for update in updates]
     return answers if updates[0].is_listed else answers[0]
+
+
+def pooled_answers(updates: Sequence[SampleUpdate]) -> NativeAnswer | list[NativeAnswer]:
+    """The reply of a call whose inputs became vectors: of its only input, or a list of all in order."""
+    answers = [pooled_answer(update) for update in updates]
+    return answers if updates[0].is_listed else answers[0]
+
+
+def pooled_answer(update: SampleUpdate) -> NativeAnswer:
+    """The reply for one input; `embedding` is None if it failed, and then the finish reason says why."""
+    usage, times = update.usage, update.times
+    answer: NativeAnswer = {
+        "embedding": unpack_float32(update.pooled) if update.pooled is not None else None,
+        "meta_info": {
+            "id": update.rid,
+            "finish_reason": _finish_reason(update.finish) if update.finish is not None else None,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "weight_version": update.weight_version,
+            "e2e_latency": times.e2e_s,
+            "queue_time": times.queue_s,
+        },
+    }
+    if update.is_listed:
+        answer["index"] = update.index
+    return answer
 
 
 def native_answer(update: SampleUpdate) -> NativeAnswer:

@@ -4,6 +4,7 @@ Tokens have no text, so all text is empty. Used wherever a tokenizer is used.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import tokenizers
 from tokenizers import models
@@ -21,6 +22,15 @@ class NoTokenizer(Tokenizer):
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
     ) -> list[list[int]]:
+        """Raises RequestError."""
+        refuse_text("text")
+
+    def encode_whole(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        most_tokens: int | None = None,
+        side: Literal["right", "left"] = "right",
+    ) -> list[tuple[list[int], list[int]]]:
         """Raises RequestError."""
         refuse_text("text")
 

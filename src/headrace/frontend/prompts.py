@@ -1,4 +1,4 @@
-"""Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar.
+"""Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar. `pooled_prompts` does so for an `EmbeddingReqInput`.
 
 Owns the shape of a call: which fields may be lists, how they are distributed over the prompts, which are refused by name.
 Does not own the fields that give the prompts themselves (`inputs`). Pure functions, run in the tokenizer manager's event loop, or in a
@@ -8,7 +8,7 @@ thread for large calls.
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar, cast
+from typing import Generic, NoReturn, TypeVar, cast
 
 from headrace.errors import RequestError
 from headrace.frontend.inputs import (
@@ -22,7 +22,7 @@ from headrace.frontend.inputs import (
 from headrace.messages.grammar import GrammarSpec
 from headrace.messages.namespaces import of_request
 from headrace.messages.neutral import is_empty
-from headrace.messages.requests import GenerateReqInput, SessionParams
+from headrace.messages.requests import CallInput, GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from headrace.text.stop_patterns import MAX_STOP_PATTERNS, check_stop_regex
 
@@ -103,36 +103,44 @@ class Prompt:
     grammar: GrammarSpec | None = None
     prediction: str = ""
 
+    @property
+    def num_samples(self) -> int:
+        """How many outputs are made of it."""
+        return self.sampling.n
+
+
+P = TypeVar("P")
+
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Generic[P]):
     """A checked call. is_list: whether the answer is a list (the input was one, or n > 1). rid: of the whole call."""
 
     rid: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[P, ...]
     is_list: bool
 
 
-def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
+def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     """Check the shape of a call and distribute its fields over its prompts.
 
     The time does not depend on `n`. Raises RequestError naming the field.
     """
     _refuse_not_yet(obj)
-    _check_routing(obj, limits)
+    check_routing(obj, limits)
     check_num_prompts(obj, limits.max_prompts)
-    inputs = _Inputs(*given_inputs(obj, limits.vocab_size, limits.hidden_size))
+    inputs = PromptInputs(*given_inputs(obj, limits.vocab_size, limits.hidden_size))
     samplings = _samplings(obj, inputs, limits)
     grammars = _grammars(samplings, limits)
     multiple = any(sampling.n > 1 for sampling in samplings)
     logprobs = _logprobs(obj, inputs, multiple, limits.vocab_size)
     hidden = inputs.spread("return_hidden_states", obj.return_hidden_states, bool)
     processors = _processors(obj, inputs, limits.processors)
-    namespaces = _namespaces(obj, inputs)
+    namespaces = namespaces_of(obj, inputs)
     sessions = _sessions(obj, inputs, samplings)
     adapters = inputs.spread("lora_path", obj.lora_path, str)
     predictions = _predictions(obj, inputs, limits)
-    call_rid, rids = _rids(obj.rid, inputs)
+    call_rid, rids = rids_of(obj.rid, inputs)
     prompts = tuple(
         Prompt(
             rid=rids[i],
@@ -164,7 +172,7 @@ def _refuse_not_yet(obj: GenerateReqInput) -> None:
             raise RequestError(f"{name}: {what} is not supported yet", name)
 
 
-def _check_routing(obj: GenerateReqInput, limits: CallLimits) -> None:
+def check_routing(obj: CallInput, limits: CallLimits) -> None:
     """Raises RequestError for a replica that does not exist and for a priority that is out of range or not used."""
     field = "data_parallel_rank" if obj.routed_dp_rank is None else "routed_dp_rank"
     if obj.data_parallel_rank not in (None, obj.replica):
@@ -234,7 +242,7 @@ def _check_ids_only(obj: GenerateReqInput, samplings: Sequence[SamplingParams]) 
 
 
 @dataclass(slots=True)
-class _Inputs:
+class PromptInputs:
     """The prompts of a call, and whether they were given as a list."""
 
     given: Sequence[PromptInput]
@@ -266,7 +274,7 @@ class _Inputs:
         return cast("list[T]", value)
 
 
-def _samplings(obj: GenerateReqInput, inputs: _Inputs, limits: CallLimits) -> list[SamplingParams]:
+def _samplings(obj: GenerateReqInput, inputs: PromptInputs, limits: CallLimits) -> list[SamplingParams]:
     """The sampling parameters of each prompt, checked as far as `_check_sampling` does. Raises RequestError."""
     given = inputs.spread("sampling_params", obj.sampling_params, SamplingParams)
     samplings = [sampling or SamplingParams() for sampling in given]
@@ -320,7 +328,7 @@ def _grammars(samplings: Sequence[SamplingParams], limits: CallLimits) -> list[G
     return [specs[id(sampling)] for sampling in samplings]
 
 
-def _processors(obj: GenerateReqInput, inputs: _Inputs, known: frozenset[str]) -> list[str]:
+def _processors(obj: GenerateReqInput, inputs: PromptInputs, known: frozenset[str]) -> list[str]:
     """The custom logit processor of each prompt. Raises RequestError for one that is not `known`."""
     processors = inputs.spread("custom_logit_processor", obj.custom_logit_processor, str)
     for processor in processors:
@@ -333,7 +341,7 @@ def _processors(obj: GenerateReqInput, inputs: _Inputs, known: frozenset[str]) -
     return processors
 
 
-def _predictions(obj: GenerateReqInput, inputs: _Inputs, limits: CallLimits) -> list[str]:
+def _predictions(obj: GenerateReqInput, inputs: PromptInputs, limits: CallLimits) -> list[str]:
     """The text that the output of each prompt may contain; none where nothing is guessed by it. Raises RequestError."""
     predictions = inputs.spread("prediction", obj.prediction, str)
     if not limits.guesses:
@@ -346,7 +354,7 @@ def _predictions(obj: GenerateReqInput, inputs: _Inputs, limits: CallLimits) -> 
 
 
 def _sessions(
-    obj: GenerateReqInput, inputs: _Inputs, samplings: Sequence[SamplingParams]
+    obj: GenerateReqInput, inputs: PromptInputs, samplings: Sequence[SamplingParams]
 ) -> list[SessionParams | None]:
     """The session that each prompt continues; None = none. Raises RequestError."""
     given = inputs.spread("session_params", obj.session_params, SessionParams)
@@ -375,7 +383,7 @@ class _Logprobs:
     picked: list[tuple[int, ...]]
 
 
-def _logprobs(obj: GenerateReqInput, inputs: _Inputs, multiple: bool, vocab_size: int) -> _Logprobs:
+def _logprobs(obj: GenerateReqInput, inputs: PromptInputs, multiple: bool, vocab_size: int) -> _Logprobs:
     """What each prompt asks of logprobs. multiple: whether a prompt has several samples. Raises RequestError."""
     wanted = inputs.spread("return_logprob", obj.return_logprob, bool)
     starts = inputs.spread("logprob_start_len", obj.logprob_start_len, int)
@@ -408,7 +416,7 @@ def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...],
             raise RequestError(f"{name} needs return_logprob", name)
 
 
-def _picked_ids(obj: GenerateReqInput, inputs: _Inputs, vocab_size: int) -> tuple[list[tuple[int, ...]], bool]:
+def _picked_ids(obj: GenerateReqInput, inputs: PromptInputs, vocab_size: int) -> tuple[list[tuple[int, ...]], bool]:
     """`token_ids_logprob` for each prompt, and whether it was given per prompt."""
     name = "token_ids_logprob"
     value = obj.token_ids_logprob
@@ -432,7 +440,7 @@ def _picked_ids(obj: GenerateReqInput, inputs: _Inputs, vocab_size: int) -> tupl
     return unique, True
 
 
-def _rids(given: str | list[str] | None, inputs: _Inputs) -> tuple[str, list[str]]:
+def rids_of(given: str | list[str] | None, inputs: PromptInputs) -> tuple[str, list[str]]:
     """Rid of the call and of each prompt. One rid for a batch names its prompts `rid/0`, `rid/1` ..."""
     if not given:
         given = None
@@ -455,7 +463,7 @@ def _check_rid(rid: str) -> None:
     check_text("rid", rid, MAX_RID_LENGTH)
 
 
-def _namespaces(obj: GenerateReqInput, inputs: _Inputs) -> list[str]:
+def namespaces_of(obj: CallInput, inputs: PromptInputs) -> list[str]:
     """The namespace of each prompt, from its two keys. Raises RequestError."""
     if obj.extra_key is None and obj.cache_salt is None:
         return [""] * inputs.count

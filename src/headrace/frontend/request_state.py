@@ -80,6 +80,7 @@ class ReqState:
     input_logprobs: LogprobLists = field(default_factory=LogprobLists)
     output_logprobs: LogprobLists = field(default_factory=LogprobLists)
     hidden_states: list[list[float]] = field(default_factory=list)
+    pooled: bytes | None = None
     _followers: list["ReqState"] = field(default_factory=list)
     _is_heard: bool = False
     _texts: list[str] = field(default_factory=list)
@@ -129,6 +130,8 @@ class ReqState:
             if len(values) % hidden_size:
                 raise ValueError(f"{len(values)} hidden state values, rows of {hidden_size}")
             self.hidden_states += [values[i : i + hidden_size] for i in range(0, len(values), hidden_size)]
+        if row.pooled:
+            self.pooled = row.pooled
         if row.finish is None:
             self._tell()
 
@@ -208,6 +211,7 @@ class ReqState:
             self._new_logprobs() if self.wants_logprobs else None,
             self.hidden_states if ended and self.wants_hidden_states else None,
             stats.speculation if ended else None,
+            self.pooled,
         )
         self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
         self._num_unread_characters = 0

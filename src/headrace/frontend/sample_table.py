@@ -95,12 +95,15 @@ class SampleTable:
             call.fail(error)
 
     def find(self, scope: str, rid: str) -> list[ReqState]:
-        """The live sample `rid` of the key with this scope, or all samples of its call or prompt with that name."""
+        """The live sample `rid` of the key with this scope, or all samples of its call or prompt with that name, or else those of a request that
+        was split into calls, whose samples are `rid`/0, `rid`/1, ..."""
         name = scope + rid
         if name in self._by_rid:
             found = [self._by_rid[name]]
+        elif name in self._calls_by_name:
+            found = self._calls_by_name[name].names[name]
         else:
-            found = self._calls_by_name[name].names[name] if name in self._calls_by_name else []
+            found = [sample for own, sample in self._by_rid.items() if own.startswith(f"{name}/")]
         return [sample for sample in found if sample.call.tenant.scope == scope]
 
     def scopes(self) -> set[str]:

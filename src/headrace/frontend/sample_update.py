@@ -70,6 +70,8 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rid: of the prompt, as the client knows it. index: of the sample in the reply of its call. is_listed: that reply is a list,
     because the prompts were a list or there are several samples. logprobs: None if not requested. hidden_states: with the last update,
     a row of hidden_size values per token; None if not requested. speculation: with the last update, None if the engine guesses no tokens.
+    pooled: of an `EmbeddingReqInput`, float32[n] little-endian: the embedding, or the numbers (logits) of the classification. None: there is none,
+    as for every other call, or for an input that failed.
     """
 
     rid: str
@@ -85,6 +87,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: SampleLogprobs | None = None
     hidden_states: list[list[float]] | None = None
     speculation: SpeculationCounts | None = None
+    pooled: bytes | None = None
 
 
 def _joined(before: list[LogprobRow] | None, after: list[LogprobRow] | None) -> list[LogprobRow] | None:

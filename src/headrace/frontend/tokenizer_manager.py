@@ -16,6 +16,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, RequestError
@@ -24,7 +25,7 @@ from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.balancers import make_balancer
 from headrace.frontend.control import Control
-from headrace.frontend.encode import Encoder
+from headrace.frontend.encode import AnyCall, Encoder
 from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.engine_link import NOWHERE, EngineLink
 from headrace.frontend.engine_loop import EngineLoop
@@ -33,7 +34,7 @@ from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.health import Health
 from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.outputs import Outputs
-from headrace.frontend.prompts import Call, refuse_text
+from headrace.frontend.prompts import refuse_text
 from headrace.frontend.records import Records
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
@@ -50,7 +51,7 @@ from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, 
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
-from headrace.messages.requests import GenerateReqInput, TokenizedGenerateReqInput
+from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
@@ -74,9 +75,9 @@ ABORT_WAIT_S = 2.0
 class TokenizerManager:
     """See the module docstring.
 
-    ready: what the scheduler said of the model. more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in
-    the detokenizer, and news of deaths. clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes
-    outputs. spans: gets the timeline of every sample that has ended.
+    ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. more_schedulers: those of --dp-size
+    after the first. to_detokenizer: for test faults in the detokenizer, and news of deaths. clock: seconds; the one of
+    `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs. spans: gets the timeline of every sample that has ended.
     on_broken: set by the owner; called in the event loop when taking outputs has failed, after every waiter has been answered.
     """
 
@@ -89,6 +90,7 @@ class TokenizerManager:
         from_engine: Receiver,
         *,
         defaults: GenerationDefaults | None = None,
+        pooling: PoolingConfig | None = None,
         metrics: Metrics | None = None,
         to_detokenizer: Sender | None = None,
         more_schedulers: Sequence[Sender] = (),
@@ -167,9 +169,12 @@ class TokenizerManager:
             self.sessions,
             self.adapters,
             request_log,
+            pooling,
         )
         generate = functools.partial(self.generate_request, caller=SERVER)
-        self._health = Health(self.engine_loop, self.link, self.heartbeats, self.control, generate, clock)
+        self._health = Health(
+            self.engine_loop, self.link, self.heartbeats, self.control, generate, clock, pools=pooling is not None
+        )
 
         self.metrics.set_cache_config(ready.page_size, ready.max_total_tokens // ready.page_size, args.num_replicas)
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
@@ -213,13 +218,13 @@ class TokenizerManager:
 
     async def generate_request(
         self,
-        obj: GenerateReqInput,
+        obj: CallInput,
         is_disconnected: IsDisconnected | None = None,
         *,
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         caller: Caller = NOBODY,
     ) -> AsyncGenerator[SampleUpdate, None]:
-        """Carry out one call. Yields updates of its samples.
+        """Carry out one call. Yields updates of its samples; each input of an `EmbeddingReqInput` is a sample with one update.
 
         With `stream`: an update whenever a sample has new output; the last update of each sample has its finish reason. Without: one update of
         each sample in prompt-major order, once all have ended. Closing the generator early, or `is_disconnected` becoming true, aborts the
@@ -256,12 +261,18 @@ class TokenizerManager:
         finally:
             self._release(state)
 
+    def encode_request(
+        self, obj: EmbeddingReqInput, is_disconnected: IsDisconnected | None = None, *, caller: Caller = NOBODY
+    ) -> AsyncGenerator[SampleUpdate, None]:
+        """`generate_request` of a call whose inputs become vectors."""
+        return self.generate_request(obj, is_disconnected, caller=caller)
+
     def _check_accepting(self) -> None:
         self.engine_loop.check()
         if not self._accepting:
             raise CapacityError("the server is stopping and takes no new requests", retry_after_s=5.0)
 
-    def _register(self, call: Call, obj: GenerateReqInput, caller: Caller) -> CallState:
+    def _register(self, call: AnyCall, obj: CallInput, caller: Caller) -> CallState:
         """Add every sample to the table before anything is awaited or sent: no output can be missed, no rid used twice.
 
         Raises RequestError for a rid in use, CapacityError when the queue is full or a limit of the caller's key is reached.
@@ -273,7 +284,7 @@ class TokenizerManager:
             state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         now = self._clock()
         for prompt in call.prompts:
-            state.add_prompt(prompt.rid, prompt.sampling.n, now, obj.replica)
+            state.add_prompt(prompt.rid, prompt.num_samples, now, obj.replica)
         name = state.tenant.scope + call.rid
         if call.is_list and name not in state.names:
             state.name(name, state.samples)

@@ -42,6 +42,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "length_penalty": (1.0,),
     "thinking_token_budget": (-1,),
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "guided_decoding_backend": ("auto",),
     "routed_experts_prompt_start": (0,),
     # OpenAI: chat fields that other routes do not know

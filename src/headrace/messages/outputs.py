@@ -140,7 +140,7 @@ class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ids: int32[n] little-endian, n >= 0. num_output_tokens: output tokens so far, including these.
     A matched stop token or EOS is part of `ids` and of the count; the detokenizer trims it from the text.
     prompt_logprobs: with the first output. hidden_states: float32[m, hidden_size], one row per token of `ids` (the first
-    output also carries the prompt's rows before them).
+    output also carries the prompt's rows before them). pooled: float32[n], the result of a `PoolTask`, with the only output.
     """
 
     rid: str
@@ -152,6 +152,7 @@ class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: LogprobBlock | None = None
     prompt_logprobs: LogprobBlock | None = None
     hidden_states: bytes = b""
+    pooled: bytes = b""
 
 
 class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

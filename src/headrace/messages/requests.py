@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Set
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -75,6 +75,46 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
         return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
 
 
+class EmbeddingReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One call of `encode`: one input or a batch; each becomes a vector, or the numbers of a classification.
+
+    Exactly one of `text` and `input_ids` is given. text: a string, or a list of strings; for models that read pairs of texts also a list of pairs
+    [query, document], or with is_cross_encoder_request a single one. input_ids: tokens as the model wants them, special tokens included.
+    dimensions: give only the first numbers of an embedding, normalised again. truncate_prompt_tokens: of a longer input only the first so many
+    tokens are read, special tokens included; -1 = as many as the model reads; None = longer inputs are refused. truncation_side: from which end
+    tokens are left out. `rid`, `priority`, `extra_key`, `cache_salt`, `lora_path` and `routed_dp_rank` as in `GenerateReqInput`.
+    """
+
+    text: str | list[str | list[str]] | None = None
+    input_ids: list[int | list[int]] | None = None
+    is_cross_encoder_request: bool = False
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["right", "left"] = "right"
+    rid: str | list[str] | None = None
+    priority: int | None = None
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    lora_path: str | list[str | None] | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+
+    @property
+    def stream(self) -> bool:
+        """False: an input has one result."""
+        return False
+
+    @property
+    def return_text_in_logprobs(self) -> bool:
+        """False: it has no logprobs."""
+        return False
+
+    @property
+    def replica(self) -> int | None:
+        """As in `GenerateReqInput`."""
+        return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
+
+
 CONTEXT_TOKENS = 8
 """Number of prompt tokens sent to the detokenizer with the first output."""
 
@@ -83,11 +123,13 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a prompt contains: one object from the front end's encoder to the runner. Those between pass it on and only ask what its methods tell.
 
     token_ids: int32[num_tokens] little-endian. embeds: float32[num_tokens, hidden_size], which replace the embeddings of the tokens, or
-    empty; with them, token_ids are placeholders.
+    empty; with them, token_ids are placeholders. token_types: uint8[num_tokens], to which text of a pair each token belongs; empty = all to the
+    first.
     """
 
     token_ids: bytes
     embeds: bytes = b""
+    token_types: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +212,11 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         return self.logprobs is None and not self.return_hidden_states
 
     @property
+    def reads_all(self) -> bool:
+        """Whether it needs the hidden state of every token, so that a token is computed even if its KV is cached."""
+        return self.return_hidden_states
+
+    @property
     def prompt_logprob_start(self) -> int:
         """First prompt index whose logprob is wanted; beyond every prompt if none is."""
         return self.logprobs.prompt_start if self.logprobs is not None else sys.maxsize
@@ -214,7 +261,77 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         return self.params.described()
 
 
-EngineTask = SampleTask
+class PoolTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """The task of a request: make one vector of the prompt, as the model's `PoolingConfig` says, or the numbers of its classification.
+
+    dimensions: only the first so many, normalised; 0 = all. reads_all: it needs the hidden state of every token, so that a token
+    is computed even if its KV is cached.
+    """
+
+    dimensions: int = 0
+    reads_all: bool = False
+
+    @property
+    def stream(self) -> bool:
+        """False: there is one output."""
+        return False
+
+    @property
+    def max_new_tokens(self) -> int:
+        """0: it only computes its prompt."""
+        return 0
+
+    @property
+    def ignores_eos(self) -> bool:
+        """True: no token ends it."""
+        return True
+
+    @property
+    def stream_interval(self) -> int:
+        """See `SampleTask`."""
+        return 0
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """None."""
+        return None
+
+    @property
+    def is_plain(self) -> bool:
+        """False: no token comes out of it, but a vector."""
+        return False
+
+    @property
+    def prompt_logprob_start(self) -> int:
+        """Beyond every prompt: it has no logprobs."""
+        return sys.maxsize
+
+    @property
+    def stop_text(self) -> ResolvedSamplingParams | None:
+        """None: no text ends it."""
+        return None
+
+    def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """None."""
+        return frozenset()
+
+    def check(self, eos_token_ids: Set[int]) -> None:
+        """It can always be carried out."""
+
+    def with_prompt_logprobs_from(self, start: int) -> "PoolTask":
+        """The same."""
+        return self
+
+    def decode_options(self, context_ids: bytes, output_ids: bytes, attempt: int) -> DecodeOptions:
+        """Of no use to it: it has no text."""
+        return DecodeOptions(context_ids=context_ids, output_ids=output_ids, attempt=attempt)
+
+    def described(self) -> str:
+        """What the request log says of it."""
+        return f"pooled dimensions={self.dimensions}" if self.dimensions else "pooled"
+
+
+EngineTask = SampleTask | PoolTask
 """The tasks that a request may have. Who only asks what any task answers names this type."""
 
 
@@ -245,6 +362,10 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     output_ids: bytes = b""
     attempt: int = 0
     lora_id: int = 0
+
+
+CallInput = GenerateReqInput | EmbeddingReqInput
+"""A call of the front end."""
 
 
 class BatchTokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -96,6 +96,7 @@ class StepResult:
     logprobs: row -> block of its ids. prompt_logprobs: row -> block of the prompt tokens whose logits this
     chunk computed: chunk positions p with prompt_start <= p + 1 < num_prompt_tokens give the entry of token p + 1.
     hidden_states: row -> float32[counts[r], hidden_size] bytes (last layer, after the final norm).
+    pooled: row -> float32[n] bytes, the result of a row with a `PoolTask` whose prompt this step has completed.
     forward_s: seconds the step took on the worker. masks_s: seconds that were spent on masks of grammars since the last one's result.
     """
 
@@ -106,6 +107,7 @@ class StepResult:
     logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
     hidden_states: Mapping[int, bytes] = field(default_factory=dict)
+    pooled: Mapping[int, bytes] = field(default_factory=dict)
     drafts: Mapping[int, int] = field(default_factory=dict)
     forward_s: float = 0.0
     masks_s: float = 0.0

@@ -127,6 +127,7 @@ class Metrics:
         self.registry.register(self.generation_tokens)
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens whose KV came from the prefix cache.")
         self.prefix_query_tokens = self._counter("prefix_query_tokens", "Tokens looked up in the prefix cache.")
+        self.pooled_requests = self._counter("pooled_requests", "Inputs that became embeddings or scores.")
         self.aborted_requests = self._counter("aborted_requests", "Samples that ended by an abort.")
         self.retracted_requests = self._counter("retracted_requests", "Times a running sample had to give back its KV.")
         self.replayed_requests = self._counter("replayed_requests", "Times a sample was sent again after a death.")

@@ -9,7 +9,13 @@ from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import Channels
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.processes.handshake import OnReady
-from headrace.processes.model_files import open_chat_template, open_tokenizer, read_model_config, served_model
+from headrace.processes.model_files import (
+    open_chat_template,
+    open_tokenizer,
+    read_model_config,
+    read_pooling_config,
+    served_model,
+)
 
 if TYPE_CHECKING:
     from headrace.server.context import ServedModel
@@ -20,7 +26,9 @@ def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, sta
     import uvloop
 
     tokenizer = open_tokenizer(args)
-    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), read_model_config(args))
+    config = read_model_config(args)
+    pooling = read_pooling_config(args, config)
+    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), config, pooling)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(args, channels, on_ready, start, model))
 

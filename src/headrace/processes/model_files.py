@@ -13,6 +13,7 @@ from headrace.messages.control import ReadyInfo
 
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
+    from headrace.checkpoint.pooling import PoolingConfig
     from headrace.parsers.registry import OutputFormat
     from headrace.server.context import ServedModel
     from headrace.text.chat_templates import ChatTemplate
@@ -29,6 +30,27 @@ def read_model_config(args: ServerArgs) -> "ModelConfig":
     path = resolve_model(args.model_path)
     config = open_checkpoint(path).config if path.is_file() and is_gguf(path) else load_model_config(path)
     return override_model(config, args.json_model_override_args)
+
+
+def read_pooling_config(args: ServerArgs, model: "ModelConfig") -> "PoolingConfig | None":
+    """What the model makes of a text instead of more text; None = it generates. Raises ModelError, and ConfigError for options that do not fit."""
+    from headrace.checkpoint.pooling import read_pooling
+    from headrace.config.pooling_options import check_pooling
+
+    pooling = read_pooling(resolve_model(args.model_path), model, args.is_embedding)
+    if pooling is not None:
+        check_pooling(args, is_encoder=model.encoder is not None)
+    return pooling
+
+
+def with_encoder(args: ServerArgs) -> ServerArgs:
+    """The options with those that an encoder sets itself, if the model is one; reads no GGUF file, which takes longer."""
+    from headrace.config.pooling_options import encoder_args
+
+    if not resolve_model(args.model_path).is_dir():
+        return args
+    model = read_model_config(args)
+    return args if model.encoder is None else encoder_args(args, model.max_position_embeddings)
 
 
 def open_tokenizer(args: ServerArgs) -> "Tokenizer":
@@ -80,7 +102,12 @@ def _open_tool_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTempla
 
 
 def served_model(
-    args: ServerArgs, ready: ReadyInfo, tokenizer: "Tokenizer", template: "ChatTemplate | None", model: "ModelConfig"
+    args: ServerArgs,
+    ready: ReadyInfo,
+    tokenizer: "Tokenizer",
+    template: "ChatTemplate | None",
+    model: "ModelConfig",
+    pooling: "PoolingConfig | None",
 ) -> "ServedModel":
     """The model as clients see it."""
     from headrace.server.context import ServedModel
@@ -97,4 +124,5 @@ def served_model(
         model_type=model.model_type,
         architectures=model.architectures,
         sampling_defaults=sampling_defaults(args, model),
+        pooling=pooling,
     )

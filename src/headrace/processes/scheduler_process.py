@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from headrace.config.kv_events import read_kv_events
+from headrace.config.pooling_options import encoder_args
 from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
@@ -75,6 +76,8 @@ def run_scheduler(
         args = share_of_machine(args, places)
         to_tokenizer = channels.sender("to_tokenizer")
         model = read_model_config(args)
+        if model.encoder is not None:
+            args = encoder_args(args, model.max_position_embeddings)
         tokenizer = _LateTokenizer(args)
         grammars = _grammars(args, tokenizer, model)
         preparation = threading.Thread(target=grammars.prepare, name="prepare-grammars", daemon=True)
@@ -194,6 +197,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         decode_log_interval=args.decode_log_interval,
         accept_faults=args.enable_fault_injection,
         speculates=args.speculative_algorithm != "off",
+        whole_prompts=model.encoder is not None,
         replica=replica,
     )
 

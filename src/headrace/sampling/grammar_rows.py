@@ -22,6 +22,7 @@ import numpy.typing as npt
 from headrace.errors import ExecutionError
 from headrace.log import get_logger
 from headrace.messages.grammar import MaskWords, TokenMask
+from headrace.messages.requests import SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.draw import TokenMasks
 
@@ -55,6 +56,7 @@ class _Row:
     """
 
     def __init__(self, new: NewSequence, vocab_size: int, notes_demands: bool) -> None:
+        assert isinstance(new.task, SampleTask), "it has a grammar"
         params = new.task.params
         assert new.grammar is not None, new.rid
         assert params.grammar is not None, new.rid

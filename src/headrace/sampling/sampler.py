@@ -21,7 +21,7 @@ from headrace.errors import ExecutionError
 from headrace.kernels import ops
 from headrace.log import get_logger
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.requests import LogprobSpec
+from headrace.messages.requests import LogprobSpec, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import DrawTable, Filters, Int32Array, TokenMasks, greedy_ids
@@ -97,6 +97,7 @@ class Sampler:
     def add(self, seq: int, new: NewSequence) -> None:
         """Put `new`, with the outputs that it already has (after a retraction), in row `seq`, replacing the old content."""
         task = new.task
+        assert isinstance(task, SampleTask), "it samples"
         params = task.params
         history = None
         if self._penalties is not None:

@@ -35,7 +35,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
         else:
             try:
                 if not req.is_plain:
-                    _take_details(req, start, result.prompt_logprobs.get(row), result.hidden_states.get(row))
+                    _take_details(req, start, row, result)
                 if num_logits:
                     made = ids[id_starts[row] : id_starts[row + 1]]
                     if made:
@@ -150,13 +150,14 @@ def _take_prefill(state: SchedulerState, req: Req, start: int) -> None:
         state.kv.share(req)
 
 
-def _take_details(req: Req, start: int, logprobs: LogprobBlock | None, hidden: bytes | None) -> None:
-    """Keep the prompt logprobs and the hidden states that a row gave."""
-    if logprobs is not None:
+def _take_details(req: Req, start: int, row: int, result: StepResult) -> None:
+    """Keep the prompt logprobs, the hidden states and the pooled result that its row gave."""
+    if (logprobs := result.prompt_logprobs.get(row)) is not None:
         req.prompt_logprobs.append(logprobs)
         req.num_prompt_logprobs += len(logprobs.values) // 4
-    if hidden is not None:
+    if (hidden := result.hidden_states.get(row)) is not None:
         _take_hidden(req, start, hidden)
+    req.pooled = result.pooled.get(row, b"")
 
 
 def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> int:
@@ -206,6 +207,7 @@ def _output(state: SchedulerState, req: Req) -> TokenIDOut:
         logprobs,
         prompt_logprobs,
         hidden_states,
+        req.pooled,
     )
     req.emitted = True
     req.num_sent_tokens = num_tokens

@@ -211,6 +211,7 @@ def _admit(
     full: parts of the KV cache that take none.
     """
     kv = state.kv
+    as_a_whole = as_a_whole or state.config.whole_prompts
     reserved = [0] * len(kv.parts)
     for running in state.running:
         reserved[running.part] += _expected_tokens(state, running)
@@ -349,7 +350,9 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
 def _arm_faults(state: SchedulerState, batch: ScheduleBatch) -> None:
     """Test hook: move the faults that are due in this step into the plan."""
     due = {
-        (req.rid, start + count - req.num_prompt_tokens) for req, start, count, num_logits in batch.rows if num_logits
+        (req.rid, start + count - req.num_prompt_tokens)
+        for req, start, count, num_logits in batch.rows
+        if num_logits or req.is_prefill_only
     }
     batch.faults = [fault for fault in state.faults if (fault.rid, fault.at_token) in due]
     state.faults = [fault for fault in state.faults if fault not in batch.faults]

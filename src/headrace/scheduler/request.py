@@ -71,6 +71,7 @@ class Req:
     num_sent_tokens: known tokens that the client has, its prompt among them.
     is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
     grammar: what its output must match, once compiled. sat_out: a step did not sample it; it is rewound when no step in flight computes it.
+    pooled: float32[n] bytes, the result of a `PoolTask`, once its prompt is computed.
     num_drafts: tokens after the known ones that the worker has guessed. num_expecting: steps that wait for the one before, since drafts may come.
     """
 
@@ -116,6 +117,7 @@ class Req:
     num_prompt_logprobs: int = 0
     pending_hidden: list[bytes] = field(default_factory=list)
     num_hidden_rows: int = 0
+    pooled: bytes = b""
 
     @classmethod
     def from_input(
@@ -215,7 +217,7 @@ class Req:
         if not self.is_plain and self.prompt_logprob_start < self.num_prompt_tokens:
             # The logprob of token i comes from the logits at i - 1.
             limit = min(limit, self.prompt_logprob_start - 1)
-        if self.task.return_hidden_states:
+        if self.task.reads_all:
             limit = min(limit, self.num_hidden_rows)
         return limit if self.shares_kv else 0
 

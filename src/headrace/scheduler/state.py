@@ -53,7 +53,8 @@ class SchedulerConfig:
     max_step_s: how long a step with decode rows and prompt tokens should take at most; infinite = only tokens are bounded.
     preemption_threshold: a waiting request may displace running ones whose priority is lower by at least this; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
-    num_stages: 1, or that of a pipeline, which computes as many steps at a time. speculates: whether the worker guesses tokens.
+    num_stages: 1, or that of a pipeline, which computes as many steps at a time. speculates: whether the worker guesses tokens. whole_prompts: no
+    prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     """
 
@@ -76,6 +77,7 @@ class SchedulerConfig:
     decode_log_interval: int = 0
     accept_faults: bool = False
     speculates: bool = False
+    whole_prompts: bool = False
     replica: int = 0
 
 

@@ -20,7 +20,7 @@ NOTHING = Guess([], 0.0)
 
 def can_guess(new: NewSequence) -> bool:
     """Embeddings are no tokens to guess by, and hidden states are asked for token by token."""
-    return new.content.has_tokens and not new.task.return_hidden_states
+    return new.content.has_tokens and not new.task.reads_all
 
 
 class Drafter(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.messages.requests import SampleTask
 from headrace.messages.step import NewSequence
 from headrace.speculative.base import NOTHING, Drafter, Guess, can_guess
 from headrace.speculative.history import BYTES_PER_TOKEN, LONGEST, MOST_INDEXED, SHORTEST, History
@@ -54,6 +55,7 @@ class NgramDrafter(Drafter):
         """See `Drafter.add`. Embeddings have no tokens to look up, and hidden states are asked for token by token."""
         if not can_guess(new):
             return
+        assert isinstance(new.task, SampleTask), "it samples"
         tokens = array("i", new.token_ids.astype(np.int32).tobytes())
         predicted = array("i", new.task.predicted_ids)[:MOST_INDEXED]
         if predicted:

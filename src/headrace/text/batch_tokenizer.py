@@ -5,12 +5,17 @@ manager, from its event loop only.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
-from typing import Protocol
+from typing import Literal, Protocol, TypeVar
 
 from headrace.errors import CapacityError, ContextLengthError, RequestError
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import PromptContent
+
+T = TypeVar("T")
+S = TypeVar("S", str, str | tuple[str, str])
 
 INLINE_CHARACTERS = 1024
 """A single text up to this length is tokenized in the event loop: that is faster than waking a thread."""
@@ -20,6 +25,9 @@ LONG_CHARACTERS = 16 * 1024
 
 BATCH_CHARACTERS = 1 << 20
 """Texts of a list are tokenized in batches of at most this many characters: the library temporarily needs a few hundred bytes per token."""
+
+CUT_CHARACTERS = 256
+"""Of a text that is to be cut, so many characters for each token that is left are looked at; hardly a text has tokens that long."""
 
 USUAL_CHARACTERS = 8
 """Most characters per token in nearly all texts. A text with more per token of the context is first counted in pieces."""
@@ -36,6 +44,14 @@ class TextTokenizer(Protocol):
         self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
     ) -> list[list[int]]:
         """Token ids of each text."""
+
+    def encode_whole(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        most_tokens: int | None = None,
+        side: Literal["right", "left"] = "right",
+    ) -> list[tuple[list[int], list[int]]]:
+        """Token ids and types of texts and pairs of texts, as an encoder reads them."""
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -96,7 +112,7 @@ class AsyncDynamicBatchTokenizer:
         """Token ids of each text, with the special tokens the model begins with. Raises RequestError."""
         match input_format(texts):
             case InputFormat.CROSS_ENCODER_PAIRS:
-                raise RequestError("pairs of texts (cross-encoders) are not supported yet", "text")
+                raise RequestError("pairs of texts are for models that score them (cross-encoders)", "text")
             case InputFormat.SINGLE_STRING:
                 assert isinstance(texts, str)
                 return [await self._encode_one(texts)]
@@ -105,7 +121,17 @@ class AsyncDynamicBatchTokenizer:
                 if len(batch) == 1:
                     return [await self._encode_one(batch[0])]
                 long = sum(map(len, batch)) > LONG_CHARACTERS
-                return await self._in_thread(self._long if long else self._short, batch)
+                return await self._encode_in(self._long if long else self._short, batch)
+
+    async def encode_whole(
+        self, texts: Sequence[str | tuple[str, str]], most_tokens: int | None, side: Literal["right", "left"]
+    ) -> list[PromptContent]:
+        """What each text or pair of texts contains, with special tokens around it, cut as `Tokenizer.encode_whole` says. Raises RequestError."""
+        num_characters = sum(map(_num_characters, texts))
+        if num_characters <= INLINE_CHARACTERS:
+            return self._encode_whole(texts, most_tokens, side)
+        thread = self._long if num_characters > LONG_CHARACTERS else self._short
+        return await self._in_thread(thread, lambda: self._encode_whole(texts, most_tokens, side))
 
     async def encode_words(self, words: Sequence[str], allow_special: bool = False) -> list[list[int]]:
         """Token ids of each word, and nothing around it. allow_special: the texts of special tokens mean these tokens."""
@@ -123,7 +149,7 @@ class AsyncDynamicBatchTokenizer:
 
     async def _encode_one(self, text: str) -> list[int]:
         if len(text) > LONG_CHARACTERS:
-            return (await self._in_thread(self._long, [text]))[0]
+            return (await self._encode_in(self._long, [text]))[0]
         if len(text) <= INLINE_CHARACTERS and self._running is None:
             return self._encode([text])[0]
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -139,7 +165,7 @@ class AsyncDynamicBatchTokenizer:
             while self._queue:
                 batch, self._queue = self._queue, []
                 try:
-                    ids = await self._in_thread(self._short, [text for text, _ in batch])
+                    ids = await self._encode_in(self._short, [text for text, _ in batch])
                 except Exception as error:
                     # It is not known which text is at fault, so each is tried alone, and each waiter gets an answer.
                     await self._one_by_one(batch, error)
@@ -161,7 +187,7 @@ class AsyncDynamicBatchTokenizer:
                 future.set_exception(error)
                 continue
             try:
-                future.set_result((await self._in_thread(self._short, [text]))[0])
+                future.set_result((await self._encode_in(self._short, [text]))[0])
             except Exception as own_error:
                 future.set_exception(own_error)
 
@@ -172,21 +198,54 @@ class AsyncDynamicBatchTokenizer:
             refuse_too_long(self._tokenizer, text, self._context_length, "text")
         return [ids for batch in _batches(texts) for ids in self._tokenizer.encode_batch(batch, True, True)]
 
-    async def _in_thread(self, pool: ThreadPoolExecutor, texts: list[str]) -> list[list[int]]:
+    def _encode_whole(
+        self, texts: Sequence[str | tuple[str, str]], most_tokens: int | None, side: Literal["right", "left"]
+    ) -> list[PromptContent]:
+        contents = []
+        for batch in _batches(texts):
+            shortened = [self._shortened(text, most_tokens, side) for text in batch]
+            for ids, types in self._tokenizer.encode_whole(shortened, most_tokens, side):
+                contents.append(PromptContent(pack_int32(ids), token_types=bytes(types) if any(types) else b""))
+        return contents
+
+    def _shortened(
+        self, text: str | tuple[str, str], most_tokens: int | None, side: Literal["right", "left"]
+    ) -> str | tuple[str, str]:
+        """A text that is far too long: without the end that will be cut anyway, or refused with a ContextLengthError. Work depends on the context."""
+        parts = (text,) if isinstance(text, str) else text
+        if most_tokens is None:
+            for part in parts:
+                refuse_too_long(self._tokenizer, part, self._context_length, "text")
+            return text
+        most = max(LONG_CHARACTERS, CUT_CHARACTERS * most_tokens)
+        if all(len(part) <= most for part in parts):
+            return text
+        first, *second = (part[:most] if side == "right" else part[-most:] for part in parts)
+        return (first, second[0]) if second else first
+
+    async def _encode_in(self, pool: ThreadPoolExecutor, texts: list[str]) -> list[list[int]]:
+        return await self._in_thread(pool, lambda: self._encode(texts))
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, self._encode, texts)
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
         except RuntimeError as error:
             if "shutdown" in str(error):
                 raise CapacityError("the server is stopping") from error
             raise
 
 
-def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+def _num_characters(text: str | tuple[str, str]) -> int:
+    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+
+
+def _batches(texts: Sequence[S]) -> Iterator[Sequence[S]]:
     """The texts in order, in batches of at most BATCH_CHARACTERS characters; a longer text is a batch of its own."""
     start = num_characters = 0
     for end, text in enumerate(texts):
-        if num_characters + len(text) > BATCH_CHARACTERS and end > start:
+        length = _num_characters(text)
+        if num_characters + length > BATCH_CHARACTERS and end > start:
             yield texts[start:end]
             start, num_characters = end, 0
-        num_characters += len(text)
+        num_characters += length
     yield texts[start:]

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import AddedToken, processors
@@ -85,6 +85,8 @@ class Tokenizer:
         named_tokens: dict[str, str] | None = None,
         response_template: dict[str, Any] | None = None,
     ) -> None:
+        stated = backend.truncation
+        self._truncation = str(stated["strategy"]) if stated is not None else "longest_first"
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
@@ -134,6 +136,52 @@ class Tokenizer:
             for text in texts:
                 check_unicode(text)
             raise
+
+    def encode_whole(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        most_tokens: int | None = None,
+        side: Literal["right", "left"] = "right",
+    ) -> list[tuple[list[int], list[int]]]:
+        """Token ids of texts and pairs of texts as an encoder reads them, and to which text of a pair each belongs (0 or 1).
+
+        Special tokens are placed, and types numbered, by the tokenizer's post-processor. most_tokens: longer inputs are cut to this, special
+        tokens included, at this side, and pairs as the checkpoint says (`truncation`). Special tokens that a text spells out are read as such,
+        as sentence-transformers does. Raises RequestError as `encode`.
+        """
+        try:
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=True)
+            if most_tokens is not None:
+                for index, item in enumerate(encoded):
+                    if len(item) > most_tokens:
+                        encoded[index] = self._cut(texts[index], most_tokens, side)
+        except (TypeError, UnicodeEncodeError):
+            for text in texts:
+                for part in (text,) if isinstance(text, str) else text:
+                    check_unicode(part)
+            raise
+        return [(item.ids, item.type_ids) for item in encoded]
+
+    def _cut(self, text: str | tuple[str, str], most_tokens: int, side: str) -> tokenizers.Encoding:
+        """The text, or the pair, in at most `most_tokens` tokens."""
+        parts = [text] if isinstance(text, str) else list(text)
+        # The library cuts in its post-processing, with settings of the whole tokenizer: a twin with the same post-processor has its own.
+        twin = tokenizers.Tokenizer(self._backend.model)
+        if self._backend.post_processor is not None:
+            twin.post_processor = self._backend.post_processor
+        if twin.num_special_tokens_to_add(len(parts) > 1) >= most_tokens:
+            raise RequestError(
+                f"truncate_prompt_tokens: {most_tokens} tokens have no room beside the special tokens",
+                "truncate_prompt_tokens",
+            )
+        twin.enable_truncation(most_tokens, strategy=self._truncation, direction=side)
+        first, *second = self._backend.encode_batch_fast(parts, add_special_tokens=False)
+        try:
+            return twin.post_process(first, second[0] if second else None, add_special_tokens=True)
+        except Exception as error:  # the library raises bare Exception where the other text of a pair leaves no room
+            raise RequestError(
+                f"the pair cannot be cut to {most_tokens} tokens: {error}", "truncate_prompt_tokens"
+            ) from None
 
     def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
         """Token ids of a rendered chat; no bos is added, the template writes it.

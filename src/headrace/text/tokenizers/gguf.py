@@ -3,7 +3,7 @@
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.checkpoint.gguf import GgufFile
 from headrace.errors import ModelError
@@ -43,8 +43,10 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         backend = _byte_level_bpe(file, tokens)
     elif kind == "llama":
         backend = _sentencepiece_bpe(file, tokens, types)
+    elif kind == "bert":
+        return _word_piece(file, tokens, types)
     else:
-        raise ModelError(f"{file.path.name}: tokenizer kind {kind!r} is not supported; known: gpt2, llama")
+        raise ModelError(f"{file.path.name}: tokenizer kind {kind!r} is not supported; known: bert, gpt2, llama")
     backend.add_tokens(
         [
             AddedToken(token, normalized=False, special=entry in (_CONTROL, _UNKNOWN))
@@ -165,3 +167,52 @@ def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int]) -> t
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
     return backend
+
+
+def _word_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
+    """BERT's WordPiece, which cuts words and puts a text, or a pair of texts, between special tokens.
+
+    llama.cpp's converter writes the beginning of a word with `▁` before it, and the rest without the `##` of BERT. It does not write whether
+    text is lower-cased: it is if no token has a capital letter.
+    """
+    plain = [token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL]
+    # Old converters knew special tokens by their brackets.
+    own = {token for token in plain if token.startswith("[") and token.endswith("]")}
+    vocab: dict[str, int] = {}
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == _NORMAL and token not in own:
+            token = token.removeprefix("▁") if token.startswith("▁") else f"##{token}"
+        vocab[token] = index
+    names = list(vocab)
+    if len(names) != len(tokens):
+        raise ModelError(f"{file.path.name}: tokens of the tokenizer repeat")
+    special: dict[str, str] = {}
+    for name, keys, usual in (
+        ("cls", ("cls", "bos"), "[CLS]"),
+        ("sep", ("seperator", "eos"), "[SEP]"),  # the key is spelled so
+        ("unk", ("unknown",), "[UNK]"),
+    ):
+        ids = [_gguf_id(file, names, key) for key in keys] + [vocab.get(usual)]
+        first = next((index for index in ids if index is not None), None)
+        if first is None:
+            raise ModelError(f"{file.path.name}: the tokenizer has no {usual}")
+        special[name] = names[first]
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=special["unk"]))
+    cased = any(token != token.lower() for token in plain if token not in own)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    sep, cls = ((special[name], vocab[special[name]]) for name in ("sep", "cls"))
+    backend.post_processor = processors.BertProcessing(sep, cls)
+    pad = _gguf_id(file, names, "padding")
+    others = [names[index] for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
+    backend.add_special_tokens(list(dict.fromkeys([*special.values(), *others])))
+    named = special if pad is None else special | {"pad": names[pad]}
+    return Tokenizer(
+        backend,
+        bos_id=None,
+        eos_ids=(),
+        pad_id=pad,
+        chat_template=None,
+        named_tokens={f"{name}_token": token for name, token in named.items()},
+    )

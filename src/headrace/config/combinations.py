@@ -1,0 +1,24 @@
+"""Options that need each other or exclude each other, where no other file of this room checks them."""
+
+from typing import TYPE_CHECKING
+
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config.server_args import ServerArgs
+
+
+def check_combinations(args: "ServerArgs") -> None:
+    """Raises ConfigError that names the options."""
+    if args.cuda_graph_bs and args.cuda_graph_max_bs is not None:
+        raise ConfigError("--cuda-graph-bs lists all sizes; leave --cuda-graph-max-bs out")
+    if args.cuda_graph_bs and args.disable_cuda_graph:
+        raise ConfigError("--cuda-graph-bs cannot be combined with --disable-cuda-graph")
+    if args.page_size not in (None, 1, 16):
+        raise ConfigError(f"--page-size must be 1 or 16, got {args.page_size}")
+    if args.enable_priority_preemption and args.schedule_policy != "priority":
+        raise ConfigError("--enable-priority-preemption needs --schedule-policy priority")
+    if args.crash_dump_prompts and args.crash_dump_dir is None and args.dump_requests_dir is None:
+        raise ConfigError("--crash-dump-prompts needs --crash-dump-dir or --dump-requests-dir")
+    if args.log_requests_level and not args.log_requests:
+        raise ConfigError(f"--log-requests-level {args.log_requests_level} needs --log-requests")
