@@ -1,6 +1,7 @@
 """Packed weights of the tests go to a folder of their own, and away with it. Joined models stay where they are.
 
-Without a GPU Triton interprets its kernels. It decides so when it is imported: the variable is set before any test is.
+Without a GPU Triton interprets its kernels. It decides so when it is imported: the variable is set before any test is. So is that of
+torch's threads, which would otherwise spin between two operations: test processes share the cores with each other and with servers.
 """
 
 import os
@@ -14,6 +15,7 @@ from headrace.checkpoint.names import cache_dir
 
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # No verdict depends on how fast the machine is. In CI the examples are the same every time; elsewhere each run looks for new ones.
 settings.register_profile(

@@ -20,6 +20,8 @@ from headrace.messages.outputs import FinishReason
 class RunningFake:
     """An echo scheduler in a thread. `held` rids get their first byte only."""
 
+    pooling = None
+
     def __init__(self):
         channels = LocalChannels()
         tokenizer = ByteTokenizer()
@@ -209,12 +211,6 @@ def test_what_a_server_does_by_routes_an_engine_does_by_methods(engine, monkeypa
         with pytest.raises(RequestError):
             engine.set_internal_state(**bad)
     assert engine.configure_logging(log_requests=True, log_requests_level=2)["log_requests_level"] == 2
-
-
-@pytest.mark.parametrize("name", ["encode", "score", "rerank"])
-def test_what_is_not_there_yet_says_so(engine, name):
-    with pytest.raises(RequestError, match="not supported yet"):
-        getattr(engine, name)("x")
 
 
 def test_shutdown_ends_waiting_calls_and_later_ones(running):

@@ -89,7 +89,9 @@ def test_tasks_are_whole_texts_and_models_may_end_their_answers():
 
 def test_preset_lists():
     assert preset_names("A, B32,C") == ["A", "B32", "C"]
-    assert preset_names(",".join(PRESETS)) == list(PRESETS)
-    for bad in ("", "A,Z", "b1"):
+    generating = [name for name in PRESETS if not PRESETS[name].answer.is_embedding]
+    assert preset_names(",".join(generating)) == generating
+    assert preset_names("EMB,EMB32") == ["EMB", "EMB32"]
+    for bad in ("", "A,Z", "b1", "A,EMB"):
         with pytest.raises(ConfigError, match="--presets"):
             preset_names(bad)

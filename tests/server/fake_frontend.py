@@ -7,7 +7,7 @@ of the real one.
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import HeadraceError, NotFoundError, RequestError
@@ -83,7 +84,7 @@ class Script:
 
     text: of every sample, one token per byte. hold_at: stop for ever after so many tokens. fail_at: raise `error` after so
     many tokens. ends: finish reasons by index, default length or stop. tokens_per_chunk: as a stream_interval.
-    padding_bytes: makes every update so much larger.
+    padding_bytes: makes every update so much larger. picked: the logprob of a requested token id after a prompt.
     """
 
     text: str = "Hello, wörld 🙂!"
@@ -94,6 +95,7 @@ class Script:
     tokens_per_chunk: int = 1
     cached_tokens: int = 2
     padding_bytes: int = 0
+    picked: Callable[[list[int], int], float] = lambda prompt, token: -3.0
 
 
 class FakeWeights:
@@ -297,7 +299,7 @@ class FakeFrontend:
         output = TokenLogprobs(
             [item(-0.5, i) for i in new],
             [[item(-0.5 - j, j + 40) for j in range(k)] for _ in new] if k else None,
-            [[item(-3.0, i) for i in picked] for _ in new] if picked else None,
+            [[item(self.script.picked(ids, i), i) for i in picked] for _ in new] if picked else None,
         )
         shown = ids if is_first and prompt.logprob_start_len == 0 else []
         entries = [item(-0.25, i) for i in shown]
@@ -405,8 +407,9 @@ def served_model(
     template: str | None = TEMPLATE,
     context_length: int = CONTEXT_LENGTH,
     reasoning_parser: str = "think",
+    pooling: PoolingConfig | None = None,
 ) -> ServedModel:
-    """The fake model as the server knows it."""
+    """The fake model as the server knows it. pooling: what it makes of a text instead of more text."""
     ready = ReadyInfo(
         max_total_tokens=1024, max_running_requests=8, context_length=context_length, vocab_size=tokenizer.vocab_size,
         hidden_size=8, page_size=1, dtype="float32", kv_cache_dtype="float32", device="cpu", attention_backend="torch_native",
@@ -418,7 +421,7 @@ def served_model(
     )
     return ServedModel(
         output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
-        model_type="fake", architectures=("FakeForCausalLM",),
+        model_type="fake", architectures=("FakeForCausalLM" if pooling is None else "FakeModel",), pooling=pooling,
         sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"),
     )  # fmt: skip
 
@@ -437,12 +440,18 @@ class Running:
         return self.server.url
 
 
-def make_app(frontend: Any, status: ServerStatus | None = None, template: str | None = TEMPLATE, **options: Any) -> Any:
+def make_app(
+    frontend: Any,
+    status: ServerStatus | None = None,
+    template: str | None = TEMPLATE,
+    pooling: PoolingConfig | None = None,
+    **options: Any,
+) -> Any:
     """The application around a fake."""
     args = ServerArgs(**({"port": 0} | options))
     reasoning_parser = "think" if args.reasoning_parser == "auto" else args.reasoning_parser
     context_length = getattr(frontend, "context_length", CONTEXT_LENGTH)
-    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser)
+    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser, pooling)
     return create_app(frontend, args, model, status), args
 
 
@@ -451,12 +460,14 @@ def running_server(
     template: str | None = TEMPLATE,
     fake_context_length: int = CONTEXT_LENGTH,
     special_tokens: Sequence[str] = (),
+    frontend: FakeFrontend | None = None,
+    pooling: PoolingConfig | None = None,
     **options: Any,
 ) -> Iterator[Running]:
-    """A real server on a free port, in a thread. special_tokens: more of the fake's tokenizer."""
-    frontend = FakeFrontend(fake_context_length, special_tokens)
+    """A real server on a free port, in a thread. special_tokens: more of the fake's tokenizer. frontend: another fake than the usual one."""
+    frontend = frontend or FakeFrontend(fake_context_length, special_tokens)
     status = ServerStatus()
-    app, args = make_app(frontend, status, template, **options)
+    app, args = make_app(frontend, status, template, pooling, **options)
     server = Server(app, args)
     failures: list[BaseException] = []
 

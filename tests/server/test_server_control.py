@@ -197,7 +197,7 @@ def test_faults_are_injected_only_when_enabled():
 
 
 UNDESCRIBED = {"/openapi.json", "/docs", "/ui", "/ui/{path}", "/api/blobs/{digest}"} | {
-    f"/api/{name}" for name in ("embed", "embeddings", "create", "copy", "push", "delete")
+    f"/api/{name}" for name in ("create", "copy", "push", "delete")
 }
 """The web pages, what describes the API, and routes of Ollama that always refuse."""
 

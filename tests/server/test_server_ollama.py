@@ -522,8 +522,8 @@ def test_what_this_server_does_not_do(client: httpx.Client):
         refused(client.post(f"/api/{path}", json={"model": "a"}), "started with", 404)
     refused(client.delete("/api/delete"), "started with", 404)
     assert client.head("/api/blobs/sha256:00").status_code == 404
-    for path in ("embed", "embeddings"):
-        refused(client.post(f"/api/{path}", json={"model": "a", "input": "b"}), "embeddings")
+    for path in ("/api/embed", "/api/embeddings"):
+        refused(client.post(path, json={"model": MODEL}), "makes no embeddings: it is a model that generates text")
     refused(client.get("/api/nothing"), "route", 404)
     refused(client.get(CHAT), status=405)
 

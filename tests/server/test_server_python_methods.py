@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_frontend import MODEL, Running, running_server
+from fake_pooling import CROSS_ENCODER, EMBEDDING, pooling_server
 
 from headrace.api.engine import Engine
 from headrace.api.native_client import NativeClient
@@ -16,6 +17,12 @@ from headrace.server.app import route_table
 
 METHODS = {
     "/generate": ("generate", "async_generate"),
+    "/encode": ("encode",),
+    "/v1/rerank": ("rerank",),
+    "/v2/rerank": ("rerank",),
+    "/rerank": ("rerank",),
+    "/v1/score": ("score",),
+    "/score": ("score",),
     "/health": ("health",),
     "/health_generate": ("health",),
     "/tokenize": ("tokenize",),
@@ -69,6 +76,9 @@ METHODS = {
 HTTP_ONLY = {
     "/v1/chat/completions": "OpenAI's shapes are for OpenAI's clients",
     "/v1/completions": "OpenAI's shapes are for OpenAI's clients",
+    "/v1/embeddings": "OpenAI's shapes are for OpenAI's clients",
+    "/classify": "`encode` gives the same numbers",
+    "/v1/classify": "`encode` gives the same numbers",
     "/v1/responses": "OpenAI's shapes are for OpenAI's clients",
     "/v1/responses/{id}": "OpenAI's shapes are for OpenAI's clients",
     "/v1/responses/{id}/cancel": "OpenAI's shapes are for OpenAI's clients",
@@ -109,10 +119,7 @@ def fake_server() -> Iterator[Running]:
 def runtime(fake_server: Running) -> Runtime:
     """A Runtime that talks to the fake server instead of one of its own."""
     fake_server.frontend.reset()
-    client = Runtime.__new__(Runtime)
-    client.url = fake_server.url
-    client._http = NativeClient(fake_server.url)
-    return client
+    return client_of(fake_server)
 
 
 def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Running):
@@ -164,3 +171,31 @@ def test_a_runtime_knows_whether_its_server_is_well(runtime: Runtime, fake_serve
     assert not runtime.health()
     with pytest.raises(ExecutionError):
         runtime.get_loads()
+
+
+def test_a_runtime_encodes_ranks_and_scores():
+    documents = ["a dog", "a cat"]
+    with pooling_server(CROSS_ENCODER) as server:
+        runtime = client_of(server)
+        assert [found["index"] for found in runtime.rerank("a cat", documents)] == [1, 0]
+        (best,) = runtime.rerank("a cat", documents, top_n=1, return_documents=True, raw_scores=True)
+        assert best == {"index": 1, "relevance_score": 1.5, "document": {"text": "a cat"}}
+        assert runtime.score("a cat", documents, raw_scores=True) == [0.5, 1.5]
+        with pytest.raises(RequestError, match="cross-encoder"):
+            runtime.score("a cat", documents, [3])
+    with pooling_server(EMBEDDING) as server:
+        runtime = client_of(server)
+        assert runtime.encode("hello")["embedding"] == [5.0, 2.0, 0.0, 1.0]
+        assert [answer["embedding"] for answer in runtime.encode(["a", "b"], dimensions=1)] == [[1.0], [1.0]]
+    with running_server() as server:
+        runtime = client_of(server)
+        server.frontend.script.picked = lambda prompt, token: -float(token)
+        assert runtime.score("a", ["b", "c"], [0, 1]) == [[1.0, pytest.approx(0.36787944)]] * 2
+
+
+def client_of(server: Running) -> Runtime:
+    """A Runtime that talks to this server instead of one of its own."""
+    client = Runtime.__new__(Runtime)
+    client.url = server.url
+    client._http = NativeClient(server.url)
+    return client

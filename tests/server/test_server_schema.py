@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 import schemathesis
 from fake_frontend import Running, running_server
+from fake_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDING, pooling_server
 from hypothesis import HealthCheck, Phase, given, settings
 
 from headrace.messages.control import FlushCacheReply
@@ -29,6 +31,13 @@ EXAMPLES = settings(
 GENERATION = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
+    "/encode",
+    "/classify",
+    "/v1/rerank",
+    "/v1/score",
+    "/api/embed",
+    "/api/embeddings",
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -62,6 +71,12 @@ CONTROL = (
     "/start_profile",
     "/configure_logging",
 )
+
+
+POOLING = dict.fromkeys(("/v1/embeddings", "/encode", "/api/embed", "/api/embeddings"), EMBEDDING)
+POOLING |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), CROSS_ENCODER)
+POOLING |= dict.fromkeys(("/classify", "/v1/classify"), CLASSIFIER)
+"""The model that can serve the examples of these routes."""
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +143,19 @@ def examples(api: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
 
 
 def test_every_body_has_an_example_that_the_server_accepts(api):
+    """Each by a model that can serve it."""
     weight = WeightOpReply(1, True, "done", "default", shape=(2, 1), values=bytes(8))
-    with (
-        running_server(fake_context_length=4096) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with ExitStack() as stack:
+        generating = stack.enter_context(running_server(fake_context_length=4096))
+        pooling = {kind: stack.enter_context(pooling_server(kind)) for kind in set(POOLING.values())}
+        client = stack.enter_context(httpx.Client(timeout=60))
         seen = set()
         for path, method, title, body in examples(api):
+            server = pooling[POOLING[path]] if path in POOLING else generating
+            if "score" in path and "text_1" in body:
+                server = pooling[CROSS_ENCODER]
             server.frontend.weights.reply = weight
-            reply = client.request(method, path, json=body)
+            reply = client.request(method, server.url + path, json=body)
             assert reply.status_code == 200, (path, title, reply.text)
             assert '"error":{' not in reply.text, (path, title)
             schema = api["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]

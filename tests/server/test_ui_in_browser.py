@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_frontend import Running, Script, running_server
+from fake_pooling import EMBEDDING, pooling_server
 from web_page import check_accessible
 
 from headrace.messages.control import InternalState, PoolState
@@ -422,3 +423,12 @@ def test_axe_finds_nothing_serious_in_the_dashboard(page: Any, server: Running, 
     check_accessible(page)
     page.set_viewport_size({"width": 360, "height": 640})
     assert page.evaluate("document.scrollingElement.scrollWidth") == 360
+
+
+def test_a_model_that_does_not_write_offers_no_chat(page: Any):
+    with pooling_server(EMBEDDING) as server:
+        opened(page, server.url)
+        expect(page.get_by_text("reads texts and does not write")).to_be_visible()
+        expect(page.locator("#composer")).to_be_hidden()
+        expect(page.get_by_text("Ask something")).to_be_hidden()
+        check_accessible(page)

@@ -8,7 +8,7 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, closing
 from dataclasses import fields
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
-from headrace.api.generate_request import TokenIds, generate_request
-from headrace.api.options import ChatOptions, GenerateOptions, Messages, Sampling, ServerOptions, Tools
+from headrace.api.generate_request import PooledInputs, TokenIds, encode_request, generate_request
+from headrace.api.options import ChatOptions, EncodeOptions, GenerateOptions, Messages, Sampling, ServerOptions, Tools
+from headrace.api.scores import Route, ScoreOptions, Scores, rerank_fields, score_fields, scores_of
 from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
 from headrace.frontend.inputs import check_token_ids
-from headrace.frontend.native_answer import NativeAnswer, NativeStream, whole_answer
+from headrace.frontend.native_answer import NativeAnswer, NativeStream, pooled_answers, whole_answer
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
@@ -35,6 +36,7 @@ from headrace.launch import RunningEngine, launch_engine
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import InternalState
 from headrace.messages.field_errors import field_error
+from headrace.messages.requests import EmbeddingReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.export import render
 from headrace.processes.loading_bar import loading_bar
@@ -46,8 +48,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Engine(WeightOperations):
-    """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`.
+class Engine(WeightOperations, Scores):
+    """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`; `rerank` and
+    `score`: `Scores`.
 
     server_args: fields of `ServerArgs`. Raises ConfigError or ModelError if the engine cannot start.
     """
@@ -238,17 +241,63 @@ class Engine(WeightOperations):
             refuse_text("tokenizer")
         return self._running.tokenizer
 
-    def encode(self, *_args: object, **_kwargs: object) -> Any:
-        """Embeddings. Raises RequestError."""
-        raise RequestError("encode is not supported yet: embedding models cannot be served")
+    def encode(
+        self,
+        prompt: PooledInputs | None = None,
+        input_ids: TokenIds | None = None,
+        **others: Unpack[EncodeOptions],
+    ) -> Any:
+        """Make a vector of a text, of a pair of texts, or of token ids: the embedding, or the numbers (logits) of a model that classifies.
 
-    def score(self, *_args: object, **_kwargs: object) -> Any:
-        """Scores of labels. Raises RequestError."""
-        raise RequestError("score is not supported yet")
+        Returns a dict {"embedding": [...], "meta_info": {...}}, or a list of them for a list of inputs. others: the other fields of
+        `EmbeddingReqInput`. Raises RequestError, CapacityError, ExecutionError.
+        """
+        return pooled_answers(self._wait(self._submit(self._encoded(encode_request(prompt, input_ids, {**others})))))
 
-    def rerank(self, *_args: object, **_kwargs: object) -> Any:
-        """Order of documents. Raises RequestError."""
-        raise RequestError("rerank is not supported yet: cross-encoders cannot be served")
+    async def async_encode(
+        self,
+        prompt: PooledInputs | None = None,
+        input_ids: TokenIds | None = None,
+        **others: Unpack[EncodeOptions],
+    ) -> Any:
+        """Like `encode`, awaited in any event loop."""
+        request = encode_request(prompt, input_ids, {**others})
+        return pooled_answers(await asyncio.wrap_future(self._submit(self._encoded(request))))
+
+    def _encoded(self, request: EmbeddingReqInput) -> Coroutine[Any, Any, list[SampleUpdate]]:
+        return self._chats().encoded(request)
+
+    async def async_rerank(
+        self,
+        query: str,
+        documents: Sequence[str | Mapping[str, Any]],
+        top_n: int | None = None,
+        return_documents: bool = False,
+        **options: Unpack[ScoreOptions],
+    ) -> list[dict[str, Any]]:
+        """Like `rerank`, awaited in any event loop."""
+        fields = rerank_fields(query, documents, top_n, return_documents, {**options})
+        found: list[dict[str, Any]] = (await self._soon_scored("/v1/rerank", fields))["results"]
+        return found
+
+    async def async_score(
+        self,
+        query: str | list[int],
+        items: str | Sequence[str] | Sequence[list[int]],
+        label_token_ids: list[int] | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        **options: Unpack[ScoreOptions],
+    ) -> Any:
+        """Like `score`, awaited in any event loop."""
+        fields = score_fields(query, items, label_token_ids, apply_softmax, item_first, {**options})
+        return scores_of(await self._soon_scored("/v1/score", fields))
+
+    def _scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
+        return self._wait(self._submit(self._chats().scored(route, fields)))
+
+    async def _soon_scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
+        return await asyncio.wrap_future(self._submit(self._chats().scored(route, fields)))
 
     # -- control
 
@@ -301,7 +350,7 @@ class Engine(WeightOperations):
             "model_path": self._call(lambda: self._manager.weights.model_path) or args.model_path,
             "served_model_name": args.served_name,
             "model_class": ready.model_class,
-            "is_generation": True,
+            "is_generation": self._running.pooling is None,
             "context_length": ready.context_length,
             "vocab_size": ready.vocab_size,
             "hidden_size": ready.hidden_size,

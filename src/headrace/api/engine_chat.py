@@ -1,4 +1,4 @@
-"""`Engine.chat`: chat completions without HTTP, by the handler that also serves them over HTTP.
+"""`Engine.chat`: chat completions without HTTP, by the handler that also serves them over HTTP; and the way to `engine_scores`.
 
 So the prompt, the sampling, what is refused, and how the output is read are the same. Runs in the engine's event loop.
 """
@@ -11,12 +11,16 @@ from typing import Any, Self
 import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, read_chunk, read_reply
+from headrace.api.engine_scores import encoded, scored
+from headrace.api.scores import Route
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.failures import failure_of
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.launch import RunningEngine
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
+from headrace.messages.requests import EmbeddingReqInput
 from headrace.processes.model_files import served_model
 from headrace.server.context import ServerStatus, ServingContext
 from headrace.server.openai.chat import ChatGeneration, ChatServing
@@ -30,15 +34,18 @@ class _Program:
 
 
 class EngineChat:
-    """The chats of one engine."""
+    """The chats of one engine, and its scores of texts."""
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
         """Those of a started engine."""
-        model = served_model(running.args, running.ready, running.tokenizer, running.chat_template, running.model)
+        model = served_model(
+            running.args, running.ready, running.tokenizer, running.chat_template, running.model, running.pooling
+        )
         return cls(ServingContext(running.tokenizer_manager, model, running.args, ServerStatus(started=True)))
 
     def __init__(self, context: ServingContext) -> None:
+        self._context = context
         self._threads = context.text_threads
         self._serving = ChatServing(context)
 
@@ -63,6 +70,14 @@ class EngineChat:
             count.add(update)
         completion = serving.response(generation, news, count.total())
         return read_reply(msgspec.to_builtins(completion))
+
+    async def encoded(self, request: EmbeddingReqInput) -> list[SampleUpdate]:
+        """See `engine_scores`."""
+        return await encoded(self._context, request)
+
+    async def scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
+        """See `engine_scores`."""
+        return await scored(self._context, route, fields)
 
     async def stream(self, fields: dict[str, Any]) -> AsyncGenerator[ChatDelta, None]:
         """Like `whole`, what is new piece by piece. Closing the iterator stops the reply."""

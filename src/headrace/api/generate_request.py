@@ -1,4 +1,4 @@
-"""The request that the arguments of `Engine.generate` make. Pure functions; any thread."""
+"""The requests that the arguments of `Engine.generate` and `Engine.encode` make. Pure functions; any thread."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -8,7 +8,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
-from headrace.messages.requests import GenerateReqInput
+from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 
 
 @runtime_checkable
@@ -36,6 +36,28 @@ def generate_request(
         return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
     except msgspec.ValidationError as error:
         raise field_error(str(error), GenerateReqInput) from None
+
+
+PooledInputs = str | Sequence[str] | Sequence[Sequence[str]]
+"""A text, several, or pairs of texts."""
+
+
+def encode_request(prompt: object, input_ids: object, others: dict[str, Any]) -> EmbeddingReqInput:
+    """The request, with checked types. Raises RequestError that names the field."""
+    if "text" in others:
+        prompt = others.pop("text") if prompt is None else prompt
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        prompt = [
+            item if isinstance(item, str) else list(item) if isinstance(item, Sequence) else item for item in prompt
+        ]
+    if input_ids is not None:
+        input_ids = _plain_ids(input_ids)
+    given = {"text": prompt, "input_ids": input_ids, **others}
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        return msgspec.convert(without_neutral(given, EmbeddingReqInput), EmbeddingReqInput)
+    except msgspec.ValidationError as error:
+        raise field_error(str(error), EmbeddingReqInput) from None
 
 
 def _plain_ids(ids: object) -> list[object]:

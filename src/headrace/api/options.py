@@ -84,6 +84,8 @@ class ServerOptions(TypedDict, total=False):
     disable_weight_cache: bool
     device: Literal["auto", "cpu", "cuda"]
     model_impl: Literal["auto", "headrace", "transformers"]
+    is_embedding: bool
+    allow_dimensions: bool
     context_length: int | None
     sampling_defaults: Literal["model", "openai"]
     random_seed: int
@@ -263,5 +265,22 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str | list[str | None] | None
     lora_path: str | list[str | None] | None
     session_params: dict[str, Any] | list[dict[str, Any]] | None
+    routed_dp_rank: int | None
+    data_parallel_rank: int | None
+
+
+class EncodeOptions(TypedDict, total=False):
+    """The other fields of `/encode`, see docs/http-api.md; a list has one value for each input."""
+
+    text: str | list[str | list[str]] | None
+    is_cross_encoder_request: bool
+    dimensions: int | None
+    truncate_prompt_tokens: int | None
+    truncation_side: Literal["right", "left"]
+    rid: str | list[str] | None
+    priority: int | None
+    extra_key: str | list[str | None] | None
+    cache_salt: str | list[str | None] | None
+    lora_path: str | list[str | None] | None
     routed_dp_rank: int | None
     data_parallel_rank: int | None

@@ -14,8 +14,18 @@ from typing import Any, Literal, Self, Unpack, overload
 import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields, read_chunk, read_reply
+from headrace.api.generate_request import PooledInputs
 from headrace.api.native_client import NativeClient
-from headrace.api.options import ChatOptions, GenerateOptions, JsonSampling, Messages, ServerOptions, Tools
+from headrace.api.options import (
+    ChatOptions,
+    EncodeOptions,
+    GenerateOptions,
+    JsonSampling,
+    Messages,
+    ServerOptions,
+    Tools,
+)
+from headrace.api.scores import Route, Scores
 from headrace.api.server_process import ServerProcess
 from headrace.api.weight_operations import WeightOperations
 from headrace.errors import (
@@ -62,7 +72,7 @@ OPERATION_PATHS: dict[type, str] = {
 """Routes of operations whose fields are the body."""
 
 
-class Runtime(WeightOperations):
+class Runtime(WeightOperations, Scores):
     """A server process owned by this program. A context manager; `shutdown` is also called at exit, and the server ends if this process is killed.
 
     Weights, pausing and memory: `WeightOperations`.
@@ -323,17 +333,19 @@ class Runtime(WeightOperations):
         path = f"/update_weights_from_tensor?{urllib.parse.urlencode(asked)}"
         return _operation_reply(self._http.operate(path, b"".join(parts), {"Content-Type": "application/octet-stream"}))
 
-    def encode(self, *_args: object, **_kwargs: object) -> Any:
-        """Embeddings. Raises RequestError."""
-        raise RequestError("encode is not supported yet: embedding models cannot be served")
+    def encode(
+        self,
+        prompt: PooledInputs | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **others: Unpack[EncodeOptions],
+    ) -> Any:
+        """Like `Engine.encode`: a dict, or a list of dicts."""
+        given = {"text": prompt, "input_ids": input_ids, **others}
+        return self._http.ask("/encode", **{name: value for name, value in given.items() if value is not None})
 
-    def score(self, *_args: object, **_kwargs: object) -> Any:
-        """Scores of labels. Raises RequestError."""
-        raise RequestError("score is not supported yet")
-
-    def rerank(self, *_args: object, **_kwargs: object) -> Any:
-        """Order of documents. Raises RequestError."""
-        raise RequestError("rerank is not supported yet: cross-encoders cannot be served")
+    def _scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
+        reply: dict[str, Any] = self._http.ask(route, **fields)
+        return reply
 
     def shutdown(self) -> None:
         """Stop the server. Idempotent. Does nothing in the child of a fork, since the server belongs to the parent."""

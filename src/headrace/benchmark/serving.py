@@ -32,6 +32,7 @@ from headrace.benchmark.tables import progress_columns
 from headrace.benchmark.targets import OpenAITarget, PromptForm, Target
 from headrace.benchmark.workloads import (
     CHECK_TEXTS,
+    EMBEDDING,
     PRESETS,
     SEED,
     Answer,
@@ -140,7 +141,13 @@ async def _run_serving(options: ServingOptions, console: Console) -> dict[str, A
 
         async def connect(url: str) -> OpenAITarget:
             return await OpenAITarget.connect(
-                session, url, tokenizer.decode, options.model, options.prompt_form, options.extra_body
+                session,
+                url,
+                tokenizer.decode,
+                options.model,
+                options.prompt_form,
+                options.extra_body,
+                _probe(options.load),
             )
 
         targets = [await connect(url) for url in options.urls]
@@ -196,7 +203,7 @@ async def measure(
         for repetition in range(options.repeat):
             drawn = make_workloads(text_ids, ask, options.seed + repetition, options.num_requests, options.rounds)
             if repetition == 0:
-                await _warm_up(targets, drawn.warm_up[: options.warm_up], start_bar)
+                await _warm_up(targets, drawn.warm_up[: options.warm_up], _probe(options), start_bar)
             for name in names:
                 workload = drawn.workloads[name]
                 for target in targets:
@@ -240,11 +247,19 @@ async def _run_once(target: Target, workload: Workload, options: LoadOptions, on
     return summarise(done.records, done.duration_s, options.limits)
 
 
-async def _warm_up(targets: Sequence[Target], prompts: Sequence[TokenIds], start_bar: "_StartBar") -> None:
+def _probe(options: LoadOptions) -> Answer:
+    """A short answer of the kind that the presets ask for."""
+    return EMBEDDING if PRESETS[preset_names(options.presets)[0]].answer.is_embedding else Answer(1)
+
+
+async def _warm_up(
+    targets: Sequence[Target], prompts: Sequence[TokenIds], probe: Answer, start_bar: "_StartBar"
+) -> None:
+    answer = probe if probe.is_embedding else Answer(16)
     for target in targets:
         on_done = start_bar(f"warm-up · {target.name}", len(prompts), 0.0)
         for prompt in prompts:
-            await target.complete(prompt, Answer(16))
+            await target.complete(prompt, answer)
             on_done()
 
 

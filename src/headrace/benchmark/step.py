@@ -120,7 +120,12 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         if info.device != "cpu":
             raise ConfigError(f"bench step measures the CPU; it does not support --device {info.device}")
         before = machine_limits()
-        bench = _StepBench(worker.runner, info, room)
+        runner = worker.runner
+        if not isinstance(runner, ModelRunner):
+            raise ConfigError(
+                "bench step measures models that generate; for encoders there is bench serving --presets EMB"
+            )
+        bench = _StepBench(runner, info, room)
         times = bench.measure(shapes, options.repeat)
         limits = before.best(machine_limits())
         busy = {}

@@ -98,8 +98,21 @@ class _Chunk(msgspec.Struct, frozen=True, gc=False):
     error: Any = None
 
 
+class _EmbeddingUsage(msgspec.Struct, frozen=True, gc=False):
+    prompt_tokens: int = 0
+
+
+class _Embedding(msgspec.Struct, frozen=True, gc=False):
+    embedding: str
+
+
+class _Embeddings(msgspec.Struct, frozen=True, gc=False):
+    data: list[_Embedding]
+    usage: _EmbeddingUsage = _EmbeddingUsage()
+
+
 class OpenAITarget:
-    """A server that answers `POST /v1/completions`, or `/v1/chat/completions`, with a stream of events.
+    """A server that answers `POST /v1/completions`, or `/v1/chat/completions`, with a stream of events, or `/v1/embeddings`.
 
     decode: token ids -> text, for servers that take only text. headers: sent with every request (a key).
     Use `connect` to make one: it asks for the model's name and finds out whether prompts may be token ids.
@@ -132,19 +145,21 @@ class OpenAITarget:
         model: str | None = None,
         prompt_form: PromptForm = "auto",
         extra_body: Mapping[str, Any] | None = None,
+        probe: Answer = Answer(1),
     ) -> "OpenAITarget":
-        """Ask the server for its model and try one request. Raises ConfigError when it cannot be reached or measured."""
+        """Ask the server for its model and try one request, for the answer `probe`. Raises ConfigError when it cannot be reached or measured."""
         url = url.rstrip("/").removesuffix("/v1")
         target = cls(session, url, model or await _first_model(session, url), "ids", decode, extra_body or {})
         forms: tuple[Literal["ids", "text", "chat"], ...] = ("ids", "text") if prompt_form == "auto" else (prompt_form,)
         problems = []
         for form in forms:
             target.prompt_form = form
-            record = await target.complete([1, 2, 3, 4], Answer(1))
+            record = await target.complete([1, 2, 3, 4], probe)
             if record.error is None:
                 return target
             problems.append(f"prompt as {form}: {record.error}")
-        raise ConfigError(f"{url} does not answer {target.path}: {'; '.join(problems)}")
+        path = "/v1/embeddings" if probe.is_embedding else target.path
+        raise ConfigError(f"{url} does not answer {path}: {'; '.join(problems)}")
 
     @property
     def path(self) -> str:
@@ -153,9 +168,35 @@ class OpenAITarget:
 
     async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
         """See Target."""
-        return await self.complete_text(
-            prompt if self.prompt_form == "ids" else self._decode(prompt), answer, len(prompt)
-        )
+        given = prompt if self.prompt_form == "ids" else self._decode(prompt)
+        if answer.is_embedding:
+            return await self.embed(given, len(prompt))
+        return await self.complete_text(given, answer, len(prompt))
+
+    async def embed(self, given: TokenIds | str, prompt_tokens: int) -> RequestRecord:
+        """Ask for the embedding of a text or of token ids, in base64 as OpenAI's client does."""
+        body = {"model": self.model, "input": given, "encoding_format": "base64", **self._extra_body}
+        record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=prompt_tokens)
+        try:
+            payload, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
+            async with self._session.post(f"{self._url}/v1/embeddings", data=payload, headers=headers) as reply:
+                content = await reply.read()
+            record.end_s = time.perf_counter()
+            if reply.status != 200:
+                record.error = f"HTTP {reply.status}: {_shorten(content.decode(errors='replace'))}"
+            else:
+                said = msgspec.json.decode(content, type=_Embeddings)
+                record.prompt_tokens, record.token_source = said.usage.prompt_tokens or prompt_tokens, "usage"
+                if len(said.data) != 1 or not said.data[0].embedding:
+                    record.error = "the reply has no embedding"
+        except TimeoutError:
+            record.error = "timed out"
+        except (aiohttp.ClientError, OSError) as error:
+            record.error = f"connection: {type(error).__name__}"
+        except msgspec.DecodeError as error:
+            record.error = f"bad reply: {error}"
+        record.end_s = record.end_s or time.perf_counter()
+        return record
 
     async def complete_text(self, prompt: TokenIds | str, answer: Answer, prompt_tokens: int = 0) -> RequestRecord:
         """As `complete`, with the prompt as it goes over the wire. prompt_tokens: reported if the server does not say."""
@@ -264,6 +305,8 @@ class EngineTarget:
 
     async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
         """See Target. A chunk is one item of the stream that brought new tokens."""
+        if answer.is_embedding:
+            return await self._embed(prompt)
         sampling_params: dict[str, Any] = {
             "temperature": 0.0,
             "max_new_tokens": answer.max_new_tokens,
@@ -284,6 +327,15 @@ class EngineTarget:
                 reason = meta.get("finish_reason")
                 if reason and reason["type"] == "abort":
                     record.error = f"aborted: {reason.get('message')}"
+        except HeadraceError as error:
+            record.error = f"{type(error).__name__}: {_shorten(error.message)}"
+        record.end_s = time.perf_counter()
+        return record
+
+    async def _embed(self, prompt: TokenIds) -> RequestRecord:
+        record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=len(prompt), token_source="usage")
+        try:
+            await self._engine.async_encode(input_ids=prompt)
         except HeadraceError as error:
             record.error = f"{type(error).__name__}: {_shorten(error.message)}"
         record.end_s = time.perf_counter()

@@ -27,6 +27,7 @@ _C_SUFFIXES = 128
 _C_REQUESTS = 64
 _C_PREFIX_TOKENS, _C_SUFFIX_TOKENS = 1024, 32
 _TASKS = 32
+_EMBEDDINGS = 1024
 
 CHECK_TEXTS = (
     "The capital of France is",
@@ -40,11 +41,15 @@ CHECK_TEXTS = (
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a request asks for: output of exactly max_new_tokens tokens (the end-of-sequence token is ignored), or of at most as many, if the model
-    may end it (`ends`). schema: JSON schema that it must match."""
+    may end it (`ends`). schema: JSON schema that it must match. is_embedding: it asks for the prompt's embedding instead, and there is no output."""
 
     max_new_tokens: int
     ends: bool = False
     schema: Mapping[str, Any] | None = None
+    is_embedding: bool = False
+
+
+EMBEDDING = Answer(0, is_embedding=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ PRESETS: dict[str, Preset] = {
         Preset("F", "32 chats that summarise, up to 128 out", Answer(128, ends=True), 1),
         Preset("G", "32 chats that extract JSON, with a schema, up to 192 out", Answer(192, True, PERSON_SCHEMA), 1),
         Preset("H", "32 chats with open questions, up to 128 out", Answer(128, ends=True), 1),
+        Preset("EMB", "1,024 embeddings of 128 tokens, 32 at a time", EMBEDDING, 32),
+        Preset("EMB32", "2,048 embeddings of 32 tokens, 32 at a time", EMBEDDING, 32),
     )
 }
 
@@ -122,6 +129,10 @@ def preset_names(text: str) -> list[str]:
     unknown = [name for name in names if name not in PRESETS]
     if unknown or not names:
         raise ConfigError(f"--presets takes any of {', '.join(PRESETS)}, got {text!r}")
+    if len({PRESETS[name].answer.is_embedding for name in names}) > 1:
+        raise ConfigError(
+            f"--presets {text}: no server both generates and makes embeddings; measure one after the other"
+        )
     return names
 
 
@@ -160,6 +171,8 @@ def make_workloads(
     prompts["D8k"] = [cut(8000) for _ in range(_SINGLE_STREAM_REQUESTS)]
     for name, tasks in TASKS.items():
         prompts[name] = [ask(text) for text in tasks(rng, _TASKS)]
+    prompts["EMB"] = [cut(128) for _ in range(_EMBEDDINGS)]
+    prompts["EMB32"] = [cut(32) for _ in range(2 * _EMBEDDINGS)]
 
     def kept(preset: Preset) -> list[TokenIds]:
         chosen = prompts[preset.name][:max_requests]

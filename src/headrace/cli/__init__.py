@@ -7,7 +7,8 @@ slash), typed_input.py (lines that are typed, and their history), reply_writer.p
 
 `top`: top.py (read it first), top_reader.py (what a server says), top_figures.py (rates and percentiles of it), top_view.py (how it is shown).
 
-The others: schema.py and tools.py (JSON schemas and tools given to commands), doctor.py (what runs on this machine, and why not), quantize.py,
+The others: embed.py (vectors), schema.py and tools.py (JSON schemas and tools given to commands),
+doctor.py (what runs on this machine, and why not), quantize.py,
 pull.py (`pull` and `models`), __main__.py (`python -m headrace.cli`).
 """
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.checkpoint.weight_formats import StoredScheme
-from headrace.cli.arguments import ENGINE_OPTIONS, Model, with_model
+from headrace.cli.arguments import DEFAULT_MODEL, EMBEDDING_MODEL, ENGINE_OPTIONS, Model, with_model
 from headrace.cli.bench import bench
 from headrace.config.cli import ServerCommand, with_server_options
 from headrace.config.server_args import ServerArgs
@@ -162,6 +162,40 @@ def generate(
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
+
+
+@app.command(cls=ServerCommand)
+@ENGINE_OPTIONS
+def embed(
+    texts: Annotated[
+        list[str],
+        typer.Argument(help="Texts to make vectors of; a single - reads them from standard input, one a line."),
+    ],
+    similarity: Annotated[
+        bool,
+        typer.Option(
+            "--similarity", help="Print how similar the texts are (cosines) instead of the vectors.", metavar=""
+        ),
+    ] = False,
+    *,
+    server_args: ServerArgs,
+) -> None:
+    """Make the embedding of each text, without a server, and print it as a line of JSON. Without --model-path: minilm."""
+    from headrace.api.engine import Engine
+    from headrace.cli.embed import print_similarities, print_vectors
+
+    if texts == ["-"]:
+        texts = [line for line in sys.stdin.read().splitlines() if line]
+        if not texts:
+            raise ConfigError("standard input has no text")
+    if server_args.model_path == DEFAULT_MODEL and not server_args.is_embedding:
+        server_args = dataclasses.replace(server_args, model_path=EMBEDDING_MODEL)
+    with Engine(**dataclasses.asdict(server_args)) as engine:
+        answers = engine.encode(texts, truncate_prompt_tokens=-1)
+    if similarity:
+        print_similarities(texts, answers, Console(highlight=False))
+    else:
+        print_vectors(answers)
 
 
 @app.command(cls=ServerCommand)

@@ -11,6 +11,12 @@ from headrace.errors import ConfigError
 
 ENGINE_OPTIONS = with_server_options(ENGINE_FIELDS, {"log_level": "warning"})
 
+DEFAULT_MODEL = next(f.default for f in dataclasses.fields(ServerArgs) if f.name == "model_path")
+"""What is served if no model is named."""
+
+EMBEDDING_MODEL = "minilm"
+"""What makes embeddings if no model is named."""
+
 Model = Annotated[
     str | None,
     typer.Argument(
@@ -23,7 +29,6 @@ def with_model(server_args: ServerArgs, model: str | None) -> ServerArgs:
     """The options with the model of the argument. Raises ConfigError when --model-path names another one."""
     if model is None:
         return server_args
-    default = next(f.default for f in dataclasses.fields(ServerArgs) if f.name == "model_path")
-    if server_args.model_path not in (default, model):
+    if server_args.model_path not in (DEFAULT_MODEL, model):
         raise ConfigError(f"two models are given, {model} and --model-path {server_args.model_path}; give only one")
     return dataclasses.replace(server_args, model_path=model)

@@ -6,6 +6,7 @@ endpoints: requests are decoded by msgspec, and streams are written as bytes. Ru
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -19,7 +20,7 @@ from headrace.config.web import parse_origins
 from headrace.errors import ConfigError
 from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
-from headrace.messages.requests import GenerateReqInput
+from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.anthropic.messages import AnthropicErrorReply, MessagesServing
 from headrace.server.anthropic.models import AnthropicModels, by_version
@@ -39,21 +40,30 @@ from headrace.server.http import Endpoint, ErrorBoundary
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
+from headrace.server.ollama.embed import OllamaEmbedAPI
 from headrace.server.ollama.generation import OllamaGenerationAPI
 from headrace.server.ollama.models import OllamaModelsAPI
 from headrace.server.ollama.protocol import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaPullRequest,
     OllamaShowRequest,
 )
 from headrace.server.openai.chat import ChatServing
 from headrace.server.openai.completions import CompletionServing
+from headrace.server.openai.embeddings import EmbeddingRequest, EmbeddingServing
 from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate, is_loopback
+from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
+from headrace.server.pooling.encode import EncodeAPI
+from headrace.server.pooling.kinds import described, refusing_to_generate
+from headrace.server.pooling.rerank import RerankAPI, RerankRequest
+from headrace.server.pooling.score import ScoreAPI, ScoreRequest
 from headrace.server.request_counter import RequestCounter, RouteNames
 from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
@@ -83,19 +93,23 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     get, post, delete = ("GET",), ("POST",), ("DELETE",)
     # fmt: off
     table = [
-        RouteSpec("/v1/chat/completions", post, "user", chat.handle_request, "Chat completion", ChatCompletionRequest),
-        RouteSpec("/v1/completions", post, "user", completions.handle_request, "Text completion", CompletionRequest),
-        RouteSpec("/v1/responses", post, "user", responses.create, "Response", ResponsesRequest),
+        RouteSpec("/v1/chat/completions", post, "user", chat.handle_request, "Chat completion", ChatCompletionRequest, generates=True),
+        RouteSpec("/v1/completions", post, "user", completions.handle_request, "Text completion", CompletionRequest, generates=True),
+        RouteSpec("/v1/embeddings", post, "user", EmbeddingServing(context).handle_request, "Embeddings", EmbeddingRequest),
+        RouteSpec("/v1/responses", post, "user", responses.create, "Response", ResponsesRequest, generates=True),
         RouteSpec("/v1/responses/{id}", get, "user", responses.get, "A kept response", query=GetQuery),
         RouteSpec("/v1/responses/{id}", delete, "user", responses.delete, "Forget a kept response"),
         RouteSpec("/v1/responses/{id}/cancel", post, "user", responses.cancel, "Refused: no response runs in the background"),
         RouteSpec("/v1/responses/{id}/input_items", get, "user", responses.input_items, "Input of a kept response", query=ItemsQuery),
-        RouteSpec("/v1/messages", post, "user", messages.create, "Message", MessagesRequest, failure=AnthropicErrorReply),
+        RouteSpec(
+            "/v1/messages", post, "user", messages.create, "Message", MessagesRequest, failure=AnthropicErrorReply, generates=True
+        ),
         RouteSpec(
             "/v1/messages/count_tokens", post, "user", messages.count_tokens, "Length of a message's prompt", CountTokensRequest,
             failure=AnthropicErrorReply,
         ),
-        RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput),
+        RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput, generates=True),
+        *_pooling_routes(context),
         RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
         RouteSpec("/ready", get, "public", control.ready, "New requests are accepted", failure=Liveness),
         RouteSpec("/ping", get, "public", control.ping, "The HTTP server answers"),
@@ -147,23 +161,46 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         table.append(RouteSpec("/openapi.json", get, "user", openapi.openapi_json, "This API", in_schema=False))
     if not context.args.disable_ui:
         table += UiPages().routes(has_docs=not context.args.disable_openapi)
+    if context.model.pooling is not None:
+        refuse = refusing_to_generate(context.model)
+        table = [replace(spec, handler=refuse) if spec.generates else spec for spec in table]
     return table
 
 
+def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
+    """Routes of models that read and do not write."""
+    classify, rerank, score = ClassifyAPI(context), RerankAPI(context), ScoreAPI(context)
+    post = ("POST",)
+    return [
+        *(
+            RouteSpec(path, post, "user", rerank.rerank, "Documents by their relevance", RerankRequest)
+            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        ),
+        *(
+            RouteSpec(path, post, "user", score.score, "Scores of pairs, or of labels", ScoreRequest)
+            for path in ("/v1/score", "/score")
+        ),
+        RouteSpec("/encode", post, "user", EncodeAPI(context).encode, "Native embeddings", EmbeddingReqInput),
+        RouteSpec("/classify", post, "user", classify.classify, "Classification", ClassifyRequest),
+        RouteSpec("/v1/classify", post, "user", classify.classify, "Classification", ClassifyRequest),
+    ]
+
+
 def _ollama_routes(context: ServingContext) -> list[RouteSpec]:
-    generation, models = OllamaGenerationAPI(context), OllamaModelsAPI(context)
+    generation, models, embed = OllamaGenerationAPI(context), OllamaModelsAPI(context), OllamaEmbedAPI(context)
     get, post = ("GET",), ("POST",)
     # fmt: off
     return [
-        RouteSpec("/api/chat", post, "user", generation.chat, "Ollama: chat", OllamaChatRequest),
-        RouteSpec("/api/generate", post, "user", generation.generate, "Ollama: generate", OllamaGenerateRequest),
+        RouteSpec("/api/chat", post, "user", generation.chat, "Ollama: chat", OllamaChatRequest, generates=True),
+        RouteSpec("/api/generate", post, "user", generation.generate, "Ollama: generate", OllamaGenerateRequest, generates=True),
         RouteSpec("/", get, "public", models.root, "What runs here"),
         RouteSpec("/api/version", get, "user", models.version, "Ollama: version of the API"),
         RouteSpec("/api/tags", get, "user", models.tags, "Ollama: served models"),
         RouteSpec("/api/ps", get, "user", models.ps, "Ollama: loaded models"),
         RouteSpec("/api/show", post, "user", models.show, "Ollama: one model", OllamaShowRequest),
         RouteSpec("/api/pull", post, "user", models.pull, "Ollama: success for a served model", OllamaPullRequest),
-        *(RouteSpec(f"/api/{name}", post, "user", models.embed, "Not supported yet", in_schema=False) for name in ("embed", "embeddings")),
+        RouteSpec("/api/embed", post, "user", embed.embed, "Ollama: embeddings", OllamaEmbedRequest),
+        RouteSpec("/api/embeddings", post, "user", embed.embeddings, "Ollama: one embedding", OllamaEmbeddingsRequest),
         *(RouteSpec(f"/api/{name}", post, "user", models.refuse, "Not here", in_schema=False) for name in ("create", "copy", "push")),
         RouteSpec("/api/delete", ("DELETE",), "user", models.refuse, "Not here", in_schema=False),
         RouteSpec("/api/blobs/{digest:path}", ("HEAD", "POST"), "user", models.refuse, "Not here", in_schema=False),
@@ -185,6 +222,8 @@ def create_app(
     """
     context = ServingContext(frontend, model, args, status if status is not None else ServerStatus())
     warmups = chosen_warmups(args)
+    if model.pooling is not None and "chat" in warmups:
+        raise ConfigError(f"--warmups chat: this model does not chat, it is {described(model)}")
     table = route_table(context)
     keys = open_keys(args)
     _warn_if_open(args)
@@ -284,11 +323,22 @@ async def _routing_error(request: Request, exc: Exception) -> Response:
 
 
 async def _warm_generate(context: ServingContext) -> None:
+    """Generate a token, or make one vector if that is what the model does."""
+    if context.model.pooling is not None:
+        await _one_vector(context)
+        return
     if context.args.skip_tokenizer_init:
         request = GenerateReqInput(input_ids=[0], sampling_params=_ONE_TOKEN)
     else:
         request = GenerateReqInput(text="Hello", sampling_params=_ONE_TOKEN)
     await _one_token(context, request)
+
+
+async def _one_vector(context: ServingContext) -> None:
+    has_text = not context.args.skip_tokenizer_init
+    request = EmbeddingReqInput(text="Hello") if has_text else EmbeddingReqInput(input_ids=[0])
+    async with aclosing(context.frontend.encode_request(request, caller=SERVER)) as updates:
+        await anext(updates)
 
 
 async def _warm_chat(context: ServingContext) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
@@ -45,7 +46,8 @@ class ServedModel:
     """The model as clients see it.
 
     chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
-    calls and reasoning; None = it writes neither. model_type, architectures: as the checkpoint's config.json says.
+    calls and reasoning; None = it writes neither. pooling: what it makes of a text instead of more text; None = it generates. model_type,
+    architectures: as the checkpoint's config.json says.
     """
 
     name: str
@@ -58,6 +60,7 @@ class ServedModel:
     model_type: str = ""
     architectures: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    pooling: PoolingConfig | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import AuthError, RequestError
 from headrace.frontend.all_replicas import sum_of_states
 from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
@@ -108,7 +109,8 @@ class ControlAPI:
                 "model_type": model.model_type,
                 "architectures": model.architectures,
                 "model_class": model.ready.model_class,
-                "is_generation": True,
+                "is_generation": model.pooling is None,
+                "pooling": None if model.pooling is None else _described(model.pooling),
                 "has_chat_template": model.chat_template is not None,
                 "output_format": None if model.output_format is None else model.output_format.name,
                 "context_length": model.context_length,
@@ -190,3 +192,14 @@ class ControlAPI:
         body = await exchange.read_json(_FAULT)
         await self.context.frontend.control.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
         await exchange.reply_json({"success": True, "message": "injected"})
+
+
+def _described(pooling: PoolingConfig) -> dict[str, object]:
+    """What clients may want to know of a model that does not generate."""
+    return {
+        "task": pooling.task,
+        "dimensions": pooling.dimensions,
+        "max_tokens": pooling.max_tokens,
+        "normalize": pooling.normalize,
+        "labels": pooling.labels,
+    }

@@ -11,6 +11,7 @@ Examples = Mapping[str, Mapping[str, Any]]
 """Bodies by a short title."""
 
 _QUESTION = "What is the capital of France?"
+_ANSWER = "Paris is the capital of France."
 _BEGINNING = "The capital of France is"
 _WEIGHT = "model.embed_tokens.weight"
 _NO_TENSORS = "AgAAAAAAAAB7fQ=="
@@ -37,6 +38,18 @@ def request_examples(model: str) -> dict[str, Examples]:
     ids: Examples = {"Token ids": {"tokens": [72, 105]}}
     schema = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": _CITY}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": _CITY}}
+    found = [_ANSWER, "Berlin is the capital of Germany."]
+    ranked: Examples = {"Two documents": {**named, "query": _QUESTION, "documents": found}}
+    pairs = {**named, "text_1": _QUESTION, "text_2": found}
+    labels = {
+        **named,
+        "query": _QUESTION,
+        "items": [" Paris", " Berlin"],
+        "label_token_ids": [3, 4],
+        "apply_softmax": True,
+    }
+    classified: Examples = {"A text": {**named, "input": _BEGINNING}}
+    scored: Examples = {"Pairs of texts": pairs, "Probabilities of labels": labels}
     return {
         "/v1/chat/completions": {
             "A question": chat,
@@ -46,6 +59,14 @@ def request_examples(model: str) -> dict[str, Examples]:
             "Probabilities of tokens": {**chat, "max_tokens": 8, "logprobs": True, "top_logprobs": 3},
         },
         "/v1/completions": {"A text": text, "Streamed": {**text, "stream": True}},
+        "/v1/embeddings": {
+            "A text": {**named, "input": _QUESTION},
+            "Two texts at once": {**named, "input": [_QUESTION, _BEGINNING], "encoding_format": "base64"},
+        },
+        "/encode": {"A text": {"text": _QUESTION}, "Two texts at once": {"text": [_QUESTION, _BEGINNING]}},
+        **dict.fromkeys(("/classify", "/v1/classify"), classified),
+        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ranked),
+        **dict.fromkeys(("/v1/score", "/score"), scored),
         "/v1/responses": {"A question": response, "Streamed": {**response, "stream": True}},
         "/v1/messages": {"A question": chat, "Streamed": {**chat, "stream": True}},
         "/v1/messages/count_tokens": {"A question": {**named, "messages": asked}},
@@ -69,6 +90,8 @@ def request_examples(model: str) -> dict[str, Examples]:
             "Streamed": {**ollama, "prompt": _QUESTION},
             "A question": {**ollama, "prompt": _QUESTION, "stream": False},
         },
+        "/api/embed": {"A text": {**named, "input": _QUESTION}, "Two texts": {**named, "input": found}},
+        "/api/embeddings": {"A text": {**named, "prompt": _QUESTION}},
         "/api/show": {"The served model": named},
         "/api/pull": {"The served model": named},
         "/load_lora_adapter": {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}},

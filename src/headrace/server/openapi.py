@@ -13,7 +13,7 @@ from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
 
 _TAGS: Mapping[str, tuple[str, ...]] = {
-    "OpenAI": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/models"),
+    "OpenAI": ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/models"),
     "Anthropic": ("/v1/messages",),
     "Ollama": ("/api/",),
 }

@@ -15,7 +15,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
-from headrace.messages.requests import GenerateReqInput
+from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 from headrace.server.remote_calls import RemoteCalls
 
@@ -48,6 +48,15 @@ class RemoteFrontend:
         if caller is not None:
             arguments["caller"] = WireCaller.of(caller)
         return self._calls.stream("generate_request", _UPDATES.decode, arguments)
+
+    def encode_request(
+        self, obj: EmbeddingReqInput, *, caller: Caller | None = None
+    ) -> AsyncGenerator[SampleUpdate, None]:
+        """See `RequestFrontend`. Raises RequestError."""
+        arguments: dict[str, Any] = {"obj": obj}
+        if caller is not None:
+            arguments["caller"] = WireCaller.of(caller)
+        return self._calls.stream("encode_request", _UPDATES.decode, arguments)
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
         """Waiting clients get the output so far."""

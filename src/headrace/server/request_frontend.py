@@ -12,7 +12,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
-from headrace.messages.requests import GenerateReqInput
+from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 
 T = TypeVar("T")
@@ -166,6 +166,13 @@ class RequestFrontend(Protocol):
         default_max_new_tokens: used if the request sets none; limited to the room in the context.
         caller: its limits apply. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
+        """
+        ...
+
+    def encode_request(self, obj: EmbeddingReqInput, *, caller: Caller = ...) -> AsyncGenerator[SampleUpdate, None]:
+        """Yields one update of each input, in order, once all have ended; its `pooled` is None if the input failed.
+
+        caller: its limits apply. Closing the generator early aborts what is unfinished. Raises RequestError, CapacityError, ExecutionError.
         """
         ...
 

@@ -19,7 +19,7 @@ from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 from headrace.server.ollama.chat_request import checked_think, conversation_of
 from headrace.server.ollama.models import adapter_of, full_name
-from headrace.server.ollama.options import sampling_params
+from headrace.server.ollama.options import check_keep_alive, sampling_params
 from headrace.server.ollama.protocol import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -42,7 +42,6 @@ _NAMES = {
     "response_format": "format",
 }
 _NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b")
-_DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
 _NOT_SUPPORTED = ("template", "suffix", "context", "images", "width", "height", "steps")
 _INSTEAD = {
     "template": "; raw takes a prompt that is complete",
@@ -107,7 +106,7 @@ class OllamaGenerationAPI:
     async def _unasked(self, exchange: Exchange, body: OllamaGeneration, kind: Kind) -> None:
         """A request for nothing loads a model in Ollama, or unloads it with keep_alive 0. Here it is always loaded."""
         adapter_of(self.context, body.model)
-        _check_keep_alive(body.keep_alive)
+        check_keep_alive(body.keep_alive)
         unloads = body.keep_alive in (0, "0", "0s", "0m", "0h")
         await exchange.reply_json(
             self._writer(body, kind, ChoiceStream(None, None)).unasked("unload" if unloads else "load")
@@ -160,7 +159,7 @@ class OllamaGenerationAPI:
 
     def _sampling(self, body: OllamaGeneration) -> SamplingParams:
         """Also checks the fields that have no effect. Raises RequestError."""
-        _check_keep_alive(body.keep_alive)
+        check_keep_alive(body.keep_alive)
         model = self.context.model
         options = body.options or OllamaOptions()
         return sampling_params(options, model.sampling_defaults, model.context_length, _json_schema(body.format))
@@ -208,13 +207,6 @@ def _logprob_options(body: OllamaGeneration) -> dict[str, Any]:
     if not body.logprobs:
         return {}
     return {"return_logprob": True, "top_logprobs_num": count, "return_text_in_logprobs": True}
-
-
-def _check_keep_alive(keep_alive: str | float | None) -> None:
-    """Raises RequestError for what is no duration."""
-    if isinstance(keep_alive, str) and keep_alive and not _DURATION.fullmatch(keep_alive):
-        message = f'keep_alive must be a number of seconds or a duration such as "5m", got {keep_alive[:50]!r}'
-        raise RequestError(message, "keep_alive")
 
 
 def _renamed(error: RequestError) -> RequestError:

@@ -118,10 +118,6 @@ class OllamaModelsAPI:
         lines = [encode_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
         await send_response(exchange.send, 200, b"".join(lines), NDJSON)
 
-    async def embed(self, exchange: Exchange) -> None:
-        """Refused."""
-        raise RequestError("embeddings are not supported yet", code="unsupported_route")
-
     async def refuse(self, exchange: Exchange) -> None:
         """Refused: this server has the models that it was started with."""
         raise NotFoundError(
@@ -158,6 +154,8 @@ class OllamaModelsAPI:
 
     def _capabilities(self) -> list[str]:
         model, found = self.context.model, self.context.model.output_format
+        if model.pooling is not None:
+            return ["embedding"] if model.pooling.task == "embed" else []
         has_chat = found is not None and model.chat_template is not None
         tools = ["tools"] if has_chat and found is not None and found.has_tools else []
         return ["completion", *tools, *(["thinking"] if has_chat and found is not None and found.has_reasoning else [])]

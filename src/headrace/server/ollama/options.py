@@ -3,6 +3,8 @@
 Owns what each option means here, and Ollama's defaults. Pure functions, run in the event loop that serves HTTP.
 """
 
+import re
+
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.errors import RequestError
 from headrace.sampling.params import SamplingParams
@@ -13,6 +15,7 @@ TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
 
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 _REPEAT_LAST_N = 64
+_DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (None, 1.0),
     "tfs_z": (None, 1.0),
@@ -33,7 +36,7 @@ def sampling_params(
     Options about loading a model (num_gpu, num_thread, use_mmap ...) have no effect: it is loaded already. Neither has num_keep: nothing is ever
     dropped from the context. Raises RequestError that names the option.
     """
-    _check(options, context_length)
+    check_options(options, context_length)
     penalised = options.repeat_last_n != 0
     return SamplingParams(
         max_new_tokens=_limit(options.num_predict),
@@ -50,7 +53,8 @@ def sampling_params(
     )
 
 
-def _check(options: OllamaOptions, context_length: int) -> None:
+def check_options(options: OllamaOptions, context_length: int) -> None:
+    """Raises RequestError for an option that is not supported."""
     for name, neutral in _NEUTRAL.items():
         if getattr(options, name) not in neutral:
             raise _unsupported(name, "is not supported")
@@ -66,6 +70,13 @@ def _check(options: OllamaOptions, context_length: int) -> None:
     if options.repeat_last_n not in (None, 0, -1, _REPEAT_LAST_N):
         message = "must be -1 (all tokens), 0 (no penalty) or left out: penalties count all tokens, not the last ones"
         raise _unsupported("repeat_last_n", message)
+
+
+def check_keep_alive(keep_alive: str | float | None) -> None:
+    """Raises RequestError for what is no duration."""
+    if isinstance(keep_alive, str) and keep_alive and not _DURATION.fullmatch(keep_alive):
+        message = f'keep_alive must be a number of seconds or a duration such as "5m", got {keep_alive[:50]!r}'
+        raise RequestError(message, "keep_alive")
 
 
 def _limit(num_predict: int | None) -> int | None:

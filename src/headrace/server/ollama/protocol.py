@@ -122,6 +122,26 @@ class OllamaGenerateRequest(OllamaGeneration, frozen=True, kw_only=True, forbid_
     steps: int | None = None
 
 
+class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /api/embed. truncate: None = true, longer inputs are cut. dimensions: 0 = the model's. options: those of sampling have no effect."""
+
+    model: str = ""
+    input: str | list[str] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
+    options: OllamaOptions | None = None
+    keep_alive: str | float | None = None
+
+
+class OllamaEmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /api/embeddings."""
+
+    model: str = ""
+    prompt: str | None = None
+    options: OllamaOptions | None = None
+    keep_alive: str | float | None = None
+
+
 class OllamaShowRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /api/show. name: the older name of `model`. verbose: accepted, there is nothing more to say."""
 

@@ -2,6 +2,6 @@
 
 Read first: base.py (what generation routes share), chat.py, chat_request.py (messages and tools), protocol.py (bodies).
 
-completions.py, models.py, tokenize.py, token_details.py (what clients of vLLM ask for beside the text),
+completions.py, embeddings.py, models.py, tokenize.py, token_details.py (what clients of vLLM ask for beside the text),
 structured_outputs.py (what the output must match).
 """

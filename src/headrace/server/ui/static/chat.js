@@ -200,7 +200,9 @@ async function askAboutModels() {
   try {
     const [info, models] = await Promise.all([getJson('model_info'), getJson('v1/models')]);
     panel.showModels(info, models.data.map((model) => model.id));
-    byId('no-template').hidden = info.has_chat_template;
+    byId('no-template').hidden = info.has_chat_template || !info.is_generation;
+    byId('no-chat').hidden = info.is_generation;
+    for (const id of ['invitation', 'composer']) byId(id).hidden = !info.is_generation;
   } catch (error) {
     byId('model-about').textContent = error.message;
   }

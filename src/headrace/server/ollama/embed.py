@@ -1,0 +1,103 @@
+"""`POST /api/embed` and the older `/api/embeddings`. Runs in the event loop that serves HTTP."""
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.messages.requests import EmbeddingReqInput
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+from headrace.server.ollama.models import adapter_of, full_name
+from headrace.server.ollama.options import check_keep_alive, check_options
+from headrace.server.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest, OllamaOptions
+from headrace.server.pooling.calls import results_of
+from headrace.server.pooling.encode import check_num_numbers
+from headrace.server.pooling.kinds import embedding_of
+from headrace.server.pooling.protocol import renamed
+from headrace.server.pooling.replies import normalized, object_pieces, reply_in_pieces, vector_json
+
+_EMBED = msgspec.json.Decoder(OllamaEmbedRequest)
+_EMBEDDINGS = msgspec.json.Decoder(OllamaEmbeddingsRequest)
+
+
+class OllamaEmbedAPI:
+    """Handlers of the two routes."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def embed(self, exchange: Exchange) -> None:
+        """The embeddings of a text or of several, with length 1 as Ollama's always are. Longer texts are cut unless the client forbids it.
+
+        Without an input the reply has no embeddings: so clients of Ollama have a model loaded.
+        """
+        start_ns = time.monotonic_ns()
+        body = await exchange.read_json(_EMBED, any_content_type=True)
+        self._check(body)
+        updates: list[SampleUpdate] = []
+        async with exchange.until_client_leaves():
+            texts = [body.input] if isinstance(body.input, str) else body.input
+            if texts:
+                updates = await self._results(
+                    exchange, body.model, texts, "input", body.dimensions or None, body.truncate is not False
+                )
+            await reply_in_pieces(exchange, self._reply(body, updates, start_ns))
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        """The embedding of a text; none for no text."""
+        body = await exchange.read_json(_EMBEDDINGS, any_content_type=True)
+        self._check(body)
+        vector: object = []
+        async with exchange.until_client_leaves():
+            if body.prompt:
+                (update,) = await self._results(exchange, body.model, [body.prompt], "prompt")
+                vector = vector_json(update.pooled or b"")
+        await exchange.reply_json({"embedding": vector})
+
+    def _check(self, body: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> None:
+        embedding_of(self.context.model)
+        adapter_of(self.context, body.model)
+        check_keep_alive(body.keep_alive)
+        check_options(body.options or OllamaOptions(), self.context.model.context_length)
+
+    async def _results(
+        self,
+        exchange: Exchange,
+        model: str,
+        texts: list[str],
+        param: str,
+        dimensions: int | None = None,
+        truncates: bool = True,
+    ) -> list[SampleUpdate]:
+        """param: what the client calls the texts. Raises the errors of `results_of`."""
+        rid = f"ollama-{uuid.uuid4().hex}"
+        exchange.name_request(rid)
+        try:
+            call = EmbeddingReqInput(
+                text=list(texts),
+                dimensions=dimensions,
+                truncate_prompt_tokens=-1 if truncates else None,
+                rid=rid,
+                lora_path=adapter_of(self.context, model),
+            )
+            self.context.check_tokenizer(param)
+            check_num_numbers(self.context, call, param)
+            return await results_of(self.context, exchange, call)
+        except RequestError as error:
+            raise renamed(error, param) from None
+
+    def _reply(self, body: OllamaEmbedRequest, updates: list[SampleUpdate], start_ns: int) -> Iterator[bytes]:
+        head: dict[str, object] = {"model": body.model or full_name(self.context.model.name)}
+        is_normalized = embedding_of(self.context.model).normalize
+        vectors = (update.pooled or b"" for update in updates)
+        items = (vector_json(pooled if is_normalized else normalized(pooled)) for pooled in vectors)
+        tail: dict[str, object] = {
+            "total_duration": time.monotonic_ns() - start_ns,
+            "load_duration": 0,
+            "prompt_eval_count": sum(update.usage.prompt_tokens for update in updates),
+        }
+        return object_pieces(head, "embeddings", items, tail)

@@ -1,0 +1,77 @@
+"""`POST /v1/embeddings`. Runs in the event loop that serves HTTP."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import RequestError
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.messages.requests import EmbeddingReqInput
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+from headrace.server.pooling.calls import results_of
+from headrace.server.pooling.encode import check_num_numbers
+from headrace.server.pooling.kinds import embedding_of
+from headrace.server.pooling.protocol import GivenInput, PooledRequest, given_input, renamed, usage_of
+from headrace.server.pooling.replies import object_pieces, reply_in_pieces, vector_json
+
+
+class EmbeddingRequest(PooledRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/embeddings. input: a text, texts, token ids, or lists of token ids."""
+
+    input: GivenInput
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    normalize: bool | None = None
+
+
+class EmbeddingItem(msgspec.Struct, frozen=True):
+    """An element of `data`."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: str | list[float]
+
+
+_DECODER = msgspec.json.Decoder(EmbeddingRequest)
+
+
+class EmbeddingServing:
+    """The handler."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def handle_request(self, exchange: Exchange) -> None:
+        """The embedding of each input. Errors name the fields as this API spells them."""
+        request = await exchange.read_json(_DECODER)
+        pooling = embedding_of(self.context.model)
+        if request.normalize not in (None, pooling.normalize):
+            always = "always" if pooling.normalize else "never"
+            raise RequestError(f"normalize: the embeddings of this model are {always} normalized", "normalize")
+        request_id = request.rid or f"embd-{uuid.uuid4().hex}"
+        exchange.name_request(request_id)
+        try:
+            call = EmbeddingReqInput(
+                **given_input("input", request.input),
+                dimensions=request.dimensions,
+                **request.call_fields(self.context, request_id),
+            )
+            check_num_numbers(self.context, call, "input")
+            async with exchange.until_client_leaves():
+                updates = await results_of(self.context, exchange, call)
+                await reply_in_pieces(exchange, self._reply(request, updates))
+        except RequestError as error:
+            raise renamed(error, "input") from None
+
+    def _reply(self, request: EmbeddingRequest, updates: list[SampleUpdate]) -> Iterator[bytes]:
+        as_base64 = request.encoding_format == "base64"
+        head: dict[str, object] = {"object": "list", "model": request.shown_model(self.context)}
+        items = (
+            EmbeddingItem("embedding", index, vector_json(update.pooled or b"", as_base64))
+            for index, update in enumerate(updates)
+        )
+        return object_pieces(head, "data", items, {"usage": usage_of(self.context, updates)})

@@ -1,0 +1,233 @@
+"""One request with up to thousands of inputs, as calls of the front end with a chunk of the inputs each.
+
+Two chunks are in flight at a time: the engine has work while the next chunk is prepared, the requests of others come between, and the memory in
+the queue does not grow with the request. Each chunk is a call of its own, so it needs room in the queue; one that finds none is halved, and
+waits. Runs in the event loop that serves HTTP.
+"""
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import msgspec
+
+from headrace.errors import CapacityError, ContextLengthError, HeadraceError, RequestError
+from headrace.frontend.failures import failure_of
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.messages.requests import CallInput, EmbeddingReqInput
+from headrace.server.context import Asker, ServingContext
+
+MAX_INPUTS = 1 << 14
+"""Most inputs of a request."""
+
+MAX_NUMBERS = 1 << 24
+"""Most numbers in a reply: 64 MiB of float32."""
+
+CHUNK_INPUTS = 128
+CHUNK_SIZE = 1 << 14
+"""A chunk has at most so many inputs, and ends with the one that reaches so many characters: a few steps, for which others may have to wait."""
+
+ID_SIZE = 4
+"""A token id counts as so many characters, the average of English text."""
+
+CHUNKS_IN_FLIGHT = 2
+
+PATIENCE_S = 60.0
+"""How long a chunk waits for room in the queue, once an earlier one has found it."""
+
+_NUMBERED = re.compile(r"\binput (\d+)\b")
+_PER_INPUT = ("text", "input_ids", "rid", "extra_key", "cache_salt", "lora_path")
+
+MakeCall = Callable[[int, int], Awaitable[CallInput]]
+"""The call for the inputs `start` .. `stop` - 1."""
+
+
+def check_num_inputs(param: str, count: int) -> None:
+    """Raises RequestError for none and for too many."""
+    if not count:
+        raise RequestError(f"{param} is empty", param)
+    if count > MAX_INPUTS:
+        raise RequestError(f"{param}: at most {MAX_INPUTS} inputs in one request, got {count}", param)
+
+
+async def answered(
+    context: ServingContext, asker: Asker, sizes: Sequence[int], make: MakeCall
+) -> AsyncGenerator[list[SampleUpdate], None]:
+    """The results of all inputs in order, a list for each chunk.
+
+    sizes: characters of each input, see `ID_SIZE`. Raises the errors of the front end, in which inputs are numbered as in the request; a refusal
+    because the queue is full if the first input finds no room, or a later one none for PATIENCE_S. Closing the generator aborts what is in flight.
+    """
+    runner = _Chunks(context, asker, make)
+    tasks: deque[asyncio.Task[list[SampleUpdate]]] = deque()
+    try:
+        for start, stop in _bounds(sizes, _most_at_once(context)):
+            tasks.append(asyncio.create_task(runner.answer(start, stop, 0.0 if start == 0 else PATIENCE_S)))
+            if len(tasks) == CHUNKS_IN_FLIGHT:
+                yield await tasks.popleft()
+        while tasks:
+            yield await tasks.popleft()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def results_of(
+    context: ServingContext, asker: Asker, call: EmbeddingReqInput, partial: bool = False
+) -> list[SampleUpdate]:
+    """The results of all inputs of a call, in order. partial: inputs may fail; else the first failure is raised. Raises the errors of `answered`."""
+    call = _of_bounded_length(call, context.max_text_chars, context.model.context_length)
+    results: list[SampleUpdate] = []
+    async with aclosing(answered(context, asker, embedding_sizes(call), slices_of(call))) as chunks:
+        async for chunk in chunks:
+            if not partial:
+                check_ended_well(chunk)
+            results += chunk
+    return results
+
+
+def _most_at_once(context: ServingContext) -> int:
+    """Most inputs of a chunk: the front end refuses a call that an idle server could not queue, and both chunks shall fit."""
+    args = context.args
+    queued = context.model.ready.max_running_requests * args.num_replicas + args.max_queued_requests
+    return max(1, min(CHUNK_INPUTS, args.max_batch_prompts, queued // CHUNKS_IN_FLIGHT))
+
+
+def _bounds(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    start = size = 0
+    for index, one in enumerate(sizes):
+        size += one
+        if index + 1 - start >= most or size >= CHUNK_SIZE or index + 1 == len(sizes):
+            yield start, index + 1
+            start, size = index + 1, 0
+
+
+class _Chunks:
+    """Sends the chunks of one request."""
+
+    def __init__(self, context: ServingContext, asker: Asker, make: MakeCall) -> None:
+        self._context = context
+        self._asker = asker
+        self._make = make
+
+    async def answer(self, start: int, stop: int, patience_s: float) -> list[SampleUpdate]:
+        """The results of these inputs. patience_s: how long a single input waits for room. Raises the errors of the front end."""
+        waited_s = 0.0
+        while True:
+            try:
+                return await self._once(start, stop)
+            except CapacityError as error:
+                if stop - start > 1:
+                    break
+                pause_s = max(0.05, error.retry_after_s)
+                if waited_s + pause_s > patience_s or self._context.status.draining:
+                    raise
+                waited_s += pause_s
+                await asyncio.sleep(pause_s)
+        middle = (start + stop) // 2
+        # What has been computed is not thrown away: from here on the rest waits.
+        first = await self.answer(start, middle, patience_s)
+        return first + await self.answer(middle, stop, PATIENCE_S)
+
+    async def _once(self, start: int, stop: int) -> list[SampleUpdate]:
+        try:
+            call = await self._make(start, stop)
+            async with aclosing(self._updates(call)) as updates:
+                return [update async for update in updates]
+        except HeadraceError as error:
+            if start and isinstance(error, RequestError):
+                error.message = _NUMBERED.sub(lambda found: f"input {int(found[1]) + start}", error.message)
+            raise
+
+    def _updates(self, call: CallInput) -> AsyncGenerator[SampleUpdate, None]:
+        frontend, caller = self._context.frontend, self._asker.caller
+        if isinstance(call, EmbeddingReqInput):
+            return frontend.encode_request(call, caller=caller)
+        return frontend.generate_request(call, caller=caller)
+
+
+def embedding_sizes(call: EmbeddingReqInput) -> list[int]:
+    """The characters of each input of a call. Raises RequestError for lists of other lengths beside them."""
+    inputs: Any = call.text if call.text is not None else call.input_ids
+    name = "text" if call.text is not None else "input_ids"
+    if not _is_list(call):
+        return [_size(inputs or "")]
+    check_num_inputs(name, len(inputs))
+    for field in _PER_INPUT[2:]:
+        value = getattr(call, field)
+        if isinstance(value, list) and len(value) != len(inputs):
+            raise RequestError(
+                f"{field}: the number of items ({len(value)}) must equal the number of inputs ({len(inputs)})", field
+            )
+    return [_size(item) for item in inputs]
+
+
+def _of_bounded_length(call: EmbeddingReqInput, most: int, context_length: int) -> EmbeddingReqInput:
+    """The call with texts of at most `most` characters, more than fit in the context: if it lets them be cut. Raises RequestError if not.
+
+    So no text is tokenized only to be refused, or for its first part alone.
+    """
+    if call.text is None or max(embedding_sizes(call)) <= most:
+        return call
+
+    def bounded(text: str | list[str], place: int | None) -> Any:
+        if isinstance(text, list):
+            return [bounded(part, place) for part in text]
+        if len(text) <= most:
+            return text
+        if call.truncate_prompt_tokens is None:
+            shown = "the input" if place is None else f"input {place}"
+            asked = f"{shown} has {len(text)} characters, and that many tokens hold at most {most}"
+            raise ContextLengthError("text", context_length, asked, "input")
+        return text[:most] if call.truncation_side == "right" else text[-most:]
+
+    if not _is_list(call):
+        return msgspec.structs.replace(call, text=bounded(cast("str | list[str]", call.text), None))
+    return msgspec.structs.replace(call, text=[bounded(text, place) for place, text in enumerate(call.text)])
+
+
+def _is_list(call: EmbeddingReqInput) -> bool:
+    """Whether it has a list of inputs. A list of ids is one input, and so is a pair."""
+    if call.text is not None:
+        is_pair = call.is_cross_encoder_request and all(isinstance(item, str) for item in call.text)
+        return isinstance(call.text, list) and not is_pair
+    return not call.input_ids or isinstance(call.input_ids[0], list)
+
+
+def _size(item: str | int | list[Any]) -> int:
+    """Characters of a text or of a pair of texts; for ids as many as they may stand for."""
+    if isinstance(item, int):
+        return ID_SIZE
+    return (
+        sum(len(part) if isinstance(part, str) else ID_SIZE for part in item) if isinstance(item, list) else len(item)
+    )
+
+
+def slices_of(call: EmbeddingReqInput) -> MakeCall:
+    """Makes the calls for a part of the inputs of a call."""
+    inputs = call.text if call.text is not None else call.input_ids
+    count = len(inputs or ()) if _is_list(call) else 1
+
+    async def part(start: int, stop: int) -> CallInput:
+        if stop - start == count:
+            return call
+        values = {name: getattr(call, name) for name in _PER_INPUT}
+        if isinstance(call.rid, str):
+            values["rid"] = [f"{call.rid}/{index}" for index in range(count)]
+        parts: dict[str, Any] = {name: value[start:stop] for name, value in values.items() if isinstance(value, list)}
+        return msgspec.structs.replace(call, **parts)
+
+    return part
+
+
+def check_ended_well(updates: Sequence[SampleUpdate]) -> None:
+    """Raises the error of the first input that failed."""
+    for update in updates:
+        if update.finish is not None and (failure := failure_of(update.finish)) is not None:
+            raise failure
+        if update.pooled is None and update.finish is not None and update.finish.type == "abort":
+            raise RequestError("the request was aborted")

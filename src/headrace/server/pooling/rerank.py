@@ -1,0 +1,141 @@
+"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`, in the shape of Jina's and Cohere's APIs. Runs in the event loop that serves HTTP."""
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import RequestError
+from headrace.server.context import Asker, ServingContext
+from headrace.server.http import Exchange
+from headrace.server.pooling.pairs import PairRequest, score_pairs
+from headrace.server.pooling.protocol import PooledUsage
+from headrace.server.pooling.replies import object_pieces, reply_in_pieces
+
+
+class RerankRequest(PairRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of these routes.
+
+    documents: texts, or objects with a `text` and more fields that are returned as they are. top_n: only the best so many; top_k: Voyage's name
+    of it. return_documents: None = true. max_chunks_per_doc, max_tokens_per_doc, rank_fields: Cohere's; a document is one chunk, cut to what the
+    model reads.
+    """
+
+    query: str
+    documents: Annotated[list[str | dict[str, object]], Meta(extra_json_schema={"minItems": 1})]
+    top_n: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    return_documents: bool | None = None
+    max_chunks_per_doc: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    max_tokens_per_doc: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    rank_fields: list[str] | None = None
+
+
+class RerankResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An element of `results`. index: of the document in the request."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, object] | None = None
+
+
+COHERE_TOKENS_PER_DOC = 4096
+"""Cohere's default of `max_tokens_per_doc`: who sends it asks for nothing."""
+
+_DECODER = msgspec.json.Decoder(RerankRequest)
+
+
+class RerankAPI:
+    """The handler."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def rerank(self, exchange: Exchange) -> None:
+        """The documents by their relevance, the best first."""
+        request = await exchange.read_json(_DECODER)
+        rid = request.rid or f"rerank-{uuid.uuid4().hex}"
+        exchange.name_request(rid)
+        async with exchange.until_client_leaves():
+            found = await ranked(self.context, exchange, request, rid)
+            head: dict[str, object] = {"id": rid, "model": request.shown_model(self.context)}
+            tokens = {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0}
+            tail: dict[str, object] = {"usage": found.usage, "meta": {"tokens": tokens}}
+            await reply_in_pieces(exchange, object_pieces(head, "results", found.results(), tail))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """scores: of the documents of `request`, in their order. best: the numbers of those that were asked for, the best first."""
+
+    request: RerankRequest
+    scores: list[float]
+    best: list[int]
+    usage: PooledUsage
+
+    def results(self) -> Iterator[RerankResult]:
+        """The best first."""
+        documents, shows = self.request.documents, self.request.return_documents is not False
+        for place in self.best:
+            yield RerankResult(place, self.scores[place], _shown(documents[place]) if shows else None)
+
+
+async def ranked(context: ServingContext, asker: Asker, request: RerankRequest, rid: str) -> Ranking:
+    """Score and sort the documents; equal ones stay in their order. Raises RequestError, and the errors of `score_pairs`."""
+    top_n = _top_n(request)
+    _check_cohere(context, request)
+    texts = [_text_of(place, document) for place, document in enumerate(request.documents)]
+    pairs = [(request.query, text) for text in texts]
+    found = await score_pairs(
+        context, asker, request, pairs, rid, param="documents", cannot="does not rerank", truncates=True
+    )
+    scores = found.scores
+    order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
+    return Ranking(request, scores, order[:top_n], found.usage)
+
+
+def _check_cohere(context: ServingContext, request: RerankRequest) -> None:
+    """Raises RequestError for those of Cohere's fields that ask for something else than what is done."""
+    if request.max_chunks_per_doc is not None and request.max_chunks_per_doc < 1:
+        message = f"max_chunks_per_doc must be at least 1, got {request.max_chunks_per_doc}"
+        raise RequestError(message, "max_chunks_per_doc")
+    most, pooling = context.model.context_length, context.model.pooling
+    if pooling is not None and pooling.max_tokens is not None:
+        most = min(most, pooling.max_tokens)
+    if request.max_tokens_per_doc not in (None, COHERE_TOKENS_PER_DOC) and request.max_tokens_per_doc < most:
+        message = (
+            f"max_tokens_per_doc must be at least {most}, what this model reads of a query and a document together, "
+            f"got {request.max_tokens_per_doc}; truncate_prompt_tokens cuts both to fewer"
+        )
+        raise RequestError(message, "max_tokens_per_doc")
+    if request.rank_fields not in (None, [], ["text"]):
+        message = 'rank_fields must be ["text"]: no other field of a document is read'
+        raise RequestError(message, "rank_fields", "unsupported_parameter")
+
+
+def _top_n(request: RerankRequest) -> int | None:
+    """How many results are wanted; None = all. Raises RequestError."""
+    if request.top_n is not None and request.top_k not in (None, request.top_n):
+        raise RequestError("top_n and top_k differ: give one of them", "top_k")
+    name, given = ("top_n", request.top_n) if request.top_n is not None else ("top_k", request.top_k)
+    if given is not None and given < 1:
+        raise RequestError(f"{name} must be at least 1, got {given}", name)
+    return given
+
+
+def _text_of(place: int, document: str | dict[str, Any]) -> str:
+    if isinstance(document, str):
+        return document
+    text = document.get("text")
+    if not isinstance(text, str):
+        raise RequestError(
+            f"documents[{place}] must be a string, or an object with a string text", f"documents[{place}].text"
+        )
+    return text
+
+
+def _shown(document: str | dict[str, object]) -> dict[str, object]:
+    return {"text": document} if isinstance(document, str) else document

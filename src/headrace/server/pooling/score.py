@@ -1,0 +1,271 @@
+"""`POST /v1/score` and `/score`. Runs in the event loop that serves HTTP.
+
+Two dialects, told apart by their fields. vLLM's scores pairs of texts: by a cross-encoder, by a model that generates (`judge`), or as the cosine of
+two embeddings. SGLang's says how likely given tokens are after a prompt.
+"""
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from headrace.errors import RequestError
+from headrace.messages.requests import CallInput, EmbeddingReqInput, GenerateReqInput
+from headrace.server.context import Asker, ServingContext
+from headrace.server.http import Exchange
+from headrace.server.pooling.calls import ID_SIZE, check_num_inputs, results_of
+from headrace.server.pooling.judge import picked_logprobs
+from headrace.server.pooling.kinds import wrong_kind
+from headrace.server.pooling.pairs import ONE_TOKEN, PairRequest, PairScores, generated, score_pairs
+from headrace.server.pooling.protocol import PooledUsage, renamed, usage_of
+from headrace.server.pooling.replies import object_pieces, reply_in_pieces, softmax
+
+Texts = str | list[str]
+
+_PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+"""Names of the two sides in vLLM's dialect."""
+
+_LABEL_FIELDS = ("query", "label_token_ids", "apply_softmax", "item_first")
+_PAIR_FIELDS = ("text_1", "text_2", "data_1", "data_2", "queries", "documents")
+
+
+class ScoreRequest(PairRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of these routes.
+
+    text_1, text_2: one text and one, one and several, or as many and as many; data_1, data_2, queries, documents and items are newer names.
+    query, items: SGLang's, texts or token ids; each item is appended to the query, or put before it with item_first. label_token_ids: the tokens
+    whose probabilities after it are wanted. apply_softmax: probabilities among these tokens only.
+    """
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    query: str | list[int] | None = None
+    items: str | list[str | list[int]] | None = None
+    label_token_ids: Annotated[list[int] | None, Meta(extra_json_schema={"minItems": 1})] = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+
+
+class Score(msgspec.Struct, frozen=True):
+    """An element of `data`."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+_DECODER = msgspec.json.Decoder(ScoreRequest)
+
+
+class ScoreAPI:
+    """The handler."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def score(self, exchange: Exchange) -> None:
+        """A score for each pair, or probabilities of labels for each item."""
+        request = await exchange.read_json(_DECODER)
+        rid = request.rid or f"score-{uuid.uuid4().hex}"
+        exchange.name_request(rid)
+        wants_labels = asks_for_labels(request)
+        async with exchange.until_client_leaves():
+            if wants_labels:
+                labels = await label_scores(self.context, exchange, request, rid)
+                pieces = object_pieces({}, "scores", iter(labels.scores), self._label_tail(request, labels))
+            else:
+                texts = await text_scores(self.context, exchange, request, rid)
+                items = (Score(index, "score", score) for index, score in enumerate(texts.scores))
+                pieces = object_pieces(self._text_head(request, rid), "data", items, {"usage": texts.usage})
+            await reply_in_pieces(exchange, pieces)
+
+    def _label_tail(self, request: ScoreRequest, found: "LabelScores") -> dict[str, object]:
+        return {"model": request.shown_model(self.context), "usage": found.usage, "object": "scoring"}
+
+    def _text_head(self, request: ScoreRequest, rid: str) -> dict[str, object]:
+        model = request.shown_model(self.context)
+        return {"id": rid, "object": "list", "created": int(time.time()), "model": model}
+
+
+def asks_for_labels(request: ScoreRequest) -> bool:
+    """Whether the request is in SGLang's dialect. Raises RequestError for fields of both."""
+    label_fields = [name for name in _LABEL_FIELDS if getattr(request, name) not in (None, False)]
+    pair_fields = [name for name in _PAIR_FIELDS if getattr(request, name) is not None]
+    if label_fields and pair_fields:
+        raise RequestError(
+            f"{label_fields[0]} does not go with {pair_fields[0]}: they belong to two dialects of this route",
+            label_fields[0],
+        )
+    return bool(label_fields) or (request.items is not None and not pair_fields)
+
+
+# -- vLLM's
+
+
+async def text_scores(context: ServingContext, asker: Asker, request: ScoreRequest, rid: str) -> PairScores:
+    """A score for each pair of texts. Raises RequestError, and the errors of `score_pairs`."""
+    names, first, second = _sides(request)
+    pooling = context.model.pooling
+    if pooling is not None and pooling.task == "embed":
+        return await _cosines(context, asker, request, rid, names[1], first, second)
+    pairs = list(zip(_repeated(first, len(second)), second, strict=True))
+    return await score_pairs(
+        context, asker, request, pairs, rid, param=names[1], cannot="does not score pairs of texts"
+    )
+
+
+async def _cosines(
+    context: ServingContext,
+    asker: Asker,
+    request: ScoreRequest,
+    rid: str,
+    param: str,
+    first: list[str],
+    second: list[str],
+) -> PairScores:
+    """The cosines of the embeddings; each text is embedded once. param: what the client calls the second ones. Raises the errors of `results_of`."""
+    if request.given_instruction() is not None:
+        raise RequestError("instruction: an embedding model reads the texts only", "instruction")
+    if request.is_raw:
+        raise RequestError("raw_scores: the cosine of two embeddings is all there is", "raw_scores")
+    check_num_inputs(param, len(second))
+    call = EmbeddingReqInput(text=[*first, *second], **request.call_fields(context, rid))
+    try:
+        updates = await results_of(context, asker, call)
+    except RequestError as error:
+        raise renamed(error, param) from None
+    vectors = [update.pooled or b"" for update in updates]
+    scores = await context.in_text_thread(lambda: cosines(vectors[: len(first)], vectors[len(first) :]))
+    return PairScores(scores, usage_of(context, updates))
+
+
+# -- SGLang's
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScores:
+    """Of each item, a score for each label."""
+
+    scores: list[list[float]]
+    usage: PooledUsage
+
+
+async def label_scores(context: ServingContext, asker: Asker, request: ScoreRequest, rid: str) -> LabelScores:
+    """How likely the labels are after each item. Raises RequestError, and the errors of `generated`."""
+    for name in ("query", "items", "label_token_ids"):
+        if getattr(request, name) is None:
+            raise RequestError(f"missing field {name!r}", name, "missing_field")
+    labels, prompts = request.label_token_ids or [], _prompts(request)
+    if not labels:
+        raise RequestError("label_token_ids is empty", "label_token_ids")
+    if context.model.pooling is not None:
+        raise wrong_kind(context.model, "gives no probabilities of tokens")
+    if request.is_raw or request.given_instruction() is not None:
+        raise RequestError("raw_scores and instruction do not go with label_token_ids", "label_token_ids")
+    if request.truncate or request.truncate_prompt_tokens is not None:
+        raise RequestError("truncate: a model that generates reads a prompt whole, or not at all", "truncate")
+    check_num_inputs("items", len(prompts))
+    is_text = isinstance(prompts[0], str)
+    texts, ids = (prompts, None) if is_text else (None, prompts)
+    context.check_prompt_size("items", cast("list[str] | None", texts), cast(Any, ids))
+    routing = request.routing_fields(context)
+
+    async def make(start: int, stop: int) -> CallInput:
+        part: Any = prompts[start:stop]
+        return GenerateReqInput(
+            text=part if is_text else None,
+            input_ids=None if is_text else part,
+            sampling_params=ONE_TOKEN,
+            return_logprob=True,
+            token_ids_logprob=[*labels],
+            rid=[f"{rid}/{place}" for place in range(start, stop)],
+            **routing,
+        )
+
+    try:
+        updates = await generated(
+            context, asker, [len(prompt) * (1 if is_text else ID_SIZE) for prompt in prompts], make
+        )
+    except RequestError as error:
+        if error.param == "token_ids_logprob":
+            error.message = error.message.replace("token_ids_logprob", "label_token_ids")
+            error.param = "label_token_ids"
+        raise renamed(error, "items") from None
+    among = bool(request.apply_softmax)
+    scores = [_of_labels(picked_logprobs(update), labels, among) for update in updates]
+    return LabelScores(scores, usage_of(context, updates))
+
+
+def _sides(request: ScoreRequest) -> tuple[tuple[str, str], list[str], list[str]]:
+    """The names and texts of the two sides. Raises RequestError."""
+    given = [pair for pair in _PAIRS if any(getattr(request, name) is not None for name in pair)]
+    whole = [pair for pair in given if all(getattr(request, name) is not None for name in pair)]
+    named = {name for pair in given for name in pair if getattr(request, name) is not None}
+    if len(whole) != 1 or named != set(whole[0]):
+        shown = " and ".join(sorted(named)) or "none of them"
+        raise RequestError(
+            "give text_1 and text_2 (or data_1 and data_2, or queries and documents), or query, items and label_token_ids; "
+            f"got {shown}",
+            min(named) if named else "text_1",
+        )
+    (names,) = whole
+    first, second = (_list(name, getattr(request, name)) for name in names)
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: give one and several, or as many and as many",
+            names[0],
+        )
+    return names, first, second
+
+
+def _list(name: str, given: object) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts:
+        raise RequestError(f"{name} is empty", name)
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{name} must be a string or a list of strings", name)
+    return texts
+
+
+def _repeated(items: Sequence[Any], count: int) -> Sequence[Any]:
+    return [items[0]] * count if len(items) == 1 else items
+
+
+def _prompts(request: ScoreRequest) -> list[str] | list[list[int]]:
+    """Query and item as one prompt each. Raises RequestError."""
+    query, items = request.query, request.items
+    parts = [items] if isinstance(items, str) else items or []
+    if not parts:
+        raise RequestError("items is empty", "items")
+    kind: type = str if isinstance(query, str) else list
+    if not all(isinstance(part, kind) for part in parts):
+        raise RequestError("items must be texts if query is a text, and token ids if query is token ids", "items")
+    joined: Any = [part + query if request.item_first else query + part for part in cast(Any, parts)]
+    return cast("list[str] | list[list[int]]", joined)
+
+
+def _of_labels(logprobs: dict[int, float], labels: list[int], among_labels: bool) -> list[float]:
+    """among_labels: the probabilities of the labels add up to 1."""
+    values = [logprobs[label] for label in labels]
+    return softmax(values) if among_labels else [math.exp(value) for value in values]
+
+
+def cosines(first: Sequence[bytes], second: Sequence[bytes]) -> list[float]:
+    """Of each vector of `second` with its own of `first`, or with the only one there; 0 where one has no length. All are float32 bytes."""
+    a, b = (
+        np.stack([np.frombuffer(item, np.float32) for item in items]).astype(np.float64) for items in (first, second)
+    )
+    lengths = np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    products = (a * b).sum(1)
+    found: list[float] = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0).tolist()
+    return found
