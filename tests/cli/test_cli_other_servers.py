@@ -108,7 +108,7 @@ def test_command_lines_of_other_servers_are_understood(argv, fields_set):
         ("--revision main", "org/name@REVISION"),
         ("--scheduling-policy priority", "lowest first"),
         ("--swap-space 4", "stay on the device"),
-        ("--task embed", "generates text"),
+        ("--task embed", "--is-embedding serves any other model"),
         ("--enable-metrics --disable-metrics", "--enable-metrics cannot be combined with --disable-metrics"),
         ("--disable-log-requests --log-requests", "cannot be combined"),
         ("--enable-auto-tool-choice --tool-call-parser none", "--tool-call-parser none"),

@@ -95,7 +95,7 @@ def test_a_cross_encoder_ranks_and_scores_as_the_reference(tmp_path: Path):
     query, documents = "what is the capital of france", texts(12, 2)
     logits = [float(reference(tmp_path, model, query, document)) for document in documents]
     want = torch.sigmoid(torch.tensor(logits)).tolist()
-    with running_engine(str(tmp_path), dtype="float32") as engine:
+    with running_engine(str(tmp_path), dtype="float32", max_total_tokens=None) as engine:
         ranked = engine.rerank(query, documents)
         scores = engine.score(query, documents, raw_scores=True)
         long = engine.rerank(query, [*documents, "the cat " * 60], top_n=13)

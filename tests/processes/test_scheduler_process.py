@@ -27,7 +27,7 @@ READY = ReadyInfo(
     kv_bytes=0,
     load_s=0.0,
 )
-MODEL = SimpleNamespace(eos_token_ids=(0,))
+MODEL = SimpleNamespace(eos_token_ids=(0,), encoder=None)
 
 
 @pytest.mark.parametrize("limit, step", [(2048, 2048), (100, 100), (4, 8)])
