@@ -30,15 +30,22 @@ UNUSED = ("position_ids", "pooler.", "cls.", "lm_head.", "classifier.")
 
 def spec(pooling: PoolingConfig) -> EncoderSpec:
     """Classifiers read the first token through BERT's pooler, a layer with tanh; embeddings do without."""
+    return spec_like_bert("bert", MODEL_TYPES, pooling, ("pooler.dense", "classifier"))
+
+
+def spec_like_bert(
+    name: str, model_types: tuple[str, ...], pooling: PoolingConfig, head: tuple[str, str]
+) -> EncoderSpec:
+    """A family with BERT's layers and names. name: also the prefix of its tensors. head: names of a classifier's two layers."""
 
     def build(config: ModelConfig, placement: Placement) -> EncoderModel:
-        size = config.hidden_size
-        if pooling.task == "embed":
-            return Encoder(config, EMBEDDINGS, BLOCKS, Pooler(pooling, size, placement), placement)
-        head = (
-            HeadLinear("", "pooler.dense", size, size, placement, activation="tanh"),
-            HeadLinear("", "classifier", size, len(pooling.labels), placement),
-        )
-        return Encoder(config, EMBEDDINGS, BLOCKS, Pooler(pooling, size, placement, head), placement)
+        size, (hidden, out) = config.hidden_size, head
+        layers: tuple[HeadLinear, ...] = ()
+        if pooling.task == "classify":
+            layers = (
+                HeadLinear("", hidden, size, size, placement, activation="tanh"),
+                HeadLinear("", out, size, len(pooling.labels), placement),
+            )
+        return Encoder(config, EMBEDDINGS, BLOCKS, Pooler(pooling, size, placement, layers), placement)
 
-    return EncoderSpec("bert", MODEL_TYPES, build, ignored=UNUSED, renaming=without_prefix("bert."))
+    return EncoderSpec(name, model_types, build, ignored=UNUSED, renaming=without_prefix(f"{name}."))

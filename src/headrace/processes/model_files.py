@@ -45,12 +45,15 @@ def read_pooling_config(args: ServerArgs, model: "ModelConfig") -> "PoolingConfi
 
 def with_encoder(args: ServerArgs) -> ServerArgs:
     """The options with those that an encoder sets itself, if the model is one; reads no GGUF file, which takes longer."""
-    from headrace.config.pooling_options import encoder_args
+    from headrace.config.pooling_options import check_pooling, encoder_args
 
     if not resolve_model(args.model_path).is_dir():
         return args
     model = read_model_config(args)
-    return args if model.encoder is None else encoder_args(args, model.max_position_embeddings)
+    if model.encoder is None:
+        return args
+    check_pooling(args, is_encoder=True)  # the user's options, before any is changed
+    return encoder_args(args, model.max_position_embeddings)
 
 
 def open_tokenizer(args: ServerArgs) -> "Tokenizer":
