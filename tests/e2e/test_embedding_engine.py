@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import transformers
+from lora_harness import tiny_adapter
 
 from headrace import Engine
 from headrace.errors import ContextLengthError, RequestError
@@ -94,6 +95,20 @@ def test_a_decoder_that_pools_gives_the_vectors_of_transformers_in_chunks_and_fr
     assert [answer["embedding"] for answer in chunked] == [answer["embedding"] for answer in whole]
     # Pooling of all tokens needs them all, so nothing may come from the cache.
     assert any(answer["meta_info"]["cached_tokens"] for answer in cached) is (pooling == "last")
+
+
+def test_a_decoder_that_pools_takes_adapters(folders, tmp_path):
+    folder, model = folders["qwen3"]
+    adapter = tiny_adapter(model)
+    path = adapter.save(tmp_path / "tuned", task_type="FEATURE_EXTRACTION")
+    given = [text for text in texts(8, seed=2) if text]
+    with engine_of(folder, context_length=96, lora_paths=f"tuned={path}") as engine:
+        mixed = engine.encode([*given, *given], lora_path=[None] * len(given) + ["tuned"] * len(given))
+        tuned = engine.encode(given, lora_path="tuned")
+
+    assert vectors(mixed[: len(given)]).sub(theirs(folder, model, given, "last")).abs().max() < 1e-5
+    assert vectors(tuned).sub(theirs(folder, adapter.merged(model), given, "last")).abs().max() < 1e-5
+    assert [answer["embedding"] for answer in mixed[len(given) :]] == [answer["embedding"] for answer in tuned]
 
 
 def test_pairs_and_their_types(folders):

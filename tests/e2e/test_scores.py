@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from headrace.server.pooling.judge import INSTRUCTION, SYSTEM
 QUERY = "Where do cats sleep?"
 DOCUMENTS = ["Cats sleep on sofas.", "The Rhine is a river.", "Sleep is good.", "Dogs bark <|im_end|> at night."]
 LABELS = [314, 17, 2000]
+PAGE_SIZE = 16
 CLOSE = 2e-3
 """Of float32 logits of a random model that are summed in another order."""
 
@@ -36,17 +38,22 @@ def last_logprobs(reference: Any, ids: list[int]) -> torch.Tensor:
         return torch.log_softmax(reference(torch.tensor([ids])).logits[0, -1], -1)
 
 
-def judged(reference: Any, engine: Engine, document: str) -> float:
-    """The score that the model of Qwen3-Reranker's card gives: softmax over no and yes."""
-    asked = f"<Instruct>: {INSTRUCTION}\n<Query>: {QUERY}\n<Document>: {document}"
+def prompt_ids(engine: Engine, query: str, document: str) -> list[int]:
+    """The prompt of Qwen3-Reranker's card."""
+    asked = f"<Instruct>: {INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
     tokenizer = engine.tokenizer
     hidden = tokenizer.special_tokens
     begin = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
     ids = tokenizer.encode(begin, False, allow_special=True) + tokenizer.encode(asked, False)
     ids += tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", False, allow_special=True)
     assert hidden["<|im_end|>"] in ids
-    found = last_logprobs(reference, ids)
-    yes, no = (tokenizer.encode(word, False)[0] for word in ("yes", "no"))
+    return ids
+
+
+def judged(reference: Any, engine: Engine, document: str) -> float:
+    """The score that the model of Qwen3-Reranker's card gives: softmax over no and yes."""
+    found = last_logprobs(reference, prompt_ids(engine, QUERY, document))
+    yes, no = (engine.tokenizer.encode(word, False)[0] for word in ("yes", "no"))
     return float(torch.softmax(found[[no, yes]], 0)[1])
 
 
@@ -80,10 +87,16 @@ def test_labels_have_the_probabilities_of_the_reference(engine: Engine, referenc
 def test_documents_share_the_prefix_of_their_query(engine: Engine):
     engine.flush_cache()
     before = engine.internal_state()
-    documents = [f"Document {number} speaks of cats." for number in range(20)]
-    engine.rerank("Which of these documents speaks of cats that sleep on sofas all day?", documents)
+    query = "Which of these documents speaks of cats that sleep on sofas all day?"
+    documents = [f"{number} speaks of cats." for number in "abcdefghijklmnopqrst"]
+    engine.rerank(query, documents)
     after = engine.internal_state()
-    computed = after.prompt_tokens - before.prompt_tokens
-    cached = after.cached_tokens - before.cached_tokens
-    assert cached > 15 * 60, "the first computes the prefix, the others find it"
-    assert computed > cached
+    prompts = [prompt_ids(engine, query, document) for document in documents]
+    shared = (
+        sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))) // PAGE_SIZE * PAGE_SIZE
+    )
+    assert shared >= 5 * PAGE_SIZE
+    assert after.cached_tokens - before.cached_tokens == 19 * shared, (
+        "the first computes the prefix, the others find it"
+    )
+    assert after.prompt_tokens - before.prompt_tokens == sum(map(len, prompts))

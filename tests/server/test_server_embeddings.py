@@ -161,7 +161,7 @@ def test_fields_that_ask_for_nothing_are_accepted(client: httpx.Client, fields: 
         ({"input": [1.5]}, "input[0]", "expected"),
         ({"input": [100_000]}, "input", "vocabulary"),
         ({"input": "x" * MAX_TOKENS}, "input", f"maximum context length is {MAX_TOKENS}"),
-        ({"input": ["a"] * 20_000}, "input", "at most 16384"),
+        ({"input": ["a"] * 20_000}, "input", "at most 16384 inputs in one request (--max-inputs)"),
         ({"dimensions": 0}, "dimensions", "between 1 and 4"),
         ({"dimensions": 5}, "dimensions", "between 1 and 4"),
         ({"dimensions": 1.5}, "dimensions", "integer"),

@@ -142,7 +142,8 @@ class ServerOptions(TypedDict, total=False):
     disable_ui: bool
     mem_fraction_static: float | None
     max_total_tokens: int | None
-    max_running_requests: int
+    max_running_requests: int | None
+    max_inputs: int
     max_queued_requests: int
     chunked_prefill_size: int | None
     max_prefill_tokens: int

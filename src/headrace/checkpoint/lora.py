@@ -50,6 +50,8 @@ _REFUSED = {
     "layers_pattern": "layers_pattern",
     "arrow_config": "arrow_config",
 }
+# Others train a head beside the adapter.
+_TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 # Initialisations that change the base weights, so that the adapter does not fit the original model.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
@@ -189,8 +191,10 @@ def parse_lora_config(raw: dict[str, Any]) -> LoraConfig:
             raise ModelError(f"{CONFIG_NAME}: {what} is not supported")
     if raw.get("bias", "none") != "none":
         raise ModelError(f"{CONFIG_NAME}: bias {raw['bias']!r:.40} is not supported (trained biases)")
-    if raw.get("task_type") not in (None, "CAUSAL_LM"):
-        raise ModelError(f"{CONFIG_NAME}: task_type is {raw['task_type']!r:.40}; only CAUSAL_LM is supported")
+    if raw.get("task_type") not in _TASKS:
+        raise ModelError(
+            f"{CONFIG_NAME}: task_type is {raw['task_type']!r:.40}; only CAUSAL_LM and FEATURE_EXTRACTION are supported"
+        )
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ModelError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace import log
 from headrace.cluster.ray_options import ReplicaPlan, plan_replicas
+from headrace.config.resolve import most_running
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
 from headrace.version import VERSION
@@ -132,7 +133,7 @@ def deployment_options(args: ServerArgs, plan: ReplicaPlan) -> dict[str, Any]:
     return place | {
         "ray_actor_options": {"num_cpus": plan.num_cpus, "num_gpus": args.ray_num_gpus},
         "name": "EngineReplica",
-        "max_ongoing_requests": args.max_running_requests + args.max_queued_requests,
+        "max_ongoing_requests": most_running(args) + args.max_queued_requests,
         "max_constructor_retry_count": CONSTRUCTOR_TRIES,
         "graceful_shutdown_timeout_s": args.drain_timeout_s + 10,
         "autoscaling_config": {

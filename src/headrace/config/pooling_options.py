@@ -12,7 +12,7 @@ ENCODER_STEP_TOKENS = 2048
 """Tokens of a step of an encoder, if its longest text is shorter: more are hardly faster per token, and others wait for the step."""
 
 ENCODER_RUNNING = 256
-"""Texts in the steps of an encoder, in place of the default of --max-running-requests: most are short, and two steps are prepared at a time."""
+"""Default of --max-running-requests for an encoder: most texts are short, and two steps are prepared at a time."""
 
 _NOT_OF_ENCODERS = {
     "lora_paths": "encoders take no adapters",
@@ -50,7 +50,6 @@ def encoder_args(args: "ServerArgs", context_length: int) -> "ServerArgs":
 
     context_length: of the model. Raises ConfigError for options that cut texts.
     """
-    default: dict[str, Any] = {field.name: field.default for field in fields(args)}
     longest = min(args.context_length or context_length, context_length)
     given = args.chunked_prefill_size
     if given is not None and 0 < given < longest:
@@ -59,12 +58,11 @@ def encoder_args(args: "ServerArgs", context_length: int) -> "ServerArgs":
             "step; raise it, or lower --context-length"
         )
     step_tokens = max(given or 0, ENCODER_STEP_TOKENS, longest)
-    few = args.max_running_requests == default["max_running_requests"]
     return replace(
         args,
         chunked_prefill_size=step_tokens,
         max_prefill_tokens=max(args.max_prefill_tokens, step_tokens),
-        max_running_requests=ENCODER_RUNNING if few else args.max_running_requests,
+        max_running_requests=args.max_running_requests or ENCODER_RUNNING,
         disable_radix_cache=True,
         detokenize_in="main",
     )

@@ -39,6 +39,9 @@ _WIDEST_HEAD_IN_BYTES = 128
 """Elements of a head that `--kv-cache-dtype auto` gives to one scale of an int8 cache. 64 cost 0.1 % of perplexity, 256 about 0.3 %."""
 
 _LARGEST_GRAPH = 256
+
+DEFAULT_RUNNING = 64
+"""Default of --max-running-requests for a model that generates."""
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
 
 
@@ -128,6 +131,11 @@ class Config:
         return "bfloat16" if is_rounded else self.quantization
 
 
+def most_running(args: ServerArgs) -> int:
+    """Most samples that run at the same time."""
+    return args.max_running_requests or DEFAULT_RUNNING
+
+
 def resolve(
     args: ServerArgs,
     model: ModelConfig,
@@ -175,7 +183,7 @@ def resolve(
         attention_backend=backend.name,
         page_size=page_size,
         context_length=context_length,
-        max_running_requests=args.max_running_requests,
+        max_running_requests=most_running(args),
         chunked_prefill_size=_chunked_prefill_size(args, device, decisions),
         max_prefill_tokens=args.max_prefill_tokens,
         max_step_ms=_max_step_ms(args, device, deterministic, batch_invariant),
@@ -243,7 +251,7 @@ def _check_memory(args: ServerArgs, model: ModelConfig, weight_bytes: int, memor
         return
     fraction = (args.mem_fraction_static or MEM_FRACTION["cpu"]) / args.num_replicas
     # Weights that are mapped from a file count as free memory when the worker measures it.
-    room = (memory_bytes + weight_bytes) * fraction - weight_bytes - 4 * args.max_running_requests * model.vocab_size
+    room = (memory_bytes + weight_bytes) * fraction - weight_bytes - 4 * most_running(args) * model.vocab_size
     num_tokens = args.context_length or 1
     if room < least_kv_bytes(model, num_tokens):
         fitting = max(0, int(room)) // least_kv_bytes(model, 1)
@@ -490,8 +498,8 @@ def _cuda_graph_sizes(args: ServerArgs, device: str, backend: AttentionFacts, de
         decisions.append(f"cuda graphs: none, attention backend {backend.name} cannot be captured")
         return ()
     if args.cuda_graph_bs:
-        return _sizes(args.cuda_graph_bs, args.max_running_requests)
-    largest = min(args.cuda_graph_max_bs or _LARGEST_GRAPH, args.max_running_requests)
+        return _sizes(args.cuda_graph_bs, most_running(args))
+    largest = min(args.cuda_graph_max_bs or _LARGEST_GRAPH, most_running(args))
     sizes = (*(size for size in _GRAPH_SIZES if size < largest), largest)
     decisions.append(f"cuda graphs: {len(sizes)} batch sizes up to {largest}")
     return sizes

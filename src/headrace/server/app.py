@@ -118,7 +118,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/detokenize", post, "user", tokens.detokenize, "Token ids to text", DetokenizeBody),
         RouteSpec("/v1/tokenize", post, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody),
         RouteSpec("/v1/detokenize", post, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody),
-        RouteSpec("/open_session", post, "user", sessions.open, "Open a session", OpenSessionBody),
+        RouteSpec("/open_session", post, "user", sessions.open, "Open a session", OpenSessionBody, generates=True),
         RouteSpec("/close_session", post, "user", sessions.close, "Forget a session", CloseSessionBody),
         RouteSpec("/v1/models", get, "user", list_models, "Served models"),
         RouteSpec("/v1/models/{id:path}", get, "user", get_model, "One model"),

@@ -12,7 +12,7 @@ class RouteSpec:
 
     For the OpenAPI document: body: type of the JSON body. failure: what it may answer besides the error object when the status is not
     200. octets: type of the options in the query when the body is a file (application/octet-stream) instead. query: of those in the query
-    of any request. generates: a model that makes no text cannot serve it.
+    of any request. generates: it is of no use for a model that makes no text.
     """
 
     path: str

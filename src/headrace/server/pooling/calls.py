@@ -20,9 +20,6 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import CallInput, EmbeddingReqInput
 from headrace.server.context import Asker, ServingContext
 
-MAX_INPUTS = 1 << 14
-"""Most inputs of a request."""
-
 MAX_NUMBERS = 1 << 24
 """Most numbers in a reply: 64 MiB of float32."""
 
@@ -45,12 +42,14 @@ MakeCall = Callable[[int, int], Awaitable[CallInput]]
 """The call for the inputs `start` .. `stop` - 1."""
 
 
-def check_num_inputs(param: str, count: int) -> None:
+def check_num_inputs(context: ServingContext, param: str, count: int) -> None:
     """Raises RequestError for none and for too many."""
     if not count:
         raise RequestError(f"{param} is empty", param)
-    if count > MAX_INPUTS:
-        raise RequestError(f"{param}: at most {MAX_INPUTS} inputs in one request, got {count}", param)
+    if count > context.args.max_inputs:
+        raise RequestError(
+            f"{param}: at most {context.args.max_inputs} inputs in one request (--max-inputs), got {count}", param
+        )
 
 
 async def answered(
@@ -80,9 +79,9 @@ async def results_of(
     context: ServingContext, asker: Asker, call: EmbeddingReqInput, partial: bool = False
 ) -> list[SampleUpdate]:
     """The results of all inputs of a call, in order. partial: inputs may fail; else the first failure is raised. Raises the errors of `answered`."""
-    call = _of_bounded_length(call, context.max_text_chars, context.model.context_length)
+    call = _of_bounded_length(context, call)
     results: list[SampleUpdate] = []
-    async with aclosing(answered(context, asker, embedding_sizes(call), slices_of(call))) as chunks:
+    async with aclosing(answered(context, asker, embedding_sizes(context, call), slices_of(call))) as chunks:
         async for chunk in chunks:
             if not partial:
                 check_ended_well(chunk)
@@ -150,13 +149,13 @@ class _Chunks:
         return frontend.generate_request(call, caller=caller)
 
 
-def embedding_sizes(call: EmbeddingReqInput) -> list[int]:
+def embedding_sizes(context: ServingContext, call: EmbeddingReqInput) -> list[int]:
     """The characters of each input of a call. Raises RequestError for lists of other lengths beside them."""
     inputs: Any = call.text if call.text is not None else call.input_ids
     name = "text" if call.text is not None else "input_ids"
     if not _is_list(call):
         return [_size(inputs or "")]
-    check_num_inputs(name, len(inputs))
+    check_num_inputs(context, name, len(inputs))
     for field in _PER_INPUT[2:]:
         value = getattr(call, field)
         if isinstance(value, list) and len(value) != len(inputs):
@@ -166,12 +165,13 @@ def embedding_sizes(call: EmbeddingReqInput) -> list[int]:
     return [_size(item) for item in inputs]
 
 
-def _of_bounded_length(call: EmbeddingReqInput, most: int, context_length: int) -> EmbeddingReqInput:
-    """The call with texts of at most `most` characters, more than fit in the context: if it lets them be cut. Raises RequestError if not.
+def _of_bounded_length(context: ServingContext, call: EmbeddingReqInput) -> EmbeddingReqInput:
+    """The call with texts of at most `max_text_chars` characters, more than fit in the context: if it lets them be cut. Raises RequestError if not.
 
     So no text is tokenized only to be refused, or for its first part alone.
     """
-    if call.text is None or max(embedding_sizes(call)) <= most:
+    most = context.max_text_chars
+    if call.text is None or max(embedding_sizes(context, call)) <= most:
         return call
 
     def bounded(text: str | list[str], place: int | None) -> Any:
@@ -182,7 +182,7 @@ def _of_bounded_length(call: EmbeddingReqInput, most: int, context_length: int) 
         if call.truncate_prompt_tokens is None:
             shown = "the input" if place is None else f"input {place}"
             asked = f"{shown} has {len(text)} characters, and that many tokens hold at most {most}"
-            raise ContextLengthError("text", context_length, asked, "input")
+            raise ContextLengthError("text", context.model.context_length, asked, "input")
         return text[:most] if call.truncation_side == "right" else text[-most:]
 
     if not _is_list(call):

@@ -50,7 +50,7 @@ def check_num_numbers(context: ServingContext, call: EmbeddingReqInput, param: s
     pooling = pooling_of(context.model)
     dimensions = max(1, min(call.dimensions or pooling.dimensions, pooling.dimensions))
     param = param or ("text" if call.text is not None else "input_ids")
-    count = len(embedding_sizes(call))
+    count = len(embedding_sizes(context, call))
     if count * dimensions > MAX_NUMBERS:
         most = MAX_NUMBERS // dimensions
         message = f"{param}: {count} vectors of {dimensions} numbers are too many for one reply; at most {most}"

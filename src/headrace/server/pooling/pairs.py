@@ -75,7 +75,7 @@ async def score_pairs(
     model = context.model
     if model.pooling is not None and not scores_pairs(model.pooling):
         raise wrong_kind(model, cannot)
-    check_num_inputs(param, len(pairs))
+    check_num_inputs(context, param, len(pairs))
     has_sigmoid = model.pooling is None or model.pooling.activation != "none"
     has_sigmoid = has_sigmoid and not request.is_raw
     try:

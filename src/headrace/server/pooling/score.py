@@ -138,7 +138,7 @@ async def _cosines(
         raise RequestError("instruction: an embedding model reads the texts only", "instruction")
     if request.is_raw:
         raise RequestError("raw_scores: the cosine of two embeddings is all there is", "raw_scores")
-    check_num_inputs(param, len(second))
+    check_num_inputs(context, param, len(second))
     call = EmbeddingReqInput(text=[*first, *second], **request.call_fields(context, rid))
     try:
         updates = await results_of(context, asker, call)
@@ -174,7 +174,7 @@ async def label_scores(context: ServingContext, asker: Asker, request: ScoreRequ
         raise RequestError("raw_scores and instruction do not go with label_token_ids", "label_token_ids")
     if request.truncate or request.truncate_prompt_tokens is not None:
         raise RequestError("truncate: a model that generates reads a prompt whole, or not at all", "truncate")
-    check_num_inputs("items", len(prompts))
+    check_num_inputs(context, "items", len(prompts))
     is_text = isinstance(prompts[0], str)
     texts, ids = (prompts, None) if is_text else (None, prompts)
     context.check_prompt_size("items", cast("list[str] | None", texts), cast(Any, ids))
