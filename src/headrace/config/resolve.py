@@ -39,10 +39,10 @@ _WIDEST_HEAD_IN_BYTES = 128
 """Elements of a head that `--kv-cache-dtype auto` gives to one scale of an int8 cache. 64 cost 0.1 % of perplexity, 256 about 0.3 %."""
 
 _LARGEST_GRAPH = 256
+_GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
 
 DEFAULT_RUNNING = 64
 """Default of --max-running-requests for a model that generates."""
-_GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,7 +308,7 @@ class ServerArgs:
         "Size of the KV cache, in tokens, with --enable-dp-attention of all ranks together; default: what --mem-fraction-static leaves.",
         _POSITIVE,
     )
-    max_running_requests: int | None = _opt(None, _Q, "Most samples in a step; default: 64, encoders 256.", _POSITIVE)
+    max_running_requests: int | None = _opt(None, _Q, "Most running samples; default: 64, encoders 256.", _POSITIVE)
     max_inputs: int = _opt(1 << 14, _Q, "Most inputs of one embedding, rerank, score or classify request.", _POSITIVE)
     max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", _POSITIVE)
     chunked_prefill_size: int | None = _opt(
