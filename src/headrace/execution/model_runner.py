@@ -17,6 +17,7 @@ from headrace.execution.device import upload_parts
 from headrace.execution.faults import do_fault
 from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
+from headrace.execution.media import MediaRows
 from headrace.execution.pooling import PooledRows
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
@@ -26,7 +27,7 @@ from headrace.messages.control import FaultReq
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import PoolTask, SampleTask
-from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, ragged
+from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, one_id_a_row, ragged
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler, SamplerOutput
@@ -78,7 +79,8 @@ class ModelRunner:
     """A model with its attention backend (with an allocated pool), its tables, its sampler and the adapters of its layers.
 
     stage: of the model. Without others, `start` is followed by `finish`; else several steps may be between the two.
-    drafts: guesses of the tokens after those that a step samples, None = nothing is guessed. pooler: of a model that makes vectors.
+    drafts: guesses of the tokens after those that a step samples, None = nothing is guessed. pooler: of a model that makes vectors. media: outputs of
+    the encoder of a model that has one.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ModelRunner:
         stage: Stage = ALL_LAYERS,
         drafts: Drafts | None = None,
         pooler: Pooler | None = None,
+        media: MediaRows | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -99,6 +102,7 @@ class ModelRunner:
         self.loras = loras
         self.stage = stage
         self.drafts = drafts
+        self.media = media
         self._pools = PooledRows(pooler) if pooler is not None else None
         self._finished_s = 0.0
         self._has_freed = False
@@ -151,9 +155,9 @@ class ModelRunner:
                 self._pools.leave(seq)
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
-        """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, an adapter, logit edits
-        other than penalties, drafts, or an injected fault. The plan's new sequences have been added."""
-        if plan.faults or bool((plan.num_logits > 1).any()):
+        """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, images, an adapter, logit edits
+        other than penalties, drafts, or an injected fault, or there is work for the encoder. The plan's new sequences have been added."""
+        if plan.faults or plan.encode is not None or bool((plan.num_logits > 1).any()):
             return True
         by_host = (self.table.special, self.table.adapted, self.sampler.edited)
         seqs = plan.seqs.tolist()
@@ -164,7 +168,7 @@ class ModelRunner:
         seqs = plan.seqs.tolist()
         special = (self.table.specs[seq] for seq in self.table.special.intersection(seqs))
         return self.table.adapted.isdisjoint(seqs) and not any(
-            spec.input_embeds is not None or spec.new.task.reads_all for spec in special
+            spec.has_inputs or spec.new.task.reads_all for spec in special
         )
 
     def _input_embeds(self, new: NewSequence) -> torch.Tensor | None:
@@ -187,7 +191,19 @@ class ModelRunner:
 
     def compute(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
         """Like `run`, for a plan whose new sequences have been added."""
-        return self.finish(self.start(plan, on_layers))
+        if plan.encode is None:
+            return self.finish(self.start(plan, on_layers))
+        assert self.media is not None, "work for an encoder that there is not"
+        on_layers()
+        encoded = self.media.work(plan.encode)
+        result = self.finish(self.start(plan)) if len(plan.seqs) else StepResult(plan.step, *one_id_a_row(()))
+        return replace(
+            result,
+            forward_s=result.forward_s + encoded.seconds,
+            encoded=encoded.keys,
+            encode_errors=encoded.errors,
+            encode_s=encoded.seconds,
+        )
 
     def start(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> Begun:
         """Run this stage's layers, for a plan whose new sequences have been added."""
@@ -330,11 +346,13 @@ class ModelRunner:
             return self.stage.before.receive(batch.row_starts[-1])
         inputs = self.model.embed(batch.token_ids)
         for row in special:
-            embeds = self.table.specs[seqs[row]].input_embeds
-            start = batch.starts[row]
+            spec, start, begin = self.table.specs[seqs[row]], batch.starts[row], batch.row_starts[row]
+            if self.media is not None and spec.new.content.spans:
+                own = inputs[begin : begin + batch.counts[row]]
+                self.media.place(own, spec.new.content, start, batch.counts[row])
+            embeds = spec.input_embeds
             if embeds is not None and start < len(embeds):
                 given = embeds[start : start + batch.counts[row]]
-                begin = batch.row_starts[row]
                 inputs[begin : begin + len(given)] = given.to(inputs.dtype)
         return inputs
 

@@ -24,7 +24,12 @@ class SequenceSpec:
     @property
     def is_plain(self) -> bool:
         """Whether its only input is token ids and its only output a sampled token."""
-        return self.input_embeds is None and self.new.task.is_plain
+        return not self.has_inputs and self.new.task.is_plain
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether its prompt gives the first layer more than tokens."""
+        return self.input_embeds is not None or bool(self.new.content.spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,20 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.start + self.length
 
 
+class EncodingStats(msgspec.Struct, array_like=True):
+    """What a scheduler has had encoded since its start.
+
+    num_encoded, num_failed: items. num_hits: items that a request needed and that had been encoded for another. num_tokens: rows of the encoder's
+    output. seconds: time spent in steps.
+    """
+
+    num_encoded: int = 0
+    num_failed: int = 0
+    num_hits: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
 def pad_spans(token_ids: bytes, spans: tuple[MediaSpan, ...], media: tuple[MediaItem, ...]) -> bytes:
     """Tokens with the pads of items in place of their placeholders, so that equal keys mean equal images.
 

@@ -1,5 +1,6 @@
 """Requests: as the front end receives them, and as it sends them to the scheduler."""
 
+import math
 import sys
 from collections.abc import Set
 from typing import Annotated, Literal
@@ -7,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.messages.grammar import GrammarSpec
+from headrace.messages.media import KEY_BYTES, MediaItem, MediaSpan, pad_spans
 from headrace.messages.outputs import DecodeOptions
 from headrace.messages.packing import unpack_int32
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
@@ -124,12 +126,14 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     token_ids: int32[num_tokens] little-endian. embeds: float32[num_tokens, hidden_size], which replace the embeddings of the tokens, or
     empty; with them, token_ids are placeholders. token_types: uint8[num_tokens], to which text of a pair each token belongs; empty = all to the
-    first.
+    first. media: its images and sounds; spans: where their tokens are, ascending, with placeholders in token_ids.
     """
 
     token_ids: bytes
     embeds: bytes = b""
     token_types: bytes = b""
+    media: tuple[MediaItem, ...] = ()
+    spans: tuple[MediaSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +156,32 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
         token_ids: int32[n] bytes, the first n known tokens of the sequence, n >= 0.
         """
-        return token_ids
+        return pad_spans(token_ids, self.spans, self.media) if self.spans else token_ids
+
+    @property
+    def num_media_tokens(self) -> int:
+        """Tokens that stand for images and sounds."""
+        return sum(span.length for span in self.spans)
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of the values of its images and sounds."""
+        return sum(item.num_bytes for item in self.media)
+
+    def check_media(self) -> None:
+        """Raises ValueError unless the spans are within the prompt, in order, and cover each item's rows once."""
+        rows = [0] * len(self.media)
+        end = 0
+        for span in self.spans:
+            if span.start < end or span.length <= 0 or span.end > self.num_tokens or not 0 <= span.item < len(rows):
+                raise ValueError(f"span {span} is outside of the prompt, or out of order")
+            if span.first_row != rows[span.item]:
+                raise ValueError(f"span {span} does not go on where the item's last one ended")
+            rows[span.item] += span.length
+            end = span.end
+        for item, count in zip(self.media, rows, strict=True):
+            if count != item.num_tokens or len(item.key) != KEY_BYTES or len(item.values) != 4 * math.prod(item.shape):
+                raise ValueError(f"an item of {item.num_tokens} tokens has {count} in the prompt, or no whole values")
 
     def ids(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Token ids number `start` up to `stop`, None = up to the end. Raises ValueError for an incomplete last token."""

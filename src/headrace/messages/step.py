@@ -19,6 +19,7 @@ from headrace.messages.control import FaultReq, Profiler
 from headrace.messages.experts import ExpertCounter
 from headrace.messages.grammar import CompiledGrammar
 from headrace.messages.lora import Adapters
+from headrace.messages.media import MediaItem
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import EngineTask, PromptContent
 from headrace.messages.weights import WeightExecutor
@@ -53,6 +54,21 @@ class NewSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeWork:
+    """What a step does with the encoder of images and sounds, before its rows.
+
+    epoch: with another one than before, all outputs and the batch of the one before are dropped first. begin: items that are encoded together from
+    now on, as one batch; the last one is done. num_slices: how many slices of the batch's work the step computes. drop: keys of outputs that are
+    needed no more.
+    """
+
+    epoch: int = 0
+    begin: tuple[MediaItem, ...] = ()
+    num_slices: int = 0
+    drop: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWorkerBatch:
     """The plan of one step, in host integers. Row r computes positions starts[r] .. starts[r]+counts[r]-1 of sequence seqs[r].
 
@@ -63,7 +79,7 @@ class ModelWorkerBatch:
     new: sequences to add before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
     part_starts: with a KV cache in parts, rows part_starts[p] .. part_starts[p+1]-1 have their KV in part p; empty if there is only one.
     left: rows whose sequences are in no later step, except that `new` may reuse them: what they hold may be large.
-    faults: test hook, see FaultReq.
+    faults: test hook, see FaultReq. encode: work for the encoder of a model that has one; such a plan may have no rows.
     """
 
     step: int
@@ -76,6 +92,7 @@ class ModelWorkerBatch:
     left: tuple[int, ...] = ()
     part_starts: tuple[int, ...] = ()
     faults: tuple[FaultReq, ...] = ()
+    encode: EncodeWork | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +115,8 @@ class StepResult:
     hidden_states: row -> float32[counts[r], hidden_size] bytes (last layer, after the final norm).
     pooled: row -> float32[n] bytes, the result of a row with a `PoolTask` whose prompt this step has completed.
     forward_s: seconds the step took on the worker. masks_s: seconds that were spent on masks of grammars since the last one's result.
+    encoded: keys of the items whose outputs are complete now. encode_errors: key -> message, of items that could not be encoded. encode_s: seconds
+    of `forward_s` that the encoder took.
     """
 
     step: int
@@ -111,6 +130,9 @@ class StepResult:
     drafts: Mapping[int, int] = field(default_factory=dict)
     forward_s: float = 0.0
     masks_s: float = 0.0
+    encoded: tuple[bytes, ...] = ()
+    encode_errors: Mapping[bytes, str] = field(default_factory=dict)
+    encode_s: float = 0.0
 
 
 def one_id_a_row(token_ids: Sequence[int]) -> tuple[Int32Array, Int32Array]:

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from headrace.messages.control import FaultReq
-from headrace.messages.step import ModelWorkerBatch, NewSequence
+from headrace.messages.step import EncodeWork, ModelWorkerBatch, NewSequence
 from headrace.scheduler.request import Req
 from headrace.scheduler.step_cost import StepWork
 
@@ -22,7 +22,7 @@ num_logits: 0, or 1 if the step also samples the token after them, and one more 
 class ScheduleBatch:
     """The plan of one step.
 
-    planned_s: when the step was planned. left, part_starts: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes, row after row.
+    planned_s: when the step was planned. left, part_starts, encode: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes, row after row.
     num_prompt_tokens: how many of the tokens catch up with known ones; expected_s: how long the step should then take. 0 if that is not known.
     """
 
@@ -35,6 +35,7 @@ class ScheduleBatch:
     left: tuple[int, ...] = ()
     part_starts: tuple[int, ...] = ()
     faults: list[FaultReq] = field(default_factory=list)
+    encode: EncodeWork | None = None
     num_prompt_tokens: int = 0
     expected_s: float = 0.0
 
@@ -72,8 +73,8 @@ class ScheduleBatch:
         self.part_starts = tuple(accumulate(num_rows, initial=0))
 
     def worker_batch(self) -> ModelWorkerBatch:
-        """The plan as plain integers, for the worker. There is at least one row."""
-        reqs, starts, counts, num_logits = zip(*self.rows, strict=True)
+        """The plan as plain integers, for the worker. Without rows it has work for the encoder."""
+        reqs, starts, counts, num_logits = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
         return ModelWorkerBatch(
             step=self.step,
             new=tuple(self.new),
@@ -85,4 +86,5 @@ class ScheduleBatch:
             num_logits=np.array(num_logits, np.int32),
             out_slots=np.array(self.out_slots, np.int32),
             faults=tuple(self.faults),
+            encode=self.encode,
         )

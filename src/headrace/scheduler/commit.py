@@ -1,6 +1,7 @@
 """Applies the result of a step: tokens, finished requests, the cache, and outputs for the detokenizer."""
 
 import math
+from collections.abc import Mapping
 
 from headrace.log import get_logger
 from headrace.messages.outputs import (
@@ -11,7 +12,7 @@ from headrace.messages.outputs import (
     SampleStats,
     TokenIDOut,
 )
-from headrace.messages.step import StepResult
+from headrace.messages.step import EncodeWork, StepResult
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
@@ -57,7 +58,21 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
         out = end(state, req) if req.finish is not None else report(state, req)
         if out is not None:
             outs.append(out)
+    if batch.encode is not None:
+        outs += _take_encoded(state, batch.encode, result)
     return BatchTokenIDOut(tuple(outs), state.source) if outs else None
+
+
+def _take_encoded(state: SchedulerState, work: EncodeWork, result: StepResult) -> list[TokenIDOut]:
+    """Note which items are encoded. Requests that wait for one that could not be encoded end."""
+    return _end_all(state, state.encodings.take_result(work, result))
+
+
+def _end_all(state: SchedulerState, failed: Mapping[Req, str]) -> list[TokenIDOut]:
+    ended = [req for req in failed if req.finish is None]
+    for req in ended:
+        req.finish = FinishReason("abort", message=failed[req], status_code=500)
+    return [end(state, req) for req in ended]
 
 
 def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchTokenIDOut | None:
@@ -71,6 +86,8 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
             outs.append(end(state, req))
         else:
             _settle(state, req)
+    if batch.encode is not None:
+        outs += _end_all(state, dict.fromkeys(state.encodings.fail(), message))
     return BatchTokenIDOut(tuple(outs), state.source) if outs else None
 
 
@@ -80,11 +97,12 @@ def count_step(state: SchedulerState, batch: ScheduleBatch, result: StepResult) 
     Of the steps without prompt tokens only the last one before each step with them is learnt: hours of decoding shall not displace what is
     known about prompts.
     """
-    counters, forward_s = state.counters, result.forward_s
+    counters = state.counters
     counters.num_steps += 1
     counters.masks_s += result.masks_s
-    counters.forward_s += forward_s
-    if state.config.max_step_s == math.inf:
+    counters.forward_s += result.forward_s
+    forward_s = result.forward_s - result.encode_s
+    if state.config.max_step_s == math.inf or not batch.rows:
         return
     if not batch.num_prompt_tokens:
         state.last_decode = batch, forward_s
@@ -121,6 +139,7 @@ def reset(state: SchedulerState) -> None:
 def _forget(state: SchedulerState, req: Req) -> None:
     if state.by_rid.pop(req.rid, None) is not None:
         state.groups.leave(req)
+    state.encodings.release(req)
     if req in state.waiting:
         state.waiting.remove(req)
     _settle(state, req)
@@ -145,6 +164,8 @@ def _settle(state: SchedulerState, req: Req) -> None:
 def _take_prefill(state: SchedulerState, req: Req, start: int) -> None:
     """Count the prompt tokens computed since `start`. Once the prompt is complete, offer its pages to others."""
     state.counters.computed_prefill_tokens += min(req.num_computed, req.num_prompt_tokens) - start
+    if not req.is_prefilling:
+        state.encodings.release(req)
     # The last token of one that sat out is computed again, and nobody writes to shared pages.
     if not req.is_prefilling and req.finish is None and not req.sat_out:
         state.kv.share(req)

@@ -60,6 +60,7 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
         busy = f"requests running: {len(state.running)}, waiting: {len(state.waiting)}"
         return FlushCacheReply(request.id, False, f"the cache cannot be flushed now ({busy})")
     state.kv.flush()
+    state.encodings.clear()
     return FlushCacheReply(request.id, True, "the cache has been flushed")
 
 

@@ -28,11 +28,13 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     if state.gate.holds or _waits_for_drafts(state):
         return None
     state.now_s = now_s
+    state.encodings.begin_plan()
     batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
     making_way = _making_way(state) if state.waiting else None
     victims = making_way.victims if making_way is not None else ()
     num_parts = len(state.kv.parts)
     catching_up, full = _add_decode_rows(state, batch, victims)
+    decode_s = state.cost.seconds(batch.work()) if batch.rows else 0.0
     if catching_up or making_way is not None or state.waiting:
         prompts = _prompt_budget(state, batch)
         if catching_up and state.waiting and making_way is None and len(full) < num_parts:
@@ -45,7 +47,8 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
         elif len(full) < num_parts and state.waiting and _has_place(state):
             _admit(state, batch, _order(state, now_s), prompts, full)
         _note_expected_time(state, batch, prompts)
-    if not batch.rows:
+    batch.encode = state.encodings.take_work(decode_s, state.config.max_step_s)
+    if not batch.rows and batch.encode is None:
         return None
     if state.faults:
         _arm_faults(state, batch)
@@ -123,7 +126,7 @@ def _add_drafts(state: SchedulerState, batch: ScheduleBatch, req: Req, spare: in
 def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: PromptBudget) -> bool:
     """Add as much as `prompts` allows of a running request that has several tokens to compute. False: its part of the KV cache is full."""
     start = req.num_scheduled
-    count = prompts.allows(start, req.num_to_schedule)
+    count = state.encodings.limit(req, start, prompts.allows(start, req.num_to_schedule))
     if count <= 0 or req.seq < 0:  # no budget, or retracted just now
         return True
     num_tokens = start + count
@@ -164,7 +167,7 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
 def _making_way(state: SchedulerState) -> Preemption | None:
     """The running requests to leave out of this step because a more important request will take their place."""
     way = preemption.choose(state)
-    if way is None or _waits_for_prefix(state, way.first):
+    if way is None or _waits_for_prefix(state, way.first) or not state.encodings.is_ready(way.first, 0):
         return None
     # While other prompts use the whole step, it could not start anyway.
     prompts = sum(req.num_to_schedule for req in state.running if req.is_prefilling and req not in way.victims)
@@ -232,10 +235,14 @@ def _admit(
         if not fits or (as_a_whole and count < num_wanted):
             kv.unpin(match, part)
             break
+        if not state.encodings.is_ready(req, match.num_tokens):
+            kv.unpin(match, part)
+            continue
         kv.admit(req, match, part)
         if not kv.grow(req, req.num_scheduled + count):
             req.keep_kv = True
             kv.release(req)
+            state.encodings.release(req)
             break
         reserved[part] += needed - count
         admitted.append(req)

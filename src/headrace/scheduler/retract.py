@@ -61,6 +61,7 @@ def _retract(state: SchedulerState, req: Req) -> None:
     assert req.num_in_flight == 0, (req.rid, req.num_in_flight)
     # Its KV goes into the cache: if the room is not needed after all, it is found there again.
     state.kv.release(req)
+    state.encodings.release(req)
     state.running.remove(req)
     state.fair_share.come_back(req, state.waiting.tenants)
     state.waiting.add(req)

@@ -39,6 +39,7 @@ from headrace.messages.step import Worker
 from headrace.messages.weights import WeightOpReq
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
+from headrace.scheduler.encodings import Encodings
 from headrace.scheduler.grammar_queue import NO_GRAMMARS, GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.lora import LoraLoader
@@ -82,6 +83,7 @@ class Scheduler:
             kv,
             NewTokenRatio(config.conservativeness, config.clip_estimate_tokens),
             GrammarQueue(grammars),
+            Encodings(config.encoder_rows, config.encoder_slices),
             source=source,
         )
         self._receiver = receiver
@@ -295,6 +297,12 @@ class Scheduler:
         whole = (len(req.asked.content.token_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+        try:
+            req.asked.content.check_media()
+        except ValueError as error:
+            raise RequestError(f"the prompt's images do not fit its tokens: {error}") from None
+        if req.asked.content.media and not self.config.encoder_rows:
+            raise RequestError("this model does not see images")
         if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:
             raise ExecutionError("the request's adapter is not loaded in the engine")
         req.task.check(self.config.eos_token_ids)

@@ -9,6 +9,7 @@ from headrace.messages.outputs import SpeculationCounts
 from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
+from headrace.scheduler.encodings import Encodings
 from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.grammar_queue import GrammarQueue
 from headrace.scheduler.groups import SampleGroups
@@ -56,6 +57,7 @@ class SchedulerConfig:
     num_stages: 1, or that of a pipeline, which computes as many steps at a time. speculates: whether the worker guesses tokens. whole_prompts: no
     prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
+    encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing.
     """
 
     policy: str
@@ -78,6 +80,8 @@ class SchedulerConfig:
     accept_faults: bool = False
     speculates: bool = False
     whole_prompts: bool = False
+    encoder_rows: int = 0
+    encoder_slices: int = 1
     replica: int = 0
 
 
@@ -106,7 +110,7 @@ class SchedulerState:
     """Requests by state, steps in flight, resources and counts.
 
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
-    compiling: requests that will wait once their grammar is compiled.
+    compiling: requests that will wait once their grammar is compiled. encodings: outputs of the encoder of images and sounds.
     by_rid: requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
@@ -121,6 +125,7 @@ class SchedulerState:
     kv: KVManager
     ratio: NewTokenRatio
     compiling: GrammarQueue
+    encodings: Encodings = field(default_factory=Encodings)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Req] = field(default_factory=list)
     by_rid: dict[str, Req] = field(default_factory=dict)

@@ -304,6 +304,7 @@ class WeightControl:
             # Cached KV, and the KV of paused requests, was computed with the old weights.
             retract_all(state, keep_kv=False)
             state.kv.flush()
+            state.encodings.clear()
         match work:
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
                 state.weight_version = work.weight_version or state.weight_version

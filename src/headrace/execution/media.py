@@ -1,0 +1,113 @@
+"""The encoder's outputs of a step: computing them in slices, keeping them by key, and putting them in place of the embeddings of tokens.
+
+Owns the outputs that the scheduler has asked for and not dropped. Does not decide what is kept: `EncodeWork` says it. Used by the thread that runs
+the steps.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.log import get_logger
+from headrace.messages.media import MediaItem
+from headrace.messages.requests import PromptContent
+from headrace.messages.step import EncodeWork
+from headrace.models.media import MediaEncoder, MediaInput, Slices, encode
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What a step's work has given: keys of complete outputs, messages of items that failed, seconds."""
+
+    keys: tuple[bytes, ...] = ()
+    errors: Mapping[bytes, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class MediaRows:
+    """See the module docstring. device: of the model."""
+
+    def __init__(self, encoder: MediaEncoder, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
+        """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself."""
+        self._encoder = encoder
+        self._device = device
+        self._synchronize = synchronize
+        self._epoch = 0
+        self._rows: dict[bytes, torch.Tensor] = {}
+        self._batch: tuple[MediaItem, ...] = ()
+        self._slices: Slices | None = None
+        self._slices_left = 0
+
+    def work(self, work: EncodeWork) -> Encoded:
+        """Do what a plan says. An item that cannot be encoded has an error; the others of its batch are encoded."""
+        begun_s = time.perf_counter()
+        if work.epoch != self._epoch:
+            self._epoch = work.epoch
+            self._rows.clear()
+            self._end_batch()
+        for key in work.drop:
+            self._rows.pop(key, None)
+        if work.begin:
+            assert self._slices is None, "the batch before is not done"
+            self._batch, self._slices_left = work.begin, self._encoder.num_slices
+            self._slices = self._encoder.slices([self._input(item) for item in work.begin])
+        if not work.num_slices:
+            return Encoded()
+        found = self._compute(work.num_slices)
+        self._synchronize()
+        return Encoded(tuple(found[0]), found[1], time.perf_counter() - begun_s)
+
+    def _compute(self, num_slices: int) -> tuple[list[bytes], dict[bytes, str]]:
+        """The next slices of the batch, and after its last one the rest. Returns the keys of outputs that are complete, and errors by key."""
+        assert self._slices is not None, "no batch has begun"
+        self._slices_left -= num_slices
+        try:
+            while num_slices > 0 or self._slices_left <= 0:
+                next(self._slices)
+                num_slices -= 1
+            return [], {}
+        except StopIteration as done:
+            rows: list[torch.Tensor] = done.value
+            return self._keep(self._batch, rows), {}
+        except Exception:
+            _logger.exception("a batch of %d images could not be encoded", len(self._batch))
+            # One item may be the cause, and the others belong to other requests.
+            return self._one_by_one(self._batch)
+
+    def _keep(self, items: Sequence[MediaItem], rows: Sequence[torch.Tensor]) -> list[bytes]:
+        for item, own in zip(items, rows, strict=True):
+            assert len(own) == item.num_tokens, (len(own), item.num_tokens, item.shape, item.grid)
+        self._rows |= {item.key: own.clone() for item, own in zip(items, rows, strict=True)}
+        self._end_batch()
+        return [item.key for item in items]
+
+    def _one_by_one(self, items: Sequence[MediaItem]) -> tuple[list[bytes], dict[bytes, str]]:
+        done: list[bytes] = []
+        errors: dict[bytes, str] = {}
+        for item in items:
+            try:
+                done += self._keep([item], encode(self._encoder, [self._input(item)]))
+            except Exception:
+                errors[item.key] = "an image of the request could not be encoded; the server's log has the cause"
+        self._end_batch()
+        return done, errors
+
+    def _end_batch(self) -> None:
+        self._batch, self._slices, self._slices_left = (), None, 0
+
+    def _input(self, item: MediaItem) -> MediaInput:
+        values = torch.frombuffer(bytearray(item.values), dtype=torch.float32).view(item.shape)
+        return MediaInput(values.to(self._device), item.grid)
+
+    def place(self, inputs: torch.Tensor, content: PromptContent, start: int, count: int) -> None:
+        """Put rows in place of the embeddings of a prompt's tokens start .. start + count - 1. inputs: [count, hidden_size], theirs."""
+        for span in content.spans:
+            begin, end = max(start, span.start), min(start + count, span.end)
+            if begin < end:
+                first = span.first_row + begin - span.start
+                rows = self._rows[content.media[span.item].key]
+                inputs[begin - start : end - start] = rows[first : first + end - begin].to(inputs.dtype)
