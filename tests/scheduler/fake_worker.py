@@ -19,9 +19,10 @@ from headrace.cache.chunk_cache import ChunkCache
 from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
+from headrace.messages.media import MediaItem, MediaSpan
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock, SamplesMoved
 from headrace.messages.requests import LogprobSpec, PoolTask, PromptContent, SampleTask, TokenizedGenerateReqInput
-from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.step import EncodeWork, ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
@@ -159,6 +160,55 @@ class FakeGrammars:
         self.closed = True
 
 
+class FakeEncoder:
+    """Does `EncodeWork` as a worker does, and checks that it can be done. num_slices: of a batch. bad: keys that cannot be encoded.
+
+    ready: keys of the outputs that there are. most_rows: the largest number of rows that it has ever held. most_slices: in a step.
+    """
+
+    def __init__(self, num_slices: int = 1) -> None:
+        self.num_slices = num_slices
+        self.ready: dict[bytes, int] = {}
+        self.bad: set[bytes] = set()
+        self.batch: tuple[MediaItem, ...] = ()
+        self.slices_left = 0
+        self.epoch = 0
+        self.most_rows = self.most_slices = self.num_encoded = 0
+
+    def work(self, work: EncodeWork | None) -> tuple[tuple[bytes, ...], dict[bytes, str]]:
+        if work is None:
+            return (), {}
+        if work.epoch != self.epoch:
+            self.epoch, self.batch, self.slices_left = work.epoch, (), 0
+            self.ready.clear()
+        for key in work.drop:
+            del self.ready[key]
+        if work.begin:
+            assert not self.batch, "a batch begins before the last one is done"
+            assert not {item.key for item in work.begin} & self.ready.keys(), "encoded twice"
+            self.batch, self.slices_left = work.begin, self.num_slices
+        if not work.num_slices or not self.batch:
+            return (), {}
+        self.most_slices = max(self.most_slices, work.num_slices)
+        self.slices_left -= work.num_slices
+        assert self.slices_left >= 0
+        if self.slices_left:
+            return (), {}
+        done = {item.key: item.num_tokens for item in self.batch if item.key not in self.bad}
+        failed = {item.key: "no image" for item in self.batch if item.key in self.bad}
+        self.batch = ()
+        self.ready |= done
+        self.num_encoded += len(done)
+        self.most_rows = max(self.most_rows, sum(self.ready.values()))
+        return tuple(done), failed
+
+    def check(self, content: PromptContent, start: int, count: int) -> None:
+        """There are outputs for all of these tokens."""
+        for span in content.spans:
+            if span.start < start + count and span.end > start:
+                assert content.media[span.item].key in self.ready, "computes tokens of an image that is not encoded"
+
+
 class FakeWorker:
     """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host.
 
@@ -169,6 +219,7 @@ class FakeWorker:
     """
 
     seconds: Callable[[ModelWorkerBatch], float] = staticmethod(lambda batch: 0.0)
+    encode_s: Callable[[ModelWorkerBatch], float] = staticmethod(lambda batch: 0.0)
     sits_out: Callable[[int, int], bool] = staticmethod(lambda step, row: False)
     guesses: Callable[[int, int], tuple[int, int]] = staticmethod(lambda step, row: (0, 0))
 
@@ -208,6 +259,8 @@ class FakeWorker:
         self.num_rests = 0
         self.version = 0
         self.weights = FakeWeights(self)
+        self.encoder = FakeEncoder()
+        self.contents: dict[int, PromptContent] = {}
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         if self.in_stages:
@@ -245,6 +298,11 @@ class FakeWorker:
             self.specs[new.seq] = (logprobs_of, new.num_prompt_tokens)
             self.rids[new.seq] = new.rid
             self.lora_ids[new.seq] = new.lora_id
+            self.contents[new.seq] = new.content
+            # What the cache compares is what the model sees: images in place of their placeholders.
+            num_prompt = new.num_prompt_tokens
+            seen = np.frombuffer(new.content.cache_key(new.token_ids[:num_prompt].tobytes()), np.int32).tolist()
+            self.tokens[new.seq][:num_prompt] = seen
             self.broken.discard(new.seq)
             self.late.discard(new.seq)
             self.drafts[new.seq] = []
@@ -254,6 +312,7 @@ class FakeWorker:
         if batch.step in self.fail_steps:
             self.broken.update(batch.seqs.tolist())
             raise ExecutionError("injected")
+        encoded, encode_errors = self.encoder.work(batch.encode)
         made: list[list[int]] = [[] for _ in batch.seqs]
         errors: dict[int, str] = {}
         prompt_logprobs: dict[int, LogprobBlock] = {}
@@ -280,6 +339,7 @@ class FakeWorker:
             tokens = tokens + self.drafts[seq][:num_drafts]
             assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
             assert start + count <= len(tokens), "computes a token that is not known"
+            self.encoder.check(self.contents[seq], start, count)
             lora_id = self.lora_ids[seq]
             assert lora_id == 0 or lora_id in self.loras, "its adapter has gone"
             history = first_history(self.version, lora_id)
@@ -344,6 +404,9 @@ class FakeWorker:
             pooled=pooled,
             drafts=drafts,
             forward_s=self.seconds(batch),
+            encoded=encoded,
+            encode_errors=encode_errors,
+            encode_s=self.encode_s(batch),
         )
 
     def _guess(self, seq: int, history: int, count: int, num_right: int) -> int:
@@ -413,6 +476,8 @@ class Rig:
         num_parts: int = 1,
         observer: CacheObserver | None = None,
         whole_prompts: bool = False,
+        encoder_rows: int = 0,
+        encoder_slices: int = 1,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -445,7 +510,10 @@ class Rig:
             preemption_threshold=preemption,
             accept_faults=True,
             whole_prompts=whole_prompts,
+            encoder_rows=encoder_rows,
+            encoder_slices=encoder_slices,
         )
+        self.worker.encoder.num_slices = encoder_slices
         self.grammars = FakeGrammars()
         self.scheduler = Scheduler(
             config,
@@ -471,7 +539,15 @@ class Rig:
     def state(self):
         return self.scheduler.state
 
-    def add(self, rid: str, prompt: list[int], max_new_tokens: int = 16, **fields: object) -> None:
+    def add(
+        self,
+        rid: str,
+        prompt: list[int],
+        max_new_tokens: int = 16,
+        media: tuple[MediaItem, ...] = (),
+        spans: tuple[MediaSpan, ...] = (),
+        **fields: object,
+    ) -> None:
         sampling = {
             name: fields.pop(name)
             for name in ("ignore_eos", "stop_token_ids", "min_new_tokens", "grammar")
@@ -481,7 +557,7 @@ class Rig:
         self.inbox.send(
             TokenizedGenerateReqInput(
                 rid,
-                PromptContent(np.array(prompt, np.int32).tobytes()),
+                PromptContent(np.array(prompt, np.int32).tobytes(), media=media, spans=spans),
                 SampleTask(ResolvedSamplingParams(max_new_tokens=max_new_tokens, seed=0, **sampling), **task),
                 **fields,
             )

@@ -31,7 +31,9 @@ class Encoded:
 class MediaRows:
     """See the module docstring. device: of the model."""
 
-    def __init__(self, encoder: MediaEncoder, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, encoder: MediaEncoder, device: torch.device, synchronize: Callable[[], None] = lambda: None
+    ) -> None:
         """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself."""
         self._encoder = encoder
         self._device = device
@@ -55,7 +57,9 @@ class MediaRows:
             assert self._slices is None, "the batch before is not done"
             self._batch, self._slices_left = work.begin, self._encoder.num_slices
             self._slices = self._encoder.slices([self._input(item) for item in work.begin])
-        if not work.num_slices:
+        if (
+            not work.num_slices or self._slices is None
+        ):  # the step that was to begin the batch has failed: another epoch follows
             return Encoded()
         found = self._compute(work.num_slices)
         self._synchronize()

@@ -20,6 +20,7 @@ from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.encode_pooled import PooledEncoder
 from headrace.frontend.engine_request import engine_request
+from headrace.frontend.images import NO_IMAGES, PromptImages, add_images, check_media_bytes
 from headrace.frontend.inputs import PromptInput, check_text, encode_inputs, is_large
 from headrace.frontend.pooled_prompts import PooledPrompt
 from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
@@ -59,7 +60,7 @@ class Encoder:
     """See the module docstring.
 
     limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
-    found that a request of a session replaces. pooling: what the model makes of a text; None = it generates.
+    found that a request of a session replaces. pooling: what the model makes of a text; None = it generates. images: makes those of prompts.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Encoder:
         adapters: Adapters,
         request_log: RequestLog,
         pooling: PoolingConfig | None = None,
+        images: PromptImages = NO_IMAGES,
     ) -> None:
         self.limits = call_limits(args, ready, table.queue.most_at_once)
         self._args = args
@@ -89,6 +91,7 @@ class Encoder:
         self._adapters = adapters
         self._request_log = request_log
         self._pooling = pooling
+        self._images = images
         self._pooled = (
             PooledEncoder(args, ready, pooling, self._batch_tokenizer, request_log) if pooling is not None else None
         )
@@ -136,6 +139,8 @@ class Encoder:
     ) -> list[TokenizedGenerateReqInput]:
         given = [prompt.given for prompt in call.prompts]
         contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
+        if any(prompt.images for prompt in given):
+            contents = await self._add_images(call, contents, state)
         samples = iter(state.samples)
         requests: list[TokenizedGenerateReqInput] = []
         predictions: dict[str, list[int]] = {}
@@ -162,9 +167,25 @@ class Encoder:
             requests += _requests(prompt, content, sampling, logprobs, predicted_ids, own, obj)
         return requests
 
+    async def _add_images(
+        self, call: Call[Prompt], contents: list[PromptContent], state: CallState
+    ) -> list[PromptContent]:
+        """The prompts with their images, whose bytes the samples of the call hold from now on. Raises RequestError, CapacityError."""
+        images = [prompt.given.images for prompt in call.prompts]
+        self._images.check(images)
+        contents = await add_images(self._images, contents, images)
+        check_media_bytes(
+            [(content, prompt.num_samples) for content, prompt in zip(contents, call.prompts, strict=True)]
+        )
+        samples = iter(state.samples)
+        for content, prompt in zip(contents, call.prompts, strict=True):
+            self._table.hold_media(list(itertools.islice(samples, prompt.num_samples)), content.media_bytes)
+        return contents
+
     def close(self) -> None:
-        """Stop the tokenizing threads."""
+        """Stop the tokenizing threads, and what loads images."""
         self._batch_tokenizer.close()
+        self._images.close()
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Token sequences of the words, at the start of a text and after a space."""

@@ -5,11 +5,13 @@ Owns the fields of a call that hold prompts: their shape, their checks, and the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from headrace.errors import RequestError
 from headrace.frontend.embeddings import pack_embeds
+from headrace.frontend.images import images_of
+from headrace.messages.media import ImageRef
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import CallInput, GenerateReqInput, PromptContent
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
@@ -17,7 +19,7 @@ from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 LARGE_ITEMS = 8192
 """Calls with more token ids or prompts than this are split in a thread."""
 
-MEDIA_NOT_YET = (("image_data", "image input"), ("audio_data", "audio input"), ("video_data", "video input"))
+MEDIA_NOT_YET = (("audio_data", "audio input"), ("video_data", "video input"))
 """Fields that hold parts of prompts and are not supported yet, and what messages call them."""
 
 
@@ -25,13 +27,15 @@ MEDIA_NOT_YET = (("image_data", "image input"), ("audio_data", "audio input"), (
 class PromptInput:
     """One prompt as a call gives it. Exactly one of `text`, `ids` and `embeds` is not None.
 
-    embeds: float32[num_tokens, hidden_size], num_tokens > 0. second: the second text of a pair, whose first is `text`.
+    embeds: float32[num_tokens, hidden_size], num_tokens > 0. second: the second text of a pair, whose first is `text`. images: for each of its
+    image tokens one.
     """
 
     text: str | None = None
     ids: list[int] | None = None
     embeds: bytes | None = None
     second: str | None = None
+    images: tuple[ImageRef, ...] = ()
 
     @property
     def field(self) -> str:
@@ -43,7 +47,7 @@ class PromptInput:
     @property
     def only_tokens(self) -> bool:
         """Whether tokens are all that it will contain."""
-        return self.embeds is None
+        return self.embeds is None and not self.images
 
     def most_bytes(self, context_length: int) -> int:
         """Approximate upper bound of the bytes of its content."""
@@ -64,6 +68,16 @@ def is_large(obj: CallInput) -> bool:
 
 def given_inputs(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
     """The prompts of a call, and whether they were given as a list. Raises RequestError naming the field."""
+    inputs, is_batch = _without_images(obj, vocab_size, hidden_size)
+    if obj.image_data is None:
+        return inputs, is_batch
+    images = images_of(obj.image_data, len(inputs), is_batch)
+    if any(images) and obj.input_embeds is not None:
+        raise RequestError("image_data: prompts of input_embeds take no images", "image_data")
+    return [replace(given, images=own) for given, own in zip(inputs, images, strict=True)], is_batch
+
+
+def _without_images(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
     _check_one_input(obj)
     if obj.text is not None:
         return [PromptInput(text=text) for text in _texts(obj.text)], isinstance(obj.text, list)

@@ -39,6 +39,7 @@ class ReqState:
     request: as it was first sent. replica: the replica that has it, -1 = none. routed_replica: the only one that may have it.
     num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
     number of outputs at the last death; see `engine_link`.
+    media_bytes: of the images that its request carries.
     _num_taken_texts etc.: how much of its output earlier updates contained.
     """
 
@@ -54,6 +55,7 @@ class ReqState:
     finished_s: float = 0.0
     first_logprob_id: int | None = None
     num_prompt_tokens: int = 0
+    media_bytes: int = 0
     leader: "ReqState | None" = None
     logged_input: str = ""
     dumped_prompt: str = ""

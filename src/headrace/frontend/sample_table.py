@@ -8,11 +8,14 @@ use until the engine's last output for it has arrived.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import CapacityError, HeadraceError, RequestError
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
+
+MAX_MEDIA_BYTES = 1 << 30
+"""Most bytes of decoded images of all live samples: they are kept until a sample has ended, to be sent again after a death."""
 
 
 class SampleTable:
@@ -24,6 +27,7 @@ class SampleTable:
         self.samples: Mapping[str, ReqState] = self._by_rid
         self._calls_by_name: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
+        self._media_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -69,6 +73,15 @@ class SampleTable:
             self.queue.begin(now_s)
             sample.call.tenant.leave_queue()
 
+    def hold_media(self, samples: Sequence[ReqState], num_bytes: int) -> None:
+        """Each of these live samples of a prompt keeps images of so many bytes until it is forgotten. Raises CapacityError if that is too much."""
+        live = [sample for sample in samples if self._by_rid.get(sample.rid) is sample]
+        if self._media_bytes + num_bytes * len(live) > MAX_MEDIA_BYTES:
+            raise CapacityError("the images of all requests take too much memory now; try again when others have ended")
+        self._media_bytes += num_bytes * len(live)
+        for sample in live:
+            sample.media_bytes = num_bytes
+
     def leave(self, call: CallState, now_s: float) -> None:
         """The client of the call has its answer or has left. The samples stay until each is forgotten."""
         call.abandoned = True
@@ -81,6 +94,7 @@ class SampleTable:
         if self._by_rid.get(sample.rid) is not sample:
             return False
         del self._by_rid[sample.rid]
+        self._media_bytes -= sample.media_bytes
         for name in sample.call.forget_names(sample):
             del self._calls_by_name[name]
         self.queue.leave(sample.queued, now_s)

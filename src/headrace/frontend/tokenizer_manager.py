@@ -33,6 +33,7 @@ from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.health import Health
 from headrace.frontend.heartbeats import Heartbeats
+from headrace.frontend.images import NO_IMAGES, PromptImages
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.records import Records
@@ -75,8 +76,8 @@ ABORT_WAIT_S = 2.0
 class TokenizerManager:
     """See the module docstring.
 
-    ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. more_schedulers: those of --dp-size
-    after the first. to_detokenizer: for test faults in the detokenizer, and news of deaths. clock: seconds; the one of
+    ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. images: makes those of prompts.
+    more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in the detokenizer, and news of deaths. clock: seconds; the one of
     `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs. spans: gets the timeline of every sample that has ended.
     on_broken: set by the owner; called in the event loop when taking outputs has failed, after every waiter has been answered.
     """
@@ -91,6 +92,7 @@ class TokenizerManager:
         *,
         defaults: GenerationDefaults | None = None,
         pooling: PoolingConfig | None = None,
+        images: PromptImages = NO_IMAGES,
         metrics: Metrics | None = None,
         to_detokenizer: Sender | None = None,
         more_schedulers: Sequence[Sender] = (),
@@ -101,6 +103,7 @@ class TokenizerManager:
         self.args = args
         self.ready = ready
         self.tokenizer = tokenizer
+        self.images = images
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
         self.on_broken: Callable[[], None] = lambda: None
         self._clock = clock
@@ -170,6 +173,7 @@ class TokenizerManager:
             self.adapters,
             request_log,
             pooling,
+            images,
         )
         generate = functools.partial(self.generate_request, caller=SERVER)
         self._health = Health(

@@ -28,6 +28,18 @@ class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     detail: Literal["auto", "low", "high"] = "auto"
 
 
+ImageData = ImageRef | str | list[ImageRef | str | list[ImageRef | str] | None] | None
+"""Images of a call: one, or a list for its prompt, or for a batch a list with one item per prompt: an image, a list of images, or None. A string is
+an `ImageRef.url`."""
+
+
+class MediaInfo(msgspec.Struct, frozen=True):
+    """What clients need to know of a model that sees. image_token: the text of the token that stands for an image in a prompt."""
+
+    family: str
+    image_token: str
+
+
 class MediaItem(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """One image or sound, ready for the model's encoder.
 

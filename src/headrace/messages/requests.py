@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.messages.grammar import GrammarSpec
-from headrace.messages.media import KEY_BYTES, MediaItem, MediaSpan, pad_spans
+from headrace.messages.media import KEY_BYTES, ImageData, MediaItem, MediaSpan, pad_spans
 from headrace.messages.outputs import DecodeOptions
 from headrace.messages.packing import unpack_int32
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
@@ -38,7 +38,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
     Fields that take
-    one value or one per prompt are lists in the second case. What is not supported yet (images, disaggregation) is refused by name.
+    one value or one per prompt are lists in the second case. What is not supported yet (sounds, videos, disaggregation) is refused by name.
+    image_data: images of the prompts, see `ImageData`. In each prompt one image token of the model (docs/images.md) stands where an image is.
     data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. prediction: text that the output may contain, from which
     tokens are guessed if the server guesses any.
     """
@@ -62,7 +63,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     cache_salt: str | list[str | None] | None = None
     lora_path: str | list[str | None] | None = None
     session_params: SessionParams | list[SessionParams] | None = None
-    image_data: NotYet = None
+    image_data: ImageData = None
     audio_data: NotYet = None
     video_data: NotYet = None
     routed_dp_rank: int | None = None

@@ -32,8 +32,8 @@ class MediaEncoder(Protocol):
         """How many times `slices` stops at most, and the end: about as much work each, as of one layer."""
 
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """Encode items together. Returns of each [num_tokens, hidden_size of the text model], in the model's precision; on the CPU the bits do not depend
-        on the other items."""
+        """Encode items together. Returns of each [num_tokens, hidden_size of the text model], in the model's precision; on the CPU the bits do not
+        depend on the other items."""
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor it wants from a checkpoint, each once, under the checkpoint's names."""

@@ -22,7 +22,7 @@ num_logits: 0, or 1 if the step also samples the token after them, and one more 
 class ScheduleBatch:
     """The plan of one step.
 
-    planned_s: when the step was planned. left, part_starts, encode: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes, row after row.
+    planned_s: when the step was planned. left, part_starts, encode: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes.
     num_prompt_tokens: how many of the tokens catch up with known ones; expected_s: how long the step should then take. 0 if that is not known.
     """
 

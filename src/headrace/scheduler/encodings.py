@@ -68,7 +68,9 @@ class Encodings:
             return count
         self._hold(req, needed)
         content = req.asked.content
-        missing = (span for span in content.spans if span.end > start and content.media[span.item].key not in self._ready)
+        missing = (
+            span for span in content.spans if span.end > start and content.media[span.item].key not in self._ready
+        )
         first = next(missing, None)
         return count if first is None else max(0, min(count, first.start - start))
 

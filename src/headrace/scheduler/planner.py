@@ -34,7 +34,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     victims = making_way.victims if making_way is not None else ()
     num_parts = len(state.kv.parts)
     catching_up, full = _add_decode_rows(state, batch, victims)
-    decode_s = state.cost.seconds(batch.work()) if batch.rows else 0.0
+    decode_s = _decode_seconds(state, batch)
     if catching_up or making_way is not None or state.waiting:
         prompts = _prompt_budget(state, batch)
         if catching_up and state.waiting and making_way is None and len(full) < num_parts:
@@ -135,6 +135,13 @@ def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: P
     batch.add(req, count)
     prompts.take(start, count)
     return True
+
+
+def _decode_seconds(state: SchedulerState, batch: ScheduleBatch) -> float:
+    """Expected time of the decode rows, which are all of `batch`; 0.0 without any, and while nothing is known."""
+    if not batch.rows:
+        return 0.0
+    return state.last_decode[1] if state.last_decode is not None else state.cost.seconds(batch.work())
 
 
 def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget:
