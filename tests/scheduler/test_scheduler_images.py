@@ -70,7 +70,7 @@ def test_a_prompt_begins_when_its_image_is_encoded_and_texts_pass_it():
 
 
 def test_the_encoder_has_about_the_time_of_the_decode_rows_beside_it():
-    rig = Rig(encoder_rows=100, encoder_slices=40, max_step_s=0.1)
+    rig = Rig(encoder_rows=100, encoder_slices=40, max_step_s=0.1, num_pages=400)
     rig.worker.seconds = lambda batch: 4e-3 + 1e-3 * (batch.encode.num_slices if batch.encode is not None else 0)
     rig.worker.encode_s = lambda batch: 1e-3 * batch.encode.num_slices if batch.encode is not None else 0.0
     rig.add("text", [0, 1, 0], ignore_eos=True, max_new_tokens=200)

@@ -84,13 +84,13 @@ class Encodings:
                 self._wanted.pop(key, None)
 
     def take_work(self, decode_s: float, max_step_s: float) -> EncodeWork | None:
-        """What the step that is being planned does for the encoder, or None. decode_s: expected time of its decode rows, 0 = it has none, or no
-        time is known. max_step_s: how long a step should take at most."""
+        """What the step that is being planned does for the encoder, or None. decode_s: expected time of its decode rows, infinite without
+        any. max_step_s: how long a step should take at most."""
         begun: tuple[MediaItem, ...] = ()
         if not self._batch and self._wanted:
             begun = self._begin_batch()
         self._drop_excess()
-        num_slices = self._slices_in(min(decode_s or math.inf, max_step_s))
+        num_slices = self._slices_in(min(decode_s, max_step_s))
         self._slices_left -= num_slices
         if not num_slices and not self._dropped:
             return None

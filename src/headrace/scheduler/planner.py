@@ -138,9 +138,9 @@ def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: P
 
 
 def _decode_seconds(state: SchedulerState, batch: ScheduleBatch) -> float:
-    """Expected time of the decode rows, which are all of `batch`; 0.0 without any, and while nothing is known."""
+    """Expected time of the decode rows, which are all of `batch`: infinite without any, 0.0 while nothing is known."""
     if not batch.rows:
-        return 0.0
+        return math.inf
     return state.last_decode[1] if state.last_decode is not None else state.cost.seconds(batch.work())
 
 
