@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
 from headrace.messages.grammar import GrammarStats
+from headrace.messages.media import EncodingStats
 from headrace.messages.outputs import SpeculationCounts
 from headrace.metrics.catalog import MAX_KEY_NAMES, OTHER_KEYS, Metrics
 from headrace.metrics.export import render
@@ -138,6 +139,20 @@ def test_what_becomes_of_grammars_is_counted_over_restarts():
     assert got[("grammar_refusals_total",)] == 3 + 2
     assert got[("grammar_kills_total",)] == 2 + 1
     assert [value for key, value in got.items() if key[0] == "grammar_cache_bytes"] == [100]
+
+
+def test_what_is_encoded_is_counted_over_restarts():
+    metrics = Metrics("tiny")
+    for encoded, failed, hits, tokens, seconds in ((3, 1, 5, 300, 0.5), (4, 2, 9, 400, 1.25), (1, 0, 2, 100, 0.25)):
+        metrics.set_scheduler_state(state(encodings=EncodingStats(encoded, failed, hits, tokens, seconds)))
+
+    got = values(metrics)
+
+    assert got[("media_encoded_total",)] == 4 + 1
+    assert got[("media_encoding_failures_total",)] == 2
+    assert got[("media_encoding_hits_total",)] == 9 + 2
+    assert got[("media_encoded_tokens_total",)] == 400 + 100
+    assert got[("media_encoding_seconds_total",)] == 1.25 + 0.25
 
 
 def test_guesses_of_all_replicas_are_counted_over_restarts():

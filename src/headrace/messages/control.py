@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from headrace.messages.grammar import GrammarStats
+from headrace.messages.media import EncodingStats
 from headrace.messages.outputs import SpeculationCounts
 
 
@@ -67,8 +68,8 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
     masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them.
-    speculation: what guessed tokens have brought. paused: the pause mode, empty while generation runs.
-    released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
+    encodings: what was done for images and sounds. speculation: what guessed tokens have brought. paused: the pause mode, empty while generation
+    runs. released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
     pool: PoolState
@@ -99,6 +100,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     masks_s: float = 0.0
     speculation: SpeculationCounts = SpeculationCounts()
     grammars: GrammarStats = GrammarStats()
+    encodings: EncodingStats = EncodingStats()
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"

@@ -85,7 +85,7 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.start + self.length
 
 
-class EncodingStats(msgspec.Struct, array_like=True):
+class EncodingStats(msgspec.Struct, frozen=True, gc=False):
     """What a scheduler has had encoded since its start.
 
     num_encoded, num_failed: items. num_hits: items that a request needed and that had been encoded for another. num_tokens: rows of the encoder's

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from headrace.messages.control import InternalState
 from headrace.messages.grammar import GrammarStats
+from headrace.messages.media import EncodingStats
 from headrace.messages.outputs import SpeculationCounts
 from headrace.metrics.process_use import ProcessUse
 from headrace.version import VERSION
@@ -220,6 +221,13 @@ class Metrics:
             "grammar_kills", "Grammars that exceeded their time or memory; refusals too."
         )
         self.grammar_cache_bytes = self._gauge("grammar_cache_bytes", "Compiled grammars that are kept.")
+        self.media_encoded = self._counter("media_encoded", "Images and sounds that were encoded.")
+        self.media_failures = self._counter("media_encoding_failures", "Images and sounds that could not be encoded.")
+        self.media_hits = self._counter(
+            "media_encoding_hits", "Images and sounds of requests that had been encoded for an earlier one."
+        )
+        self.media_tokens = self._counter("media_encoded_tokens", "Tokens of the images and sounds that were encoded.")
+        self.media_encoding_s = self._counter("media_encoding_seconds", "Spent in steps on encoding, of step_seconds.")
         self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
         self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that no request uses.")
         self.cache_hit_rate = self._gauge("cache_hit_rate", "Share of the tokens looked up that were cached, 0 to 1.")
@@ -286,6 +294,12 @@ class Metrics:
         self.grammar_cache_hits.inc(_added(grammars.num_cache_hits, before.num_cache_hits))
         self.grammar_refusals.inc(_added(grammars.num_refused, before.num_refused))
         self.grammar_kills.inc(_added(grammars.num_killed, before.num_killed))
+        encoded, encoded_before = state.encodings, last.encodings if last else EncodingStats()
+        self.media_encoded.inc(_added(encoded.num_encoded, encoded_before.num_encoded))
+        self.media_failures.inc(_added(encoded.num_failed, encoded_before.num_failed))
+        self.media_hits.inc(_added(encoded.num_hits, encoded_before.num_hits))
+        self.media_tokens.inc(_added(encoded.num_tokens, encoded_before.num_tokens))
+        self.media_encoding_s.inc(_added(encoded.seconds, encoded_before.seconds))
         self._last_states[state.replica] = state
 
     def _counter(self, name: str, text: str) -> Counter:

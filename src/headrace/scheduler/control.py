@@ -136,6 +136,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         masks_s=counters.masks_s,
         speculation=counters.speculation,
         grammars=state.compiling.stats(),
+        encodings=state.encodings.stats,
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
         paused=state.gate.pause or "",
         released=tuple(sorted(state.gate.released)),

@@ -14,6 +14,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from headrace.messages.media import EncodingStats, MediaItem
 from headrace.messages.step import EncodeWork, StepResult
 from headrace.scheduler.request import Req
@@ -100,7 +102,7 @@ class Encodings:
 
     def take_result(self, work: EncodeWork, result: StepResult) -> dict[Req, str]:
         """A step has done its work. Returns the requests that end, since an item of theirs could not be encoded, and the reason."""
-        self.stats.seconds += result.encode_s
+        self._count(seconds=result.encode_s)
         if work.epoch != self._epoch:
             return {}
         if work.num_slices and self._batch and result.encode_s:
@@ -108,19 +110,18 @@ class Encodings:
         for key in result.encoded:
             if (item := self._batch.pop(key, None)) is not None:
                 self._ready[key] = item.num_tokens
-                self.stats.num_encoded += 1
-                self.stats.num_tokens += item.num_tokens
+                self._count(num_encoded=1, num_tokens=item.num_tokens)
         failed: dict[Req, str] = {}
         for key, message in result.encode_errors.items():
             if self._batch.pop(key, None) is not None:
-                self.stats.num_failed += 1
+                self._count(num_failed=1)
                 failed |= dict.fromkeys(self._holders.get(key, ()), message)
         return failed
 
     def fail(self) -> set[Req]:
         """A step with work has failed as a whole, so that nothing is known of the outputs. Returns the requests that waited for the batch."""
         waiting = {req for key in self._batch for req in self._holders.get(key, ())}
-        self.stats.num_failed += len(self._batch)
+        self._count(num_failed=len(self._batch))
         self.clear()
         return waiting
 
@@ -150,7 +151,7 @@ class Encodings:
             self._holders.setdefault(key, set()).add(req)
             if key in self._ready:
                 self._ready.move_to_end(key)
-                self.stats.num_hits += 1
+                self._count(num_hits=1)
             elif key not in self._batch:
                 self._wanted.setdefault(key, item)
         return True
@@ -199,6 +200,14 @@ class Encodings:
             return self._slices_left
         # As long as nothing is known of a slice, one is enough to learn from.
         return min(self._slices_left, max(1, int(seconds / slice_s)) if slice_s else 1)
+
+    def _count(self, seconds: float = 0.0, **more: int) -> None:
+        before = self.stats
+        self.stats = replace(
+            before,
+            seconds=before.seconds + seconds,
+            **{name: getattr(before, name) + count for name, count in more.items()},
+        )
 
     def _learn(self, slice_s_per_byte: float) -> None:
         before = self._slice_s_per_byte or slice_s_per_byte
