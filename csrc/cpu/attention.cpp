@@ -51,7 +51,7 @@ struct Visit {
   int64_t key, query, num_queries;
 };
 
-HEADRACE_INLINE int64_t end_of(const AttentionTile& t, int64_t query) { return t.queries[query].position + 1; }
+HEADRACE_INLINE int64_t end_of(const AttentionTile& t, int64_t query) { return t.queries[query].last_key + 1; }
 
 // The first visit of `split` beyond the shared keys, of `query` or a later one. False: there is none.
 bool first_alone(const AttentionTile& t, int64_t split, int64_t query, Visit& visit) {
@@ -118,11 +118,16 @@ struct KeyBlock {
   }
 };
 
-// Keys [split * kKeySplit, ...) of tile `t` into `state`. positions: of its rows. next: the tile that this thread computes afterwards, or
+// The keys that a row sees.
+struct SeenKeys {
+  int32_t begin, end;
+};
+
+// Keys [split * kKeySplit, ...) of tile `t` into `state`. seen: of its rows. next: the tile that this thread computes afterwards, or
 // null. A decode step finds keys and values in memory: those that come next are fetched while the present ones are computed with.
 template <class Products>
 void attend_split(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next, int64_t split,
-                  Products& products, const int32_t* positions, float* scores, const State& state) {
+                  Products& products, const SeenKeys* seen, float* scores, const State& state) {
   using Element = typename Products::Element;
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads;
   clear(state, t.num_queries * group, head_dim);
@@ -142,8 +147,8 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
     products.set_block(block.v, block.skipped, block.keys);
     // A register tile of rows goes through both products at once: its scores stay in the first-level cache.
     for_row_tiles(rows, [&](int64_t tile_row, int64_t count) {
-      const int64_t row = first_row + tile_row, first_seen = max_of(0, first_key(positions[row], a.window) - k0);
-      const int64_t keys = min_of(block.keys, positions[row + count - 1] + 1 - k0);
+      const int64_t row = first_row + tile_row, first_seen = max_of(0, seen[row].begin - k0);
+      const int64_t keys = min_of(block.keys, seen[row + count - 1].end - k0);
       const int64_t page_begin = first_seen / kPageSize, page_end = ceil_div(keys, kPageSize);
       if (page_begin >= page_end) return;
       const Element* const* const later = fetches && tile_row == 0 ? later_pages : block.v;
@@ -153,9 +158,8 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
       RowScores rows_of_tile[kTileRows];
       float factors[16];
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t position = positions[row + i];
-        rows_of_tile[i] = {scores + i * kScoreStride, max_of(0, first_key(position, a.window) - k0),
-                           min_of(keys, position + 1 - k0), page_begin * kPageSize, page_end * kPageSize};
+        rows_of_tile[i] = {scores + i * kScoreStride, max_of(0, seen[row + i].begin - k0),
+                           max_of(0, min_of(keys, seen[row + i].end - k0)), page_begin * kPageSize, page_end * kPageSize};
       }
       softmax_tile(products, rows_of_tile, count, a.softcap, state.max + row, state.sum + row, factors);
 #define HEADRACE_CALL(R) \
@@ -171,24 +175,24 @@ template <class Products>
 void attend_tile(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next) {
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_queries * group;
   const int64_t state_floats = State::floats(rows, head_dim);
-  const int64_t state_room = ceil_div(state_floats, 16) * 16, position_room = ceil_div(rows, 16) * 16;
+  const int64_t state_room = ceil_div(state_floats, 16) * 16, seen_room = ceil_div(2 * rows, 16) * 16;
   float* const scores = static_cast<float*>(thread_scratch(
-      static_cast<size_t>(kTileRows * kScoreStride + 2 * state_room + position_room + Products::memory_floats(rows, head_dim)) * 4));
+      static_cast<size_t>(kTileRows * kScoreStride + 2 * state_room + seen_room + Products::memory_floats(rows, head_dim)) * 4));
   float* const part_memory = scores + kTileRows * kScoreStride;
   const State part = State::at(part_memory, rows, head_dim);
   const State total = State::at(part_memory + state_room, rows, head_dim);
-  int32_t* const positions = reinterpret_cast<int32_t*>(part_memory + 2 * state_room);
-  Products products(part_memory + 2 * state_room + position_room, rows, head_dim, a.softcap != 0.0f);
+  SeenKeys* const seen = reinterpret_cast<SeenKeys*>(part_memory + 2 * state_room);
+  Products products(part_memory + 2 * state_room + seen_room, rows, head_dim, a.softcap != 0.0f);
   for (int64_t query = 0, row = 0; query < t.num_queries; ++query) {
     const float* q = a.q + t.queries[query].q_row * a.q_stride + t.kv_head * group * head_dim;
     for (int64_t head = 0; head < group; ++head, ++row, q += head_dim) {
-      positions[row] = t.queries[query].position;
+      seen[row] = {static_cast<int32_t>(first_key(t.queries[query].position, a.window)), t.queries[query].last_key + 1};
       products.set_query(row, q, a.scale * kLog2E);
     }
   }
   if (t.partial != nullptr) {
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<Products>(a, t, next, split, products, positions, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
+      attend_split<Products>(a, t, next, split, products, seen, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
     }
     if (__atomic_sub_fetch(t.pending, 1, __ATOMIC_ACQ_REL) != 0) return;
     clear(total, rows, head_dim);
@@ -198,7 +202,7 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t, const Attention
   } else {
     clear(total, rows, head_dim);
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<Products>(a, t, next, split, products, positions, scores, part);
+      attend_split<Products>(a, t, next, split, products, seen, scores, part);
       merge(total, part, rows, head_dim);
     }
   }

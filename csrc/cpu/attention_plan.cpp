@@ -25,6 +25,12 @@ void check(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_sta
     const std::string where = "sequence " + std::to_string(i) + ": ";
     if (rows < 0) fail(where + "q_starts decrease");
     if (rows == 0) continue;
+    for (int64_t row = 0; row < rows && a.last_keys != nullptr; ++row) {
+      const int64_t last = a.last_keys[q_starts[i] + row], before = row > 0 ? a.last_keys[q_starts[i] + row - 1] : 0;
+      if (last < length - rows + row || last >= length || last < before) {
+        fail(where + "row " + std::to_string(row) + " cannot see keys up to " + std::to_string(last));
+      }
+    }
     if (rows > length) fail(where + std::to_string(rows) + " query rows but only " + std::to_string(length) + " keys");
     const int64_t last_page = (length - 1) / kPageSize;
     if (last_page >= max_pages) {
@@ -105,7 +111,7 @@ AttentionPlan plan_attention(const AttentionArgs& a, const int32_t* seq_lens, co
     t.shared_keys = static_cast<int32_t>(shared_keys);
     const int64_t first_key = a.window > 0 ? std::max<int64_t>(0, t.queries[0].position - a.window + 1) : 0;
     t.first_split = t.split_begin = static_cast<int32_t>(first_key / kKeySplit);
-    t.split_end = static_cast<int32_t>(plan.queries.back().position / kKeySplit + 1);
+    t.split_end = static_cast<int32_t>(plan.queries.back().last_key / kKeySplit + 1);
     t.num_splits = t.split_end - t.split_begin;
     for (int64_t head = 0; head < a.cache.num_kv_heads; ++head) {
       t.kv_head = static_cast<int32_t>(head);
@@ -114,7 +120,9 @@ AttentionPlan plan_attention(const AttentionArgs& a, const int32_t* seq_lens, co
   };
   auto add_query = [&](int64_t sequence, int64_t row) {
     const int64_t position = seq_lens[sequence] - (q_starts[sequence + 1] - q_starts[sequence]) + row;
-    plan.queries.push_back({static_cast<int32_t>(sequence), static_cast<int32_t>(q_starts[sequence] + row), static_cast<int32_t>(position)});
+    const int64_t q_row = q_starts[sequence] + row, last_key = a.last_keys != nullptr ? a.last_keys[q_row] : position;
+    plan.queries.push_back(
+        {static_cast<int32_t>(sequence), static_cast<int32_t>(q_row), static_cast<int32_t>(position), static_cast<int32_t>(last_key)});
   };
   // Keys before a window are not read, so that nothing is gained by sharing them.
   const int64_t most_sequences = a.window > 0 ? 1 : std::max<int64_t>(1, kSharedRowTarget / group);
@@ -139,7 +147,7 @@ AttentionPlan plan_attention(const AttentionArgs& a, const int32_t* seq_lens, co
       const size_t first = plan.queries.size();
       const int64_t end = std::min(rows, (tile + 1) * tile_positions);
       for (int64_t row = tile * tile_positions; row < end; ++row) add_query(i, row);
-      add_tiles(first, plan.queries.back().position + 1);
+      add_tiles(first, plan.queries.back().last_key + 1);
     }
   }
   // Too few tiles to keep the threads busy: hand out single splits.

@@ -120,7 +120,8 @@ void Decoder::forward(const DecoderStep& step) {
                          s.num_q_heads,
                          layer.scale,
                          layer.window,
-                         layer.softcap};
+                         layer.softcap,
+                         nullptr};
   };
   for (const DecoderLayer& layer : layers_) plans_of(layer).of(attention_args(layer));  // throws before anything is written
   const PoolSession session;

@@ -57,10 +57,10 @@ void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, 
 void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
                      int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address page_table, int64_t max_pages,
                      Address seq_lens, Address q_starts, int64_t num_seqs, int64_t num_tokens, int64_t num_q_heads, float scale,
-                     int64_t window, float softcap) {
+                     int64_t window, float softcap, Address last_keys) {
   const AttentionArgs args = {at<float>(q), q_stride,  at<float>(out),
                               {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim},
-                              at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap};
+                              at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap, at<int32_t>(last_keys)};
   const AttentionPlan plan =
       plan_attention(args, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs, num_tokens, max_pages, num_pages);
   kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));

@@ -151,6 +151,7 @@ struct AttentionArgs {
   float scale;
   int64_t window;  // 0: none
   float softcap;   // 0: none
+  const int32_t* last_keys;  // of each row: the last key that it sees, at or after its position; null: its position
 };
 
 // Attention in both directions within each of the sequences whose tokens lie one after the other. q [tokens, num_q_heads, head_dim];
@@ -180,6 +181,7 @@ struct AttentionQuery {
   int32_t sequence;
   int32_t q_row;
   int32_t position;  // in the sequence
+  int32_t last_key;  // that it sees
 };
 
 // Some queries with all query heads of one KV head, and splits [split_begin, split_end) of their keys. They are positions of one

@@ -15,6 +15,7 @@ import torch
 
 from headrace import kernels
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows
+from headrace.attention.cpu import CpuAttention
 from headrace.attention.select import BACKENDS, backend_named
 from headrace.attention.torch_native import KEY_BLOCK, TorchNativeAttention, attend_whole
 from headrace.attention.triton import TritonAttention
@@ -97,8 +98,10 @@ class Cache:
         pages = torch.randperm(128, generator=torch.Generator().manual_seed(0))[sequence * 32 : sequence * 32 + 32]
         return (pages[:, None] * 16 + torch.arange(16)).flatten().to(torch.int32)
 
-    def step(self, rows: list[tuple[int, int, tuple[torch.Tensor, ...]]]) -> list[torch.Tensor]:
-        """rows: (sequence, start, (q, k, v) of the new positions)."""
+    def step(
+        self, rows: list[tuple[int, int, tuple[torch.Tensor, ...]]], last_keys: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """rows: (sequence, start, (q, k, v) of the new positions). last_keys: see `StepRows`."""
         starts, counts = [start for _, start, _ in rows], [len(new[0]) for _, _, new in rows]
         longest = max(s + c for s, c in zip(starts, counts, strict=True))
         lengths = torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], dtype=torch.int32)
@@ -111,6 +114,7 @@ class Cache:
                 row_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
                 out_slots=torch.cat([self.slots(i)[s : s + len(new[0])] for i, s, new in rows]),
                 slots=torch.stack([self.slots(i)[:longest] for i, _, _ in rows]),
+                last_keys=last_keys,
             )
         )
         q, k, v = (torch.cat([new[part] for _, _, new in rows]) for part in range(3))
@@ -125,8 +129,10 @@ def random_qkv(length: int, shape: tuple[int, int, int, int, float], seed: int =
     )
 
 
-def exact(qkv: tuple[torch.Tensor, ...], layer: AttentionLayerSpec) -> torch.Tensor:
-    """Causal attention in float64, one softmax."""
+def exact(
+    qkv: tuple[torch.Tensor, ...], layer: AttentionLayerSpec, last_keys: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention in float64, one softmax; causal without last_keys."""
     group = layer.num_q_heads // layer.num_kv_heads
     q, k, v = (x.double().transpose(0, 1) for x in qkv)
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -134,7 +140,10 @@ def exact(qkv: tuple[torch.Tensor, ...], layer: AttentionLayerSpec) -> torch.Ten
     if layer.soft_cap:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])[None, :]
-    hidden = (distance < 0) | (distance >= layer.sliding_window if layer.sliding_window else distance < 0)
+    places = torch.arange(q.shape[1])
+    hidden = places[None, :] > (places if last_keys is None else last_keys)[:, None]
+    if layer.sliding_window:
+        hidden |= distance >= layer.sliding_window
     return (torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v).transpose(0, 1).flatten(1)
 
 
@@ -225,6 +234,49 @@ def test_bits_do_not_depend_on_the_page_size(
 
     assert torch.equal(torch.cat([first, rest]), want[0])
     assert torch.equal(beside, want[1])
+
+
+def seeing_ahead(length: int, *images: range) -> torch.Tensor:
+    """Tokens of an image see all of it."""
+    last = torch.arange(length, dtype=torch.int32)
+    for image in images:
+        last[image.start : image.stop] = image.stop - 1
+    return last
+
+
+AHEAD = pytest.mark.parametrize(
+    "backend", [backend for backend in VERIFIED if backend.sees_ahead], ids=lambda backend: backend.name
+)
+
+
+@AHEAD
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_tokens_may_see_those_after_them(backend: Backend, shape: tuple[int, int, int, int, float], dtype: torch.dtype):
+    skip_unless_it_serves(backend, shape[2], dtype)
+    qkv, other = random_qkv(300, shape), random_qkv(20, shape, seed=1)
+    last = seeing_ahead(300, range(20, 41), range(50, 280))
+
+    cache = Cache(backend, shape, dtype)
+    whole = cache.step([(0, 0, qkv)], last)[0]
+
+    if dtype == torch.float32:
+        torch.testing.assert_close(whole, exact(qkv, cache.layer, last).float(), atol=TOLERANCE, rtol=TOLERANCE)
+    # Chunks end where images do; other rows change no bit, nor does what was there of the image already.
+    cache, got = Cache(backend, shape, dtype), []
+    for start, end in [(0, 41), (41, 45), (45, 280), (280, 300)]:
+        beside = torch.cat([torch.arange(20, dtype=torch.int32), last[start:end]])
+        got.append(cache.step([(1, 0, other), (0, start, part(qkv, start, end))], beside)[-1])
+    again = cache.step([(0, 60, part(qkv, 60, 300))], last[60:])[0]
+    assert torch.equal(torch.cat(got), whole)
+    assert torch.equal(again, whole[60:])
+
+
+def test_nobody_sees_what_is_not_there():
+    cache, qkv = Cache(CpuAttention, GRID[1]), random_qkv(10, GRID[1])
+    for last in ([*range(9), 10], [*range(9), 8], [5, 4, *range(2, 10)]):
+        with pytest.raises(ValueError, match="cannot see keys up to"):
+            cache.step([(0, 0, qkv)], torch.tensor(last, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

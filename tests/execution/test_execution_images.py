@@ -20,6 +20,7 @@ class Lookup:
     """An encoder whose images are token ids, and whose outputs are their embeddings; -1 cannot be encoded."""
 
     num_slices = 3
+    sees_ahead = False
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table

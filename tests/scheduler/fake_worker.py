@@ -162,12 +162,14 @@ class FakeGrammars:
 
 class FakeEncoder:
     """Does `EncodeWork` as a worker does, and checks that it can be done. num_slices: of a batch. bad: keys that cannot be encoded.
+    whole_images: a step that ends within an image is wrong.
 
     ready: keys of the outputs that there are. most_rows: the largest number of rows that it has ever held. most_slices: in a step.
     """
 
-    def __init__(self, num_slices: int = 1) -> None:
+    def __init__(self, num_slices: int = 1, whole_images: bool = False) -> None:
         self.num_slices = num_slices
+        self.whole_images = whole_images
         self.ready: dict[bytes, int] = {}
         self.bad: set[bytes] = set()
         self.batch: tuple[MediaItem, ...] = ()
@@ -207,6 +209,7 @@ class FakeEncoder:
         for span in content.spans:
             if span.start < start + count and span.end > start:
                 assert content.media[span.item].key in self.ready, "computes tokens of an image that is not encoded"
+                assert not self.whole_images or span.end <= start + count, "cuts an image"
 
 
 class FakeWorker:
@@ -478,6 +481,7 @@ class Rig:
         whole_prompts: bool = False,
         encoder_rows: int = 0,
         encoder_slices: int = 1,
+        whole_images: bool = False,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -512,8 +516,10 @@ class Rig:
             whole_prompts=whole_prompts,
             encoder_rows=encoder_rows,
             encoder_slices=encoder_slices,
+            whole_images=whole_images,
         )
         self.worker.encoder.num_slices = encoder_slices
+        self.worker.encoder.whole_images = whole_images
         self.grammars = FakeGrammars()
         self.scheduler = Scheduler(
             config,

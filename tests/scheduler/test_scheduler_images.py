@@ -158,6 +158,23 @@ def test_new_weights_encode_again():
     assert rig.worker.encoder.num_encoded == 2
 
 
+def test_an_image_whose_tokens_see_each_other_is_computed_in_one_step():
+    rig = Rig(encoder_rows=100, chunk=4, whole_images=True)
+    content = prompt_of([3, (1, 8), 2, (2, 8), 1])
+    add(rig, "image", content)
+    rig.drain()
+    assert rig.ids["image"] == expected(content, 16)
+    # What is cached may end within an image: the rest of it sees all of it.
+    again = prompt_of([3, (1, 8), 5])
+    add(rig, "again", again)
+    rig.drain()
+    assert rig.ids["again"] == expected(again, 16)
+    add(rig, "large", prompt_of([3, (3, 14)]))
+    rig.drain()
+    assert rig.finish["large"].status_code == 400
+    assert "in one step" in rig.finish["large"].message
+
+
 def test_images_in_a_message_are_checked():
     rig = Rig(encoder_rows=100)
     item = image(1, 6)
@@ -218,6 +235,7 @@ SETUP = st.fixed_dictionaries(
         "max_step_s": st.sampled_from([math.inf, 0.03]),
         "encoder_rows": st.integers(1, 30),
         "encoder_slices": st.sampled_from([1, 3, 10]),
+        "whole_images": st.booleans(),
     }
 )
 

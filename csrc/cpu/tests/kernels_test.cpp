@@ -225,7 +225,7 @@ void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, K
   const int64_t num_seqs = static_cast<int64_t>(lengths.size()), max_pages = round_up(2100, kPageSize) / kPageSize;
   int64_t num_pages = 0, tokens = 0, rows_total = 0;
   const Buffer<int32_t> table(num_seqs * max_pages), seq_lens(num_seqs), q_starts(num_seqs + 1);
-  std::vector<int32_t> slots;
+  std::vector<int32_t> slots, last_keys;
   for (int64_t i = 0; i < num_seqs; ++i) {
     const int64_t length = lengths[static_cast<size_t>(i)];
     const int64_t shared_pages = i > 5 ? 64 : 0, shared_tokens = shared_pages * kPageSize;
@@ -235,6 +235,9 @@ void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, K
       slots.push_back(static_cast<int32_t>(table[i * max_pages + t / kPageSize] * kPageSize + t % kPageSize));
     }
     seq_lens[i] = static_cast<int32_t>(length);
+    for (int64_t position = length - rows[static_cast<size_t>(i)]; position < length; ++position) {  // 40 see each other
+      last_keys.push_back(static_cast<int32_t>(std::min(length - 1, position - position % 40 + 39)));
+    }
     rows_total += rows[static_cast<size_t>(i)];
     q_starts[i + 1] = static_cast<int32_t>(rows_total);
     tokens += length - shared_tokens;
@@ -251,14 +254,16 @@ void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, K
     kernels().gather_kv({k_back.get(), v_back.get(), cache, slots.data(), tokens});
     return v_back.bytes();
   });
-  same_for_any_threads("attention" + what, [&] {
-    const Buffer<float> out(rows_total * num_q_heads * head_dim);
-    const AttentionArgs args = {q.get(), num_q_heads * head_dim, out.get(), cache, table.get(), max_pages,
-                                num_q_heads, 0.125f, window, softcap};
-    const AttentionPlan plan = plan_attention(args, seq_lens.get(), q_starts.get(), num_seqs, rows_total, max_pages, num_pages);
-    kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
-    return out.bytes();
-  });
+  for (const int32_t* const ahead : {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(last_keys.data())}) {
+    same_for_any_threads("attention" + what, [&] {
+      const Buffer<float> out(rows_total * num_q_heads * head_dim);
+      const AttentionArgs args = {q.get(), num_q_heads * head_dim, out.get(), cache, table.get(), max_pages,
+                                  num_q_heads, 0.125f, window, softcap, ahead};
+      const AttentionPlan plan = plan_attention(args, seq_lens.get(), q_starts.get(), num_seqs, rows_total, max_pages, num_pages);
+      kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
+      return out.bytes();
+    });
+  }
 }
 
 void attention() {

@@ -87,6 +87,8 @@ class StepRows:
     where K and V of each token go; slots int32[num_rows, max(seq_lens)], the slot of each position, undefined beyond seq_lens.
     In a step that is captured in a CUDA graph, `starts` are the largest possible ones and `slots` is as wide; the tensors have the real values.
     pages: int32[num_rows, pages of the longest], contiguous, instead of `slots` (then empty) for a backend with `paged_kv`.
+    last_keys: int32[num_tokens], the last position that each token sees, for a backend that `sees_ahead`; at or after its own, and below its row's
+    seq_lens. They do not decrease within a row. None = its own.
     """
 
     starts: list[int]
@@ -97,6 +99,7 @@ class StepRows:
     out_slots: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor | None = None
+    last_keys: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +202,13 @@ class AttentionBackend(StepAttention):
     captures: `prepare` and `forward` of a decode step can be captured in a CUDA graph: they never wait for the device, take lengths
     from tensors, and use the host integers of `StepRows` only as bounds. Rows may be several positions of one sequence: K and V of all rows are
     written before any are read, and a row reads no key after its own position.
+    sees_ahead: it follows `StepRows.last_keys`.
     """
 
     page_size: ClassVar[int] = 1
     verified: ClassVar[frozenset[str]] = frozenset()
     captures: ClassVar[bool] = False
+    sees_ahead: ClassVar[bool] = False
 
     def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
         """A backend without a pool yet.

@@ -30,6 +30,7 @@ class CpuAttention(AttentionBackend):
     name = "cpu"
     page_size = kernels.PAGE_SIZE
     verified = frozenset({"cpu"})
+    sees_ahead = True
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -87,18 +88,27 @@ class CpuAttention(AttentionBackend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        return self._forward(q, k, v, layer, self._kv.rows.row_starts)
+        rows = self._kv.rows
+        return self._forward(q, k, v, layer, rows.row_starts, rows.last_keys)
 
     def forward_read(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec, reads: ReadTokens
     ) -> torch.Tensor:
         """See `StepAttention.forward_read`."""
-        return self._forward(q[reads.index], k, v, layer, torch.tensor(reads.starts, dtype=torch.int32))
+        last_keys = self._kv.rows.last_keys
+        last_keys = None if last_keys is None else last_keys[reads.index]
+        return self._forward(q[reads.index], k, v, layer, torch.tensor(reads.starts, dtype=torch.int32), last_keys)
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec, q_starts: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayerSpec,
+        q_starts: torch.Tensor,
+        last_keys: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q_starts: int32[num_rows + 1], where the queries of each row begin: its last positions."""
+        """q_starts: int32[num_rows + 1], where the queries of each row begin: its last positions. last_keys: of the queries, see `StepRows`."""
         rows = self._kv.rows
         k_cache, v_cache = self._kv.pool.k[layer.layer_id], self._kv.pool.v[layer.layer_id]
         kernels.write_kv(k, v, k_cache, v_cache, rows.out_slots)
@@ -117,6 +127,7 @@ class CpuAttention(AttentionBackend):
             window=layer.sliding_window,
             softcap=layer.soft_cap,
             rounded=self._kv.rounded,
+            last_keys=last_keys,
         )
         return out.flatten(1)
 

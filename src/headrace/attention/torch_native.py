@@ -33,6 +33,7 @@ class TorchNativeAttention(AttentionBackend):
 
     name = "torch_native"
     verified = frozenset({"cpu"})
+    sees_ahead = True
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -82,9 +83,17 @@ class TorchNativeAttention(AttentionBackend):
         begin = 0
         for row, (start, count) in enumerate(zip(self._rows.starts, self._rows.counts, strict=True)):
             slots = self._rows.slots[row, : start + count]
-            out[begin : begin + count] = attend(q[begin : begin + count], k_cache, v_cache, slots, start, layer)
+            last = self._last_keys(begin, start, count)
+            out[begin : begin + count] = attend(q[begin : begin + count], k_cache, v_cache, slots, start, layer, last)
             begin += count
         return out.view(q.shape[0], -1)
+
+    def _last_keys(self, begin: int, start: int, count: int) -> torch.Tensor:
+        """int64[count]: what each query of a row sees last."""
+        given = self._rows.last_keys
+        if given is not None:
+            return given[begin : begin + count].long()
+        return torch.arange(start, start + count, device=self._rows.positions.device)
 
 
 def attend_tiled(
@@ -94,10 +103,11 @@ def attend_tiled(
     slots: torch.Tensor,
     start: int,
     layer: AttentionLayerSpec,
+    last: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of one sequence's queries, q float32[count, num_q_heads, head_dim] at positions start .. start + count - 1.
 
-    slots: int32[start + count]. Returns the shape of q.
+    slots: int32[start + count]. last: int64[count], the last key that each query sees. Returns the shape of q.
     """
     end = start + q.shape[0]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -111,14 +121,18 @@ def attend_tiled(
         low, high = max(tile_start, start), min(tile_start + QUERY_TILE, end)
         tile = q.new_zeros(QUERY_TILE, layer.num_q_heads, layer.head_dim)
         tile[low - tile_start : high - tile_start] = q[low - start : high - start]
+        # Rows of the tile that are no queries see the keys of the first block, so that no sum is zero.
+        tile_last = torch.full((QUERY_TILE,), tile_start + QUERY_TILE - 1, device=q.device)
+        tile_last[low - tile_start : high - tile_start] = last[low - start : high - start]
+        last_block = int(tile_last[: high - tile_start].max()) // KEY_BLOCK
         # [num_kv_heads, group * QUERY_TILE, head_dim]: the queries that share a KV head side by side
         grouped = tile.view(QUERY_TILE, layer.num_kv_heads, group, layer.head_dim).permute(1, 2, 0, 3)
         grouped = grouped.reshape(layer.num_kv_heads, group * QUERY_TILE, layer.head_dim)
         largest = q.new_full((layer.num_kv_heads, group * QUERY_TILE, 1), _LOWEST)
         total = torch.zeros_like(largest)
         weighted = torch.zeros_like(grouped)
-        for block in range(_first_position(tile_start, layer) // KEY_BLOCK, tile_start // KEY_BLOCK + 1):
-            hidden = _hidden_keys(tile_start, block * KEY_BLOCK, layer.sliding_window, q.device).repeat(group, 1)
+        for block in range(_first_position(tile_start, layer) // KEY_BLOCK, last_block + 1):
+            hidden = _hidden_keys(tile_start, tile_last, block * KEY_BLOCK, layer.sliding_window).repeat(group, 1)
             scores = _capped(torch.bmm(grouped, keys[block]) * layer.scale, layer.soft_cap)
             scores = scores.masked_fill(hidden, -torch.inf)
             new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
@@ -140,6 +154,7 @@ def attend_whole(
     slots: torch.Tensor,
     start: int,
     layer: AttentionLayerSpec,
+    last: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Like `attend_tiled`, over all keys at once, softmax in float32."""
     count, length = q.shape[0], slots.shape[0]
@@ -151,7 +166,7 @@ def attend_whole(
     scores = _capped(torch.bmm(grouped, keys).float() * layer.scale, layer.soft_cap)
     query = torch.arange(start, start + count, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
-    hidden = key > query
+    hidden = key > (query if last is None else last[:, None])
     if layer.sliding_window:
         hidden |= key <= query - layer.sliding_window
     weights = torch.softmax(scores.masked_fill(hidden.repeat(group, 1), -torch.inf), dim=-1).to(q.dtype)
@@ -196,11 +211,11 @@ def _read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return stored[..., : -_SCALE_BYTES // cache.itemsize] * stored.view(torch.float32)[..., -1:]
 
 
-def _hidden_keys(tile_start: int, block_start: int, window: int, device: torch.device) -> torch.Tensor:
-    """bool[QUERY_TILE, KEY_BLOCK]: keys after the query, or before its window."""
-    query = torch.arange(tile_start, tile_start + QUERY_TILE, device=device)[:, None]
-    key = torch.arange(block_start, block_start + KEY_BLOCK, device=device)[None, :]
-    hidden = key > query
+def _hidden_keys(tile_start: int, last: torch.Tensor, block_start: int, window: int) -> torch.Tensor:
+    """bool[QUERY_TILE, KEY_BLOCK]: keys after the last one that the query sees, or before its window."""
+    query = torch.arange(tile_start, tile_start + QUERY_TILE, device=last.device)[:, None]
+    key = torch.arange(block_start, block_start + KEY_BLOCK, device=last.device)[None, :]
+    hidden = key > last[:, None]
     return hidden | (key <= query - window) if window else hidden
 
 

@@ -6,10 +6,12 @@ the steps.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
+from headrace.attention.base import StepRows
 from headrace.log import get_logger
 from headrace.messages.media import MediaItem
 from headrace.messages.requests import PromptContent
@@ -107,6 +109,10 @@ class MediaRows:
         values = torch.frombuffer(bytearray(item.values), dtype=torch.float32).view(item.shape)
         return MediaInput(values.to(self._device), item.grid)
 
+    def rows(self, rows: StepRows, contents: Mapping[int, PromptContent]) -> StepRows:
+        """A step's rows as the model sees them. contents: by row, of those whose prompts may have images."""
+        return _seeing_ahead(rows, contents) if self._encoder.sees_ahead else rows
+
     def place(self, inputs: torch.Tensor, content: PromptContent, start: int, count: int) -> None:
         """Put rows in place of the embeddings of a prompt's tokens start .. start + count - 1. inputs: [count, hidden_size], theirs."""
         for span in content.spans:
@@ -115,3 +121,22 @@ class MediaRows:
                 first = span.first_row + begin - span.start
                 rows = self._rows[content.media[span.item].key]
                 inputs[begin - start : end - start] = rows[first : first + end - begin].to(inputs.dtype)
+
+
+def _seeing_ahead(rows: StepRows, contents: Mapping[int, PromptContent]) -> StepRows:
+    """`rows` with what each token sees last, where the tokens of an image see each other. contents: see `MediaRows.rows`."""
+    last = [
+        np.arange(start, start + count, dtype=np.int32) for start, count in zip(rows.starts, rows.counts, strict=True)
+    ]
+    has_images = False
+    for row, content in contents.items():
+        start, count = rows.starts[row], rows.counts[row]
+        for span in content.spans:
+            begin, end = max(start, span.start), min(start + count, span.end)
+            if begin < end:
+                assert end == span.end, "the step ends within an image"
+                last[row][begin - start : end - start] = span.end - 1
+                has_images = True
+    if not has_images:
+        return rows
+    return replace(rows, last_keys=torch.from_numpy(np.concatenate(last)).to(rows.positions.device))

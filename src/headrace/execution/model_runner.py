@@ -317,8 +317,11 @@ class ModelRunner:
     ) -> torch.Tensor:
         """What comes out of this stage's layers: hidden states [num_read, hidden_size] after the final norm, or what the next stage takes."""
         inputs = self._inputs(seqs, special, batch)
+        rows = batch.rows
+        if self.media is not None and special:
+            rows = self.media.rows(rows, {row: self.table.specs[seqs[row]].new.content for row in special})
         if batch.own is None or batch.own.num_tokens:
-            self.attention.prepare(batch.rows)
+            self.attention.prepare(rows)
         loras = None
         if self.table.adapted:
             loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
@@ -329,11 +332,12 @@ class ModelRunner:
         if not self.stage.is_last:
             reads = None
         if loras is None:
-            hidden = self.model.forward(inputs, batch.rows.positions, self.attention, reads, own=batch.own)
+            by_layer = rows.last_keys is not None
+            hidden = self.model.forward(inputs, rows.positions, self.attention, reads, own=batch.own, by_layer=by_layer)
         else:
             assert batch.own is None, "adapters are refused where ranks have different sequences"
             # An adapter finds its rows by their place in the whole step.
-            hidden = self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=True)
+            hidden = self.model.forward(inputs, rows.positions, self.attention, by_layer=True)
             hidden = hidden if reads is None else hidden[reads.index]
         if self.stage.after is not None:
             self.stage.after.send(hidden)

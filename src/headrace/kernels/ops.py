@@ -165,6 +165,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     rounded: bool = False,
+    last_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over the paged KV cache, decode and extend alike -> [tokens, num_q_heads, head_dim].
 
@@ -174,12 +175,13 @@ def paged_attention(
     window: a row at position p sees keys p - window + 1 .. p; 0 sees all. Pages wholly before the window of a sequence's first
     row are not read. softcap: scores become softcap * tanh(score / softcap); 0 = no cap.
     rounded: queries and weights are rounded to bfloat16, over a bfloat16 cache only; sums stay float32, and that of the weights is of
-    the rounded ones.
+    the rounded ones. last_keys: int32[tokens], the last key that each row sees, at or after its position; they do not decrease within a
+    sequence. None = its position. ValueError when they, or a size, a start or a page, do not fit.
     """
     return cast(
         torch.Tensor,
         select("paged_attention", q.device.type)(
-            q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap, rounded
+            q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap, rounded, last_keys
         ),
     )
 

@@ -289,6 +289,7 @@ def paged_attention(
     window: int,
     softcap: float,
     rounded: bool,
+    last_keys: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.paged_attention`.
 
@@ -310,6 +311,7 @@ def paged_attention(
                 f"paged_attention: sequence {sequence}: {end - begin} query rows, {length} keys, "
                 f"{page_table.shape[1]} pages of the table"
             )
+        last = _last_keys(sequence, first_position, length, None if last_keys is None else last_keys[begin:end])
         # What lies before the first row's window may have been given away: it is neither read nor trusted.
         first_block = (max(0, first_position - window + 1) if window else 0) // KEY_BLOCK
         positions = torch.arange(first_block * KEY_BLOCK, length, device=q.device)
@@ -320,10 +322,20 @@ def paged_attention(
         queries = q[begin:end].float() * scale
         if rounded:
             queries = (queries * LOG2_E).bfloat16().float() / LOG2_E
-        out[begin:end] = _attend(queries, k, v, first_position, first_block * KEY_BLOCK, window, softcap, rounded).to(
-            q.dtype
-        )
+        attended = _attend(queries, k, v, first_position, first_block * KEY_BLOCK, window, softcap, rounded, last)
+        out[begin:end] = attended.to(q.dtype)
     return out
+
+
+def _last_keys(sequence: int, first_position: int, length: int, given: torch.Tensor | None) -> torch.Tensor:
+    """int64[rows]: the last key that each row of a sequence sees. Raises ValueError when those that are given do not fit."""
+    positions = torch.arange(first_position, length)
+    if given is None:
+        return positions
+    last = given.cpu().long()
+    if (last < positions).any() or (last >= length).any() or (last.diff() < 0).any():
+        raise ValueError(f"paged_attention: sequence {sequence}: rows cannot see keys up to {last.tolist()}")
+    return last
 
 
 def packed_attention(
@@ -347,7 +359,7 @@ def packed_attention(
     for begin, end in pairwise(starts):
         if begin < end:
             rows = slice(begin, end)
-            out[rows] = _attend(q[rows], k[rows], v[rows], 0, 0, window, 0.0, rounded, both_ways=True)
+            out[rows] = _attend(q[rows], k[rows], v[rows], 0, 0, window, 0.0, rounded)
     return out
 
 
@@ -431,12 +443,11 @@ def _attend(
     window: int,
     softcap: float,
     rounded: bool,
-    *,
-    both_ways: bool = False,
+    last_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [rows, heads, head_dim], scaled; k, v [keys, kv_heads, head_dim] from position first_key -> [rows, heads, head_dim].
 
-    both_ways: as `packed_attention`, otherwise as `paged_attention`.
+    last_keys: int64[rows], as in `paged_attention`; None = every row sees every key that its window reaches, as in `packed_attention`.
     """
     rows, heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -450,6 +461,11 @@ def _attend(
     num_rows = grouped.shape[1]
     tiled = F.pad(grouped, (0, 0, 0, -num_rows % TILE_ROWS))
     position = first_position + torch.arange(tiled.shape[1], device=q.device) // group
+    last_key = None
+    if last_keys is not None:
+        last_key = F.pad(
+            last_keys.repeat_interleave(group), (0, tiled.shape[1] - num_rows), value=int(last_keys[-1])
+        ).to(q.device)
     out = torch.empty_like(tiled)
     for start in range(0, tiled.shape[1], TILE_ROWS):
         tile = tiled[:, start : start + TILE_ROWS].contiguous()
@@ -457,17 +473,20 @@ def _attend(
         top = torch.full((num_kv_heads, TILE_ROWS, 1), -torch.inf, device=q.device)
         total = torch.zeros(num_kv_heads, TILE_ROWS, 1, device=q.device)
         values = torch.zeros_like(tile)
-        for block in range(0, keys if both_ways else min(keys, int(tile_position[-1]) + 1 - first_key), KEY_BLOCK):
+        tile_last = None if last_key is None else last_key[start : start + TILE_ROWS]
+        end = keys if tile_last is None else min(keys, int(tile_last[-1]) + 1 - first_key)
+        for block in range(0, end, KEY_BLOCK):
             scores = torch.bmm(tile, k_blocks[:, block : block + KEY_BLOCK].transpose(1, 2))
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             key = first_key + torch.arange(block, block + KEY_BLOCK, device=q.device)
             distance = tile_position[:, None] - key
-            if both_ways:
+            if tile_last is None:
                 seen = key < first_key + keys
                 seen = seen & (distance.abs() <= window) if window else seen.expand_as(distance)
             else:
-                seen = (distance >= 0) & (distance < window) if window else distance >= 0
+                seen = key <= tile_last[:, None]
+                seen = seen & (distance < window) if window else seen
             scores = scores.masked_fill(~seen, -torch.inf)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = new_top.masked_fill(new_top == -torch.inf, 0.0)

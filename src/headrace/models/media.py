@@ -31,6 +31,10 @@ class MediaEncoder(Protocol):
     def num_slices(self) -> int:
         """How many times `slices` stops at most, and the end: about as much work each, as of one layer."""
 
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether the text model lets the tokens of an image see each other in both directions: all of them must then be computed in one step."""
+
     def slices(self, items: Sequence[MediaInput]) -> Slices:
         """Encode items together. Returns of each [num_tokens, hidden_size of the text model], in the model's precision; on the CPU the bits do not
         depend on the other items."""

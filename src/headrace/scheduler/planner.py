@@ -127,6 +127,7 @@ def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: P
     """Add as much as `prompts` allows of a running request that has several tokens to compute. False: its part of the KV cache is full."""
     start = req.num_scheduled
     count = state.encodings.limit(req, start, prompts.allows(start, req.num_to_schedule))
+    count = _whole_images(state, batch, req, start, count)
     if count <= 0 or req.seq < 0:  # no budget, or retracted just now
         return True
     num_tokens = start + count
@@ -238,8 +239,9 @@ def _admit(
         room = kv.available_tokens(part) - reserved[part]
         num_wanted = req.num_tokens - match.num_tokens
         count = prompts.allows(match.num_tokens, num_wanted)
+        count = _whole_images(state, batch, req, match.num_tokens, count)
         fits = needed <= room or all(other.part != part for other in state.running)
-        if not fits or (as_a_whole and count < num_wanted):
+        if not fits or not count or (as_a_whole and count < num_wanted):
             kv.unpin(match, part)
             break
         if not state.encodings.is_ready(req, match.num_tokens):
@@ -260,6 +262,20 @@ def _admit(
         batch.add(req, count)
     for req in admitted:  # `order` looks at the queue as it was
         state.waiting.remove(req)
+
+
+def _whole_images(state: SchedulerState, batch: ScheduleBatch, req: Req, start: int, count: int) -> int:
+    """`count` tokens from `start` on, so that they end within no image if none may be cut: fewer, or, of an image that begins here, more than a step
+    should have; 0 if the step has no room for these."""
+    end = start + count
+    if not state.config.whole_images or not count:
+        return count
+    cut = next((span for span in req.asked.content.spans if span.start < end < span.end), None)
+    if cut is None:
+        return count
+    if cut.start > start:
+        return cut.start - start
+    return cut.end - start if cut.end - start <= state.config.step_tokens - batch.num_tokens else 0
 
 
 def _has_place(state: SchedulerState) -> bool:

@@ -303,6 +303,12 @@ class Scheduler:
             raise RequestError(f"the prompt's images do not fit its tokens: {error}") from None
         if req.asked.content.media and not self.config.encoder_rows:
             raise RequestError("this model does not see images")
+        longest = max((span.length for span in req.asked.content.spans), default=0)
+        if self.config.whole_images and longest > self.config.step_tokens - self.config.max_running:
+            raise RequestError(
+                f"an image takes {longest} tokens, which must be computed in one step; the limit is "
+                f"{self.config.step_tokens - self.config.max_running} (--max-prefill-tokens less --max-running-requests)"
+            )
         if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:
             raise ExecutionError("the request's adapter is not loaded in the engine")
         req.task.check(self.config.eos_token_ids)

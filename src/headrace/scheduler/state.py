@@ -57,7 +57,8 @@ class SchedulerConfig:
     num_stages: 1, or that of a pipeline, which computes as many steps at a time. speculates: whether the worker guesses tokens. whole_prompts: no
     prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
-    encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing.
+    encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing. whole_images: no image may be cut, because its
+    tokens see each other.
     """
 
     policy: str
@@ -82,6 +83,7 @@ class SchedulerConfig:
     whole_prompts: bool = False
     encoder_rows: int = 0
     encoder_slices: int = 1
+    whole_images: bool = False
     replica: int = 0
 
 

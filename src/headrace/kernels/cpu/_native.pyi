@@ -55,6 +55,7 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    last_keys: int,
 ) -> None: ...
 def packed_attention(
     q: int,

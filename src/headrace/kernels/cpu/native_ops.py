@@ -294,6 +294,7 @@ def paged_attention(
     window: int,
     softcap: float,
     rounded: bool,
+    last_keys: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.paged_attention`."""
     tokens, num_q_heads, head_dim, q_stride = _heads("paged_attention: q", q)
@@ -308,6 +309,8 @@ def paged_attention(
     num_seqs, max_pages = page_table.shape
     _int32("paged_attention: seq_lens", seq_lens, num_seqs)
     _int32("paged_attention: q_starts", q_starts, num_seqs + 1)
+    if last_keys is not None:
+        _int32("paged_attention: last_keys", last_keys, tokens)
     if window < 0 or softcap < 0:
         raise ValueError(f"paged_attention: window {window} and softcap {softcap} must not be negative")
     out = torch.empty(tokens, num_q_heads, head_dim)
@@ -331,6 +334,7 @@ def paged_attention(
         scale,
         window,
         softcap,
+        0 if last_keys is None else last_keys.data_ptr(),
     )
     return out
 
