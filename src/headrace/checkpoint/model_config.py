@@ -16,6 +16,7 @@ from headrace.checkpoint.encoder_config import EncoderConfig, encoder_keys, read
 from headrace.checkpoint.families import ENCODERS
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.layer_types import LayerType, window_and_types
+from headrace.checkpoint.media_config import MediaConfig, read_media
 from headrace.checkpoint.rope_config import RopeConfig, full_and_sliding_rope
 from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generation_config
 from headrace.errors import ModelError
@@ -51,6 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: the `quantization_config` dict of the checkpoint, None if there is none.
     encoder: what only encoders have; None for a decoder. An encoder's `rms_norm_eps` is that of its LayerNorms, and `max_position_embeddings` is
     the longest text, without the rows of the table that no token uses.
+    media: its eyes, None without any; blind: why those that it has are not served.
     raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built.
     """
 
@@ -84,6 +86,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     quantization: dict[str, Any] | None = None
     encoder: EncoderConfig | None = None
+    media: MediaConfig | None = None
+    blind: str = ""
     raw: dict[str, Any] = {}
 
     def rope_for(self, layer: int) -> RopeConfig:
@@ -117,6 +121,7 @@ def parse_hf_config(
     origin: name of the source in error messages. Raises ModelError that names the invalid key.
     """
     generation = generation or {}
+    media, blind = read_media(config, origin)
     config = _text_config(config, origin)
     if config["model_type"] in ENCODERS:
         return _encoder(config, origin)
@@ -169,6 +174,8 @@ def parse_hf_config(
         pad_token_id=keys.token("pad_token_id"),
         sampling_defaults=from_generation_config(generation),
         quantization=keys.optional_object("quantization_config"),
+        media=media,
+        blind=blind,
         raw=config,
     )
 

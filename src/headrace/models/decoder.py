@@ -26,6 +26,7 @@ from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import Rotary
 from headrace.layers.weight import Placement, Weight, elsewhere
 from headrace.models import piecewise
+from headrace.models.media import MediaEncoder
 from headrace.models.piecewise import PiecewiseDecoder
 from headrace.models.spec import stage_layers
 
@@ -255,10 +256,14 @@ class Block:
 
 
 class DecoderLM:
-    """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights."""
+    """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights.
+
+    encoder: of a model that sees, set before weights are loaded.
+    """
 
     def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
         self._config = config
+        self.encoder: MediaEncoder | None = None
         self._fused: tuple[list[FusedDecoder], PagedKv] | None = None
         self.taps: tuple[int, ...] = ()
         self._tapped: list[torch.Tensor] = []
@@ -312,6 +317,8 @@ class DecoderLM:
         yield from _here(last, self._norm.weights("model.norm"))
         if self._head is not None:
             yield from _here(first, self._head.weights(""))
+        if self.encoder is not None:
+            yield from self.encoder.weights()
 
     def expert_counts(self) -> dict[int, ExpertCounts]:
         """See `CausalLM.expert_counts`."""
@@ -402,6 +409,8 @@ class DecoderLM:
     def fuse(self, attention: StepAttention) -> str:
         """See `CausalLM.fuse`."""
         self._fused = None
+        if self.encoder is not None:
+            self.encoder.fuse()
         for block in self._blocks:
             block.weights_changed()
         if self._pieces is not None:

@@ -26,26 +26,4 @@ def _unsupported(config: ModelConfig) -> list[str]:
     return ["bidirectional attention is not supported"] if config.raw.get("use_bidirectional_attention") else []
 
 
-# How transformers has spelled the text model inside multimodal checkpoints.
-_PREFIXES = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-
-
-def _rename(name: str) -> str:
-    for theirs, ours in _PREFIXES:
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
-
-
-SPEC = ModelSpec(
-    "gemma3",
-    ("gemma3_text",),
-    build,
-    unsupported=_unsupported,
-    renaming=lambda config: _rename,
-    ignored=("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
-)
+SPEC = ModelSpec("gemma3", ("gemma3_text",), build, unsupported=_unsupported)

@@ -1,0 +1,324 @@
+"""What a checkpoint with eyes says of them in `config.json`: `MediaConfig`, read from the parts around the text model's config.
+
+Owns the families that are served (`SERVED`), every spelling of their keys, and the reasons why a checkpoint is served without its eyes. The
+defaults are those of transformers. Reads no weights, and imports neither torch nor transformers.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.checkpoint.config_keys import ConfigKeys
+from headrace.errors import ModelError
+
+TowerName = Literal["clip", "siglip", "pixtral", "qwen2_vl", "qwen2_5_vl"]
+
+SERVED: dict[str, str] = {
+    "llava": "LLaVA 1.5, Pixtral and others with a CLIP, SigLIP or Pixtral tower",
+    "idefics3": "Idefics3",
+    "smolvlm": "SmolVLM, SmolVLM2 (images)",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "gemma3": "Gemma 3 from 4B on",
+    "mistral3": "Mistral Small 3.1 and later",
+}
+"""Families by the model type at the top of their config.json, with what people call them."""
+
+
+class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The tower: what encodes patches of an image.
+
+    num_layers: those that are computed. norm_eps: of its LayerNorms or RMSNorms. image_size: pixels of a side of the (largest) image; 0 = any.
+    patch_size: pixels of a side of a patch. temporal_patch_size: frames of a patch. merge_size: patches of a side that become one token.
+    window_size: pixels of a side of a window of attention, 0 = none; full_layers: those that attend to the whole image all the same.
+    rope_theta: of its rotary positions. out_size: elements of what it gives for each token, where it projects itself.
+    """
+
+    tower: TowerName
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    hidden_act: str
+    norm_eps: float
+    image_size: int = 0
+    patch_size: int
+    num_channels: int = 3
+    temporal_patch_size: int = 1
+    merge_size: int = 1
+    window_size: int = 0
+    full_layers: tuple[int, ...] = ()
+    rope_theta: float = 10000.0
+    out_size: int = 0
+
+
+class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The eyes of a model.
+
+    family: of `SERVED`. image_token_id: the token that stands for each row of an image in what the model reads. drops_first: the tower's first
+    token, which is of no patch, is dropped. projector_act: between the projector's layers. projector_bias: of its linear layers. shuffle: tokens of a
+    side that become one (Idefics3). mm_tokens: tokens of an image of Gemma 3. rope_sections: pairs of each head that turn by time, height and
+    width (M-RoPE); empty = positions are those of text. sees_ahead: tokens of an image see each other in both directions.
+    """
+
+    family: str
+    image_token_id: int
+    vision: VisionConfig
+    drops_first: bool = False
+    projector_act: str = "gelu"
+    projector_bias: bool = True
+    shuffle: int = 1
+    mm_tokens: int = 0
+    rope_sections: tuple[int, ...] = ()
+    sees_ahead: bool = False
+
+
+def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:
+    """The eyes of a whole config.json, and why they are not served; (None, "") of a model without any. Raises ModelError for invalid values."""
+    family = config.get("model_type")
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        return None, ""
+    if not isinstance(family, str) or family not in SERVED:
+        return None, f"images of model type {family!r:.80} are not served; those of these are: {', '.join(SERVED)}"
+    try:
+        return _READERS[family](_Keys(config, origin), _Keys(vision, f"{origin}: vision_config")), ""
+    except _NotServedError as reason:
+        return None, str(reason)
+
+
+class _NotServedError(Exception):
+    """The reason."""
+
+
+class _Keys(ConfigKeys):
+    """Keys of a part of the config whose defaults the caller gives."""
+
+    def __init__(self, config: dict[str, Any], origin: str) -> None:
+        super().__init__(config, origin, {})
+
+    def must_be(self, name: str, *served: object, default: object) -> None:
+        """Raises _NotServedError if a key has another value than these."""
+        value = self.config.get(name, default)
+        if value not in served:
+            known = " or ".join(repr(each) for each in served)
+            raise _NotServedError(f"{name} is {value!r:.80} in {self.origin}; only {known} is served")
+
+    def name(self, name: str, default: str) -> str:
+        """A key that is a name."""
+        value = self.config.get(name, default)
+        if not isinstance(value, str):
+            raise ModelError(f"{self.origin}: {name} is {value!r:.80}; expected a name")
+        return value
+
+
+def _image_token(keys: _Keys, default: int | None = None) -> int:
+    for name in ("image_token_id", "image_token_index"):
+        token_id = keys.token(name)
+        if token_id is not None:
+            return token_id
+    if default is None:
+        raise ModelError(f"{keys.origin}: image_token_id is missing")
+    return default
+
+
+def _numbers(keys: _Keys, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    value = keys.config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+        raise ModelError(f"{keys.origin}: {name} is {value!r:.80}; expected a list of integers")
+    return tuple(value)
+
+
+def _transformer(
+    keys: _Keys, tower: TowerName, *, act: str, eps: float, defaults: tuple[int, int, int, int, int, int], **more: Any
+) -> VisionConfig:
+    """defaults: hidden_size, intermediate_size, layers, heads, image_size, patch_size."""
+    hidden_size, inner, layers, heads, image_size, patch_size = defaults
+    hidden_size = keys.count("hidden_size", default=hidden_size)
+    heads = keys.count("num_attention_heads", default=heads)
+    if hidden_size % heads:
+        raise ModelError(f"{keys.origin}: {heads} heads cannot share a hidden_size of {hidden_size} evenly")
+    fields: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "num_layers": keys.count("num_hidden_layers", default=layers),
+        "num_heads": heads,
+        "head_dim": hidden_size // heads,
+        "intermediate_size": keys.count("intermediate_size", default=inner),
+        "hidden_act": keys.name("hidden_act", act),
+        "norm_eps": float(keys.config.get("layer_norm_eps", eps)),
+        "image_size": keys.count("image_size", default=image_size) if image_size else 0,
+        "patch_size": keys.count("patch_size", default=patch_size),
+        "num_channels": keys.count("num_channels", default=3),
+    }
+    return VisionConfig(tower=tower, **(fields | more))
+
+
+def _clip(keys: _Keys) -> VisionConfig:
+    return _transformer(keys, "clip", act="quick_gelu", eps=1e-5, defaults=(768, 3072, 12, 12, 224, 32))
+
+
+def _siglip(keys: _Keys) -> VisionConfig:
+    return _transformer(keys, "siglip", act="gelu_pytorch_tanh", eps=1e-6, defaults=(768, 3072, 12, 12, 224, 16))
+
+
+def _pixtral(keys: _Keys) -> VisionConfig:
+    rope = keys.config.get("rope_parameters") or {}
+    return _transformer(
+        keys,
+        "pixtral",
+        act="gelu",
+        eps=1e-5,
+        defaults=(1024, 4096, 24, 16, 1024, 16),
+        norm_eps=1e-5,
+        rope_theta=float(rope.get("rope_theta") or keys.config.get("rope_theta") or 10000.0),
+    )
+
+
+def _llava_tower(keys: _Keys, vision: _Keys) -> tuple[VisionConfig, bool]:
+    """The tower as far as it is computed, and whether its first token is dropped."""
+    kind = vision.name("model_type", "clip_vision_model")
+    towers = {"clip_vision_model": _clip, "siglip_vision_model": _siglip, "pixtral": _pixtral}
+    if kind not in towers:
+        raise _NotServedError(f"the vision tower {kind!r:.80} is not served; those of these are: {', '.join(towers)}")
+    tower = towers[kind](vision)
+    layer = keys.config.get("vision_feature_layer", -2 if keys.config.get("model_type") == "llava" else -1)
+    if not isinstance(layer, int):
+        raise _NotServedError("vision_feature_layer names several layers; only one is served")
+    # hidden_states[0] is what the first layer takes, and the last one is what the last layer gives.
+    num_layers = layer if layer >= 0 else tower.num_layers + 1 + layer
+    if not 0 <= num_layers <= tower.num_layers:
+        raise ModelError(f"{keys.origin}: vision_feature_layer is {layer}, but the tower has {tower.num_layers} layers")
+    strategy = keys.name("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise ModelError(f"{keys.origin}: vision_feature_select_strategy is {strategy!r:.80}; expected default or full")
+    drops = strategy == "default"
+    if kind == "pixtral":
+        drops = False
+        if strategy == "default" and keys.config.get("model_type") == "llava":
+            raise _NotServedError("the strategy 'default' drops a patch of a Pixtral tower; only 'full' is served")
+    return msgspec.structs.replace(tower, num_layers=num_layers), drops
+
+
+def _llava(keys: _Keys, vision: _Keys) -> MediaConfig:
+    tower, drops = _llava_tower(keys, vision)
+    return MediaConfig(
+        family="llava",
+        image_token_id=_image_token(keys, 32000),
+        vision=tower,
+        drops_first=drops,
+        projector_act=keys.name("projector_hidden_act", "gelu"),
+        projector_bias=bool(keys.config.get("multimodal_projector_bias", True)),
+    )
+
+
+def _mistral3(keys: _Keys, vision: _Keys) -> MediaConfig:
+    vision.must_be("model_type", "pixtral", default="pixtral")
+    tower, _ = _llava_tower(keys, vision)
+    return MediaConfig(
+        family="mistral3",
+        image_token_id=_image_token(keys, 10),
+        vision=msgspec.structs.replace(tower, merge_size=keys.count("spatial_merge_size", default=2)),
+        projector_act=keys.name("projector_hidden_act", "gelu"),
+        projector_bias=bool(keys.config.get("multimodal_projector_bias", False)),
+    )
+
+
+def _idefics3(keys: _Keys, vision: _Keys) -> MediaConfig:
+    tower = _transformer(vision, "siglip", act="gelu_pytorch_tanh", eps=1e-6, defaults=(1152, 3072, 12, 16, 224, 32))
+    return MediaConfig(
+        family=keys.config["model_type"],
+        image_token_id=_image_token(keys, 128257),
+        vision=tower,
+        projector_bias=False,
+        shuffle=keys.count("scale_factor", default=2),
+    )
+
+
+def _qwen2_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
+    size = vision.count("embed_dim", default=1280)
+    heads = vision.count("num_heads", default=16)
+    tower = VisionConfig(
+        tower="qwen2_vl",
+        hidden_size=size,
+        num_layers=vision.count("depth", default=32),
+        num_heads=heads,
+        head_dim=size // heads,
+        intermediate_size=int(size * float(vision.config.get("mlp_ratio", 4))),
+        hidden_act=vision.name("hidden_act", "quick_gelu"),
+        norm_eps=1e-6,
+        patch_size=vision.count("patch_size", default=14),
+        num_channels=vision.count("in_channels", default=3),
+        temporal_patch_size=vision.count("temporal_patch_size", default=2),
+        merge_size=vision.count("spatial_merge_size", default=2),
+        out_size=vision.count("hidden_size", default=3584),
+    )
+    return MediaConfig(
+        family="qwen2_vl", image_token_id=_image_token(keys, 151655), vision=tower, rope_sections=_sections(keys)
+    )
+
+
+def _qwen2_5_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
+    size = vision.count("hidden_size", default=1280)
+    heads = vision.count("num_heads", default=16)
+    tower = VisionConfig(
+        tower="qwen2_5_vl",
+        hidden_size=size,
+        num_layers=vision.count("depth", default=32),
+        num_heads=heads,
+        head_dim=size // heads,
+        intermediate_size=vision.count("intermediate_size", default=3420),
+        hidden_act=vision.name("hidden_act", "silu"),
+        norm_eps=1e-6,
+        patch_size=vision.count("patch_size", default=14),
+        num_channels=vision.count("in_channels", default=3),
+        temporal_patch_size=vision.count("temporal_patch_size", default=2),
+        merge_size=vision.count("spatial_merge_size", default=2),
+        window_size=vision.count("window_size", default=112),
+        full_layers=_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        out_size=vision.count("out_hidden_size", default=3584),
+    )
+    return MediaConfig(
+        family="qwen2_5_vl", image_token_id=_image_token(keys, 151655), vision=tower, rope_sections=_sections(keys)
+    )
+
+
+def _sections(keys: _Keys) -> tuple[int, ...]:
+    """Pairs of a head that turn by time, height and width."""
+    text = keys.config.get("text_config") or keys.config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections = tuple(rope.get("mrope_section") or ())
+    if len(sections) != 3 or not all(isinstance(each, int) and each >= 0 for each in sections):
+        raise ModelError(f"{keys.origin}: mrope_section is {list(sections)!r:.80}; expected three numbers")
+    return sections
+
+
+def _gemma3(keys: _Keys, vision: _Keys) -> MediaConfig:
+    vision.must_be("model_type", "siglip_vision_model", default="siglip_vision_model")
+    tower = _siglip(vision)
+    tokens = keys.count("mm_tokens_per_image", default=256)
+    side = tower.image_size // tower.patch_size
+    if int(tokens**0.5) ** 2 != tokens or side % int(tokens**0.5):
+        raise ModelError(
+            f"{keys.origin}: mm_tokens_per_image is {tokens}, which does not divide {side} x {side} patches"
+        )
+    return MediaConfig(
+        family="gemma3",
+        image_token_id=_image_token(keys, 262144),
+        vision=tower,
+        mm_tokens=tokens,
+        sees_ahead=True,
+    )
+
+
+_READERS = {
+    "llava": _llava,
+    "mistral3": _mistral3,
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "gemma3": _gemma3,
+}

@@ -1,0 +1,177 @@
+"""The layers of vision towers: attention in both directions within an image, and a feed-forward layer, each after a norm and with a residual.
+
+Owns the blocks. Differences between towers, among them the names of the tensors, are in `BlockOptions`. Runs in the thread that runs the model.
+
+Source: A. Dosovitskiy et al., "An Image is Worth 16x16 Words" (ViT, 2020).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace import kernels
+from headrace.checkpoint.media_config import VisionConfig
+from headrace.errors import ModelError
+from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
+from headrace.kernels.encoder import Activation, why_not
+from headrace.layers.linear import Linear
+from headrace.layers.norm import LayerNorm, RMSNorm
+from headrace.layers.weight import Placement, Weight
+
+_QUICK = 1.702
+"""Of the sigmoid form of gelu (D. Hendrycks and K. Gimpel, "Gaussian Error Linear Units", 2016)."""
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x sigmoid(1.702 x) of each element of [rows, size], by the kernel of silu, so that the bits depend on the element alone."""
+    scaled = torch.cat([x * _QUICK, x.new_full(x.shape, 1 / _QUICK)], dim=1)
+    return kernels.silu_mul(scaled)
+
+
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": kernels.gelu,
+    "gelu_pytorch_tanh": kernels.gelu_tanh,
+    "gelu_new": kernels.gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "relu": torch.relu,
+}
+_GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": kernels.gelu_mul,
+    "gelu_pytorch_tanh": kernels.gelu_tanh_mul,
+    "silu": kernels.silu_mul,
+}
+"""By the Hugging Face name; those of gated layers take what is activated, and the factor on it."""
+_FUSED: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+"""Those that the fused encoder has."""
+
+
+def activation(name: str, gated: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[rows, size] -> the same; gated: [rows, 2 * size] -> [rows, size]. Raises ModelError for one that is not known."""
+    known = _GATED if gated else _PLAIN
+    if name not in known:
+        raise ModelError(f"activation {name!r:.80} of the vision tower is not supported; known: {', '.join(known)}")
+    return known[name]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOptions:
+    """Differences between towers. Names are those of a layer's tensors.
+
+    qkv: the projections, or the one that stacks them. up: one name, or two of a gated layer, that which is activated first. rms: norms are RMSNorms.
+    bias: of all linear layers.
+    """
+
+    attention_norm: str
+    qkv: tuple[str, ...]
+    out: str
+    mlp_norm: str
+    up: tuple[str, ...]
+    down: str
+    rms: bool = False
+    bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PackedImages:
+    """Where the tokens of images that lie one after the other are.
+
+    row_starts: int32[num_images + 1] on the CPU; a token sees those between two of them. rope: cos, sin float32[tokens, head_dim / 2] by which q
+    and k are rotated, None = they are not. positions: int32[tokens], 0, 1, ...: the rows of `rope`.
+    """
+
+    row_starts: torch.Tensor
+    positions: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class VisionBlock:
+    """One layer."""
+
+    def __init__(self, config: VisionConfig, options: BlockOptions, placement: Placement) -> None:
+        size, width = config.hidden_size, config.num_heads * config.head_dim
+        outputs = dict.fromkeys(options.qkv, 3 * width // len(options.qkv))
+        self._qkv = Linear(size, outputs, placement, bias=options.bias)
+        self._out = Linear(width, {options.out: size}, placement, bias=options.bias)
+        self._up = Linear(size, dict.fromkeys(options.up, config.intermediate_size), placement, bias=options.bias)
+        self._down = Linear(config.intermediate_size, {options.down: size}, placement, bias=options.bias)
+        self._attention_norm, self._mlp_norm = (vision_norm(config, options.rms, placement) for _ in range(2))
+        self._activate = activation(config.hidden_act, gated=len(options.up) > 1)
+        self._options = options
+        self._config = config
+        self._fused: FusedEncoder | None = None
+
+    def __call__(self, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
+        """x [tokens, hidden_size], which it may overwrite -> the same shape."""
+        if self._fused is not None and images.rope is None:
+            return self._fused(x, images.positions, images.row_starts)
+        x = x + self._attend(self._attention_norm(x), images)
+        return x + self._down(self._activate(self._up(self._mlp_norm(x))))
+
+    def _attend(self, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
+        heads = self._config.num_heads
+        q, k, v = self._qkv(x).unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
+        if images.rope is not None:
+            kernels.rotary(q, k, images.positions, *images.rope)
+        rounded = kernels.rounds_attention(self._qkv.packed)
+        attended = kernels.packed_attention(q, k, v, images.row_starts, self._config.head_dim**-0.5, rounded=rounded)
+        return self._out(attended.flatten(1))
+
+    def fuse(self) -> str:
+        """See `MediaEncoder.fuse`; for the layer by itself, since work stops between layers."""
+        self._fused = None
+        config, options = self._config, self._options
+        if not isinstance(self._attention_norm, LayerNorm) or not isinstance(self._mlp_norm, LayerNorm):
+            return "its norms are RMSNorms"
+        if len(options.up) > 1 or config.hidden_act not in _FUSED:
+            return f"there is no kernel for {config.hidden_act}"
+        layer = EncoderLayerSpec(
+            qkv=self._qkv.packed,
+            out=self._out.packed,
+            up=self._up.packed,
+            down=self._down.packed,
+            attention_norm=self._attention_norm.parameters,
+            mlp_norm=self._mlp_norm.parameters,
+        )
+        spec = EncoderSpec(
+            layers=(layer,),
+            pre_norm=True,
+            final_norm=None,
+            eps=config.norm_eps,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            activation=_FUSED[config.hidden_act],
+            gated=False,
+        )
+        if reason := why_not(spec):
+            return reason
+        self._fused = FusedEncoder(spec)
+        return ""
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """The layer's tensors, under the tower's names."""
+        options = self._options
+        yield from self._attention_norm.weights(f"{prefix}{options.attention_norm}")
+        yield from self._qkv.weights(prefix)
+        yield from self._out.weights(prefix)
+        yield from self._mlp_norm.weights(f"{prefix}{options.mlp_norm}")
+        yield from self._up.weights(prefix)
+        yield from self._down.weights(prefix)
+
+
+def vision_norm(config: VisionConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:
+    """A norm over the tower's hidden states."""
+    if rms:
+        return RMSNorm(config.hidden_size, config.norm_eps, placement)
+    return LayerNorm(config.hidden_size, config.norm_eps, placement)
+
+
+def in_floats(placement: Placement) -> Placement:
+    """The placement of layers that stay in floats where others are quantised: what they read varies too much, or is too short."""
+    return replace(placement, quantization="none")

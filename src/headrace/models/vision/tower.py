@@ -1,0 +1,72 @@
+"""Layers over the patches of several images, packed one after the other without padding.
+
+Owns the order of the layers and where work stops between them. Does not own what is before the first layer and after the last one, which each
+family's file does. Runs in the thread that runs the model.
+"""
+
+from collections.abc import Generator, Iterator
+
+import torch
+
+from headrace.checkpoint.media_config import VisionConfig
+from headrace.layers.weight import Placement, Weight
+from headrace.models.vision.blocks import BlockOptions, PackedImages, VisionBlock
+
+
+class Tower:
+    """The layers of a config. layers: prefix of their tensors, before the number."""
+
+    def __init__(self, config: VisionConfig, options: BlockOptions, layers: str, placement: Placement) -> None:
+        self.config = config
+        self._layers = layers
+        self._blocks = [VisionBlock(config, options, placement) for _ in range(config.num_layers)]
+
+    @property
+    def num_slices(self) -> int:
+        """How many times `run` stops."""
+        return len(self._blocks)
+
+    def run(
+        self, x: torch.Tensor, images: PackedImages, windows: PackedImages | None = None
+    ) -> Generator[None, None, torch.Tensor]:
+        """All layers over x [tokens, hidden_size], which it may overwrite, stopping after each. Returns the same shape.
+
+        windows: what a token sees in layers that are not in the config's `full_layers`; None = all of its image.
+        """
+        for index, block in enumerate(self._blocks):
+            x = block(x, images if windows is None or index in self.config.full_layers else windows)
+            yield
+        return x
+
+    def fuse(self) -> str:
+        """See `MediaEncoder.fuse`."""
+        reasons = [block.fuse() for block in self._blocks]
+        return next((reason for reason in reasons if reason), "")
+
+    def weights(self) -> Iterator[Weight]:
+        """The layers' tensors."""
+        for index, block in enumerate(self._blocks):
+            yield from block.weights(f"{self._layers}.{index}.")
+
+
+def packed(
+    lengths: list[int], device: torch.device, rope: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> PackedImages:
+    """Images of so many tokens each; those without any are left out. rope: see `PackedImages`."""
+    starts = [0]
+    for length in lengths:
+        if length:
+            starts.append(starts[-1] + length)
+    positions = torch.arange(starts[-1], dtype=torch.int32, device=device)
+    return PackedImages(torch.tensor(starts, dtype=torch.int32), positions, rope)
+
+
+def axial_rope(
+    rows: torch.Tensor, columns: torch.Tensor, row_frequencies: torch.Tensor, column_frequencies: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, float32[tokens, head_dim / 2], of patches at these places: half of the pairs turn by the row, half by the column.
+
+    rows, columns: [tokens]. row_frequencies, column_frequencies: float32[head_dim / 4], radians for a patch.
+    """
+    angles = torch.cat([rows[:, None].float() * row_frequencies, columns[:, None].float() * column_frequencies], dim=1)
+    return angles.cos(), angles.sin()

@@ -1,0 +1,160 @@
+"""Random tiny models that see, by transformers, and their images as its processors make them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from model_harness import randomise
+
+from headrace.checkpoint.source import open_checkpoint
+from headrace.execution.load_weights import load_model
+from headrace.layers.weight import Placement
+from headrace.models.media import MediaEncoder, MediaInput
+from headrace.models.registry import model_class_for
+
+IMAGE = 7
+"""The image token of all of them."""
+VOCAB_SIZE = 131
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """config: of the whole model. sizes: of three images, in patches: tiles, rows, columns. features: transformers' rows of each image."""
+
+    config: Callable[[], Any]
+    sizes: tuple[tuple[int, int, int], ...]
+    features: Callable[[Any, list[MediaInput]], list[torch.Tensor]]
+    patches: bool = False
+
+
+def _config(kind: str, text: Any, vision: Any, **changes: Any) -> Any:
+    return transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision, **changes)
+
+
+def _llama(**changes: Any) -> Any:
+    return transformers.LlamaConfig(**(_TEXT | changes))
+
+
+def _llava(vision: Any, **changes: Any) -> Any:
+    return _config("llava", _llama(), vision, image_token_index=IMAGE, **changes)
+
+
+def _rows(features: Any) -> torch.Tensor:
+    """The rows of all images, of what get_image_features gives."""
+    found = features.pooler_output
+    return torch.cat(list(found)) if isinstance(found, list | tuple) else found.flatten(0, -2)
+
+
+def _one_by_one(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
+    return [_rows(model.get_image_features(pixel_values=item.values)) for item in items]
+
+
+def _with_sizes(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
+    return [
+        _rows(model.get_image_features(pixel_values=item.values, image_sizes=torch.tensor([item.values.shape[-2:]])))
+        for item in items
+    ]
+
+
+FAMILIES: dict[str, Family] = {
+    "llava clip": Family(
+        lambda: _llava(transformers.CLIPVisionConfig(image_size=16, **_VISION)), ((1, 4, 4),) * 3, _one_by_one
+    ),
+    "llava clip full": Family(
+        lambda: _llava(
+            transformers.CLIPVisionConfig(image_size=16, **_VISION),
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
+        ((1, 4, 4),) * 3,
+        _one_by_one,
+    ),
+    "llava siglip": Family(
+        lambda: _llava(
+            transformers.SiglipVisionConfig(image_size=20, **_VISION),
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
+        ((1, 5, 5),) * 3,
+        _one_by_one,
+    ),
+    "llava pixtral": Family(
+        lambda: _llava(
+            transformers.PixtralVisionConfig(image_size=64, **_VISION),
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
+        ((1, 3, 5), (1, 4, 4), (1, 6, 2)),
+        _with_sizes,
+    ),
+    "mistral3": Family(
+        lambda: _config(
+            "mistral3",
+            transformers.MistralConfig(**(_TEXT | {"sliding_window": None})),
+            transformers.PixtralVisionConfig(image_size=64, **_VISION),
+            image_token_index=IMAGE,
+            spatial_merge_size=2,
+        ),
+        ((1, 4, 6), (1, 4, 2), (1, 6, 4)),
+        _with_sizes,
+    ),
+}
+
+
+def save_seeing(name: str, folder: Path) -> Any:
+    """Save a random model of a family in `folder`; returns the transformers model."""
+    model = transformers.AutoModelForImageTextToText.from_config(
+        FAMILIES[name].config(), attn_implementation="eager", dtype=torch.float32
+    )
+    randomise(model)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def images(name: str) -> list[MediaInput]:
+    """Three random images of a family."""
+    family, generator = FAMILIES[name], torch.Generator().manual_seed(5)
+    patch = 4
+    made = []
+    for tiles, rows, columns in family.sizes:
+        if family.patches:
+            values = torch.randn(tiles * rows * columns, 3 * 2 * patch * patch, generator=generator)
+            made.append(MediaInput(values, (tiles, rows, columns)))
+        else:
+            values = torch.randn(tiles, 3, rows * patch, columns * patch, generator=generator)
+            made.append(MediaInput(values))
+    return made
+
+
+def open_encoder(folder: Path, dtype: torch.dtype = torch.float32, quantization: Any = "none") -> MediaEncoder:
+    """The encoder of the checkpoint in `folder`."""
+    checkpoint = open_checkpoint(folder)
+    placement = Placement(torch.device("cpu"), dtype, 256, quantization)
+    model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
+    encoder = model.encoder
+    assert encoder is not None
+    return encoder
