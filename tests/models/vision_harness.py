@@ -80,6 +80,26 @@ def _with_sizes(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
     ]
 
 
+def _tiles(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
+    return [_rows(model.model.get_image_features(pixel_values=item.values[None])) for item in items]
+
+
+def _qwen(kind: str, **vision: Any) -> Any:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {name: value for name, value in _TEXT.items() if name not in ("head_dim", "tie_word_embeddings")}
+    text |= {"hidden_size": 64, "rope_parameters": rope}
+    vision |= {"depth": 3, "num_heads": 2, "patch_size": 4}
+    out = "out_hidden_size" if kind == "qwen2_5_vl" else "hidden_size"
+    return _config(kind, text, vision | {out: 64}, image_token_id=IMAGE, vision_start_token_id=8, video_token_id=9)
+
+
+def _grids(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
+    return [
+        _rows(model.get_image_features(pixel_values=item.values, image_grid_thw=torch.tensor([item.grid])))
+        for item in items
+    ]
+
+
 FAMILIES: dict[str, Family] = {
     "llava clip": Family(
         lambda: _llava(transformers.CLIPVisionConfig(image_size=16, **_VISION)), ((1, 4, 4),) * 3, _one_by_one
@@ -110,6 +130,57 @@ FAMILIES: dict[str, Family] = {
         ),
         ((1, 3, 5), (1, 4, 4), (1, 6, 2)),
         _with_sizes,
+    ),
+    "idefics3": Family(
+        lambda: _config(
+            "idefics3",
+            _llama(),
+            {"image_size": 32, **_VISION},
+            image_token_id=IMAGE,
+            scale_factor=4,
+        ),
+        ((5, 8, 8), (1, 8, 8), (3, 8, 8)),
+        _tiles,
+    ),
+    "smolvlm": Family(
+        lambda: _config("smolvlm", _llama(), {"image_size": 24, **_VISION}, image_token_id=IMAGE, scale_factor=3),
+        ((3, 6, 6), (1, 6, 6), (2, 6, 6)),
+        _tiles,
+    ),
+    "idefics3 27": Family(
+        lambda: _config("idefics3", _llama(), {"image_size": 108, **_VISION}, image_token_id=IMAGE, scale_factor=3),
+        ((1, 27, 27), (1, 27, 27), (2, 27, 27)),
+        _tiles,
+    ),
+    "qwen2_vl": Family(
+        lambda: _qwen("qwen2_vl", embed_dim=32, mlp_ratio=2),
+        ((1, 4, 6), (1, 2, 2), (1, 8, 4)),
+        _grids,
+        patches=True,
+    ),
+    "qwen2_5_vl": Family(
+        lambda: _qwen(
+            "qwen2_5_vl",
+            hidden_size=32,
+            intermediate_size=56,
+            out_hidden_size=48,
+            window_size=16,
+            fullatt_block_indexes=[1],
+        ),
+        ((1, 6, 10), (1, 2, 2), (1, 8, 4)),
+        _grids,
+        patches=True,
+    ),
+    "gemma3": Family(
+        lambda: _config(
+            "gemma3",
+            transformers.Gemma3TextConfig(**(_TEXT | {"sliding_window": 24, "num_hidden_layers": 7})),
+            transformers.SiglipVisionConfig(image_size=24, vision_use_head=False, **_VISION),
+            image_token_index=IMAGE,
+            mm_tokens_per_image=9,
+        ),
+        ((1, 6, 6),) * 3,
+        _one_by_one,
     ),
     "mistral3": Family(
         lambda: _config(

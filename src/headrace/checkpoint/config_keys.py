@@ -26,6 +26,18 @@ _COMMON: dict[str, Any] = {
     "mlp_bias": False,
 }
 _QWEN: dict[str, Any] = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
+_QWEN_VL: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "attention_bias": True,
+}
 _QWEN_MOE: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -75,6 +87,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     "qwen2": _QWEN | {"num_key_value_heads": 32, "attention_bias": True},
+    "qwen2_vl_text": _QWEN_VL,
+    "qwen2_5_vl_text": _QWEN_VL,
     "qwen3": _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
     "qwen2_moe": _QWEN_MOE
     | {

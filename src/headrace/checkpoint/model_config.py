@@ -23,6 +23,11 @@ from headrace.errors import ModelError
 
 _MAX_HEAD_DIM = 4096
 
+_TIED = {"gemma3": True, "mistral3": True, "idefics3": False, "smolvlm": False}
+"""Models around a text model that say for themselves whether its output projection is its embedding, and what they say if they do not."""
+_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Models that see whose older configs have the text model's keys beside their own, with the type of the text model."""
+
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Mixture of experts. Layer i is sparse when it is not in `mlp_only_layers` and (i + 1) % decoder_sparse_step == 0."""
@@ -228,11 +233,16 @@ def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
         if "tie_word_embeddings" in config and "tie_word_embeddings" not in inner:
             outer["tie_word_embeddings"] = config["tie_word_embeddings"]
         flat = outer | inner
+        kind = config.get("model_type")
+        if isinstance(kind, str) and kind in _TIED:
+            flat["tie_word_embeddings"] = config.get("tie_word_embeddings", _TIED[kind])
+        elif config.get("tie_word_embeddings") is True:
+            flat["tie_word_embeddings"] = True
         flat.setdefault("model_type", f"{config.get('model_type', '')}_text")
         return flat
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{origin}: model_type is missing; it names the architecture")
-    return dict(config)
+    return config | {"model_type": _FLAT.get(config["model_type"], config["model_type"])}
 
 
 def _moe(keys: ConfigKeys) -> MoeConfig | None:

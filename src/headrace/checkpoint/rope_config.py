@@ -46,7 +46,7 @@ def full_and_sliding_rope(keys: ConfigKeys) -> tuple[RopeConfig, RopeConfig | No
 
 def one_rope(keys: ConfigKeys, parameters: dict[str, Any], theta: float) -> RopeConfig:
     """Normalise one rope dict. theta: where it names none."""
-    parameters = {key: value for key, value in parameters.items() if value is not None}
+    parameters = {key: value for key, value in parameters.items() if value is not None and key != "mrope_section"}
     kind = _rope_type(keys, parameters)
     if keys.is_foreign:
         parameters = {key: value for key, value in parameters.items() if _is_numeric(value)}
@@ -75,6 +75,8 @@ def _rope_type(keys: ConfigKeys, parameters: dict[str, Any]) -> RopeType:
     parameters.pop("type", None)
     if kind == "su":
         return "longrope"
+    if kind == "mrope":  # of text it is the default; `MediaConfig.rope_sections` has what it means for images
+        return "default"
     if kind in ROPE_TYPES:
         return cast(RopeType, kind)
     if keys.is_foreign:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v."""
+"""Qwen2 and Qwen2.5, also in Qwen2-VL and Qwen2.5-VL: Llama with biases on q, k and v."""
 
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.weight import Placement
@@ -11,4 +11,4 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
     return DecoderLM(config, BlockOptions(qkv_bias=True), placement)
 
 
-SPEC = ModelSpec("qwen2", ("qwen2",), build)
+SPEC = ModelSpec("qwen2", ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), build)

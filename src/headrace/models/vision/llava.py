@@ -15,7 +15,7 @@ from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaInput, Slices
 from headrace.models.vision.blocks import BlockOptions, activation, in_floats
-from headrace.models.vision.patches import Patches, Table, patches_of
+from headrace.models.vision.patches import Table, patch_layer, patches_of
 from headrace.models.vision.tower import Tower, axial_rope, packed
 
 _CLIP = BlockOptions(
@@ -54,11 +54,11 @@ class ClipEyes:
         self._config = config
         self._prefix = prefix
         self._placement = placement
-        self._side = config.image_size // config.patch_size
+        self.side = config.image_size // config.patch_size
         self._is_clip = config.tower == "clip"
         kernel = (config.num_channels, config.patch_size, config.patch_size)
-        self._patches = Patches(kernel, config.hidden_size, placement, bias=not self._is_clip)
-        self._positions = Table((self._side**2 + self._is_clip, config.hidden_size), placement)
+        self._patches = patch_layer(kernel, config.hidden_size, placement, bias=not self._is_clip)
+        self._positions = Table((self.side**2 + self._is_clip, config.hidden_size), placement)
         self._first = Table((config.hidden_size,), placement) if self._is_clip else None
         self._norm = LayerNorm(config.hidden_size, config.norm_eps, placement) if self._is_clip else None
         self.tower = Tower(config, SIGLIP, f"{prefix}encoder.layers", placement)
@@ -96,7 +96,7 @@ class ClipEyes:
         embeddings = f"{self._prefix}embeddings."
         if self._first is not None:
             yield from self._first.weights(f"{embeddings}class_embedding")
-        yield from self._patches.weights(f"{embeddings}patch_embedding")
+        yield from self._patches.weights(f"{embeddings}patch_embedding.weight", f"{embeddings}patch_embedding.bias")
         yield from self._positions.weights(f"{embeddings}position_embedding.weight")
         if self._norm is not None:
             yield from self._norm.weights(f"{self._prefix}pre_layrnorm")
@@ -113,7 +113,7 @@ class PixtralEyes:
         self._config = config
         self._placement = placement
         kernel = (config.num_channels, config.patch_size, config.patch_size)
-        self._patches = Patches(kernel, config.hidden_size, placement, bias=False)
+        self._patches = patch_layer(kernel, config.hidden_size, placement, bias=False)
         self._norm = RMSNorm(config.hidden_size, config.norm_eps, placement)
         self.tower = Tower(config, _PIXTRAL, f"{_PREFIX}transformer.layers", placement)
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
@@ -132,7 +132,7 @@ class PixtralEyes:
 
     def weights(self) -> Iterator[Weight]:
         """The tower's tensors."""
-        yield from self._patches.weights(f"{_PREFIX}patch_conv")
+        yield from self._patches.weights(f"{_PREFIX}patch_conv.weight")
         yield from self._norm.weights(f"{_PREFIX}ln_pre")
         yield from self.tower.weights()
 

@@ -1,9 +1,11 @@
 """From pixels to what the first layer of a tower takes: patches, a linear layer over each, and tables of positions.
 
-Owns `Patches` and `Table`. A convolution whose stride is its size is a product over the pixels of each patch. Runs in the thread that runs the model.
+Owns `ReshapedLinear` and `Table`. A convolution whose stride is its size is a product over the pixels of each patch. Runs in the thread that runs
+the model.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,42 +24,47 @@ def patches_of(pixels: torch.Tensor, size: int) -> torch.Tensor:
     return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
-class Patches:
-    """A linear layer over the values of a patch, whose matrix a checkpoint has in the shape of a convolution.
+class ReshapedLinear:
+    """A linear layer whose matrix a checkpoint has in another shape. It is not quantised.
 
-    kernel: the shape of a patch in the checkpoint: channels, then sizes.
+    stored: its shape in the checkpoint. to_matrix: makes [outputs, inputs] of it; from_matrix: the reverse.
     """
 
-    def __init__(self, kernel: tuple[int, ...], hidden_size: int, placement: Placement, *, bias: bool) -> None:
-        self._kernel = kernel
-        self._size = hidden_size
-        in_size = 1
-        for each in kernel:
-            in_size *= each
-        self._linear = Linear(in_size, {"": hidden_size}, in_floats(placement), bias=bias)
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        stored: tuple[int, ...],
+        to_matrix: Callable[[torch.Tensor], torch.Tensor],
+        from_matrix: Callable[[torch.Tensor], torch.Tensor],
+        placement: Placement,
+        *,
+        bias: bool = False,
+    ) -> None:
+        self._linear = Linear(in_size, {"": out_size}, in_floats(placement), bias=bias)
+        self._stored = stored
+        self._to_matrix, self._from_matrix = to_matrix, from_matrix
 
-    def __call__(self, patches: torch.Tensor) -> torch.Tensor:
-        """[patches, values of a patch] -> [patches, hidden_size]."""
-        return self._linear(patches)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in_size] -> [rows, out_size]."""
+        return self._linear(x)
 
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        """`<prefix>.weight`, `<prefix>.bias`."""
-        for weight in self._linear.weights(""):
-            name = f"{prefix}{weight.name}"
-            if weight.part != ".weight":
-                yield replace(weight, name=name)
-                continue
-            shape = (self._size, *self._kernel)
-            yield replace(
-                weight,
-                name=name,
-                shape=shape,
-                load=partial(_load_flat, weight),
-                read=partial(_read_shaped, weight, shape),
-                layer=None,
-                keepers=(self,),
-                own=(),
-            )
+    def weights(self, weight: str, bias: str = "") -> Iterator[Weight]:
+        """Tensors of these names; bias: where there is one."""
+        for inner in self._linear.weights(""):
+            if inner.part == ".bias":
+                yield replace(inner, name=bias, keepers=(self,))
+            else:
+                yield replace(
+                    inner,
+                    name=weight,
+                    shape=self._stored,
+                    load=partial(self._load, inner),
+                    read=partial(self._read, inner),
+                    layer=None,
+                    keepers=(self,),
+                    own=(),
+                )
 
     def kept(self) -> Kept:
         """See `Keeper`."""
@@ -69,19 +76,31 @@ class Patches:
 
     def staged(self, parts: Parts) -> Kept:
         """See `Keeper`."""
-        flat = {}
+        matrices: dict[str, torch.Tensor] = {}
         for name, part in parts.items():
-            assert isinstance(part, torch.Tensor), "a patch embedding is not quantised"
-            flat[name] = part.flatten(1) if part.dim() > 1 else part
-        return self._linear.staged(flat)
+            assert isinstance(part, torch.Tensor), "a layer that is not quantised"
+            matrices[name] = self._to_matrix(part) if name == ".weight" else part
+        return self._linear.staged(matrices)
+
+    def _load(self, inner: Weight, tensor: torch.Tensor) -> None:
+        inner.load(self._to_matrix(tensor))
+
+    def _read(self, inner: Weight) -> torch.Tensor:
+        return self._from_matrix(inner.read())
 
 
-def _load_flat(weight: Weight, tensor: torch.Tensor) -> None:
-    weight.load(tensor.flatten(1))
-
-
-def _read_shaped(weight: Weight, shape: tuple[int, ...]) -> torch.Tensor:
-    return weight.read().view(shape)
+def patch_layer(kernel: tuple[int, ...], hidden_size: int, placement: Placement, *, bias: bool) -> ReshapedLinear:
+    """A linear layer over the values of a patch, whose matrix a checkpoint has in the shape of a convolution. kernel: of a patch: channels, sizes."""
+    stored = (hidden_size, *kernel)
+    return ReshapedLinear(
+        math.prod(kernel),
+        hidden_size,
+        stored,
+        lambda tensor: tensor.flatten(1),
+        lambda matrix: matrix.reshape(stored),
+        placement,
+        bias=bias,
+    )
 
 
 class Table:
