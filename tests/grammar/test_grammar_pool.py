@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from headrace.checkpoint.names import resolve_model
+from headrace.child_pool.child_side import MIB
+from headrace.child_pool.pool import child_environment
 from headrace.errors import ExecutionError
 from headrace.grammar import compile_pool
-from headrace.grammar.compile_child import MIB, Passed, Refused, try_grammar
-from headrace.grammar.compile_pool import CompilePool, child_environment
+from headrace.grammar.compile_child import Passed, Refused, try_grammar
+from headrace.grammar.compile_pool import CompilePool
 from headrace.grammar.matcher import MatcherTokens
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from headrace.child_pool.child_side import MIB
 from headrace.errors import ConfigError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import give_back_free_memory
-from headrace.grammar.compile_child import MIB, STACK_BYTES, Refused
+from headrace.grammar.compile_child import STACK_BYTES, Refused
 from headrace.grammar.compile_pool import PROGRAM, CompilePool
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.source import explain

@@ -1,0 +1,87 @@
+"""What a child of a pool does around its work: it ends with its parent, says nothing, and keeps to its limit of memory.
+
+Owns the child's main thread. Does not own the work: `run` is given a function that serves the socket. Runs in the child.
+"""
+
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.child_pool.frames import Frames
+
+MIB = 1 << 20
+
+_NICE = 10
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The first answer of a child: it can work."""
+
+
+def run(serve: Callable[[Frames], None], stack_bytes: int, name: str) -> None:
+    """Serve the socket that is stdin in a thread, until that returns or the parent ends. Never returns.
+
+    stack_bytes: of the thread. name: of the thread.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its parent tells it when to end
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = socket.socket(fileno=0)
+    parent_pid = os.getppid()
+    threading.stack_size(stack_bytes)
+    threading.Thread(target=_serve_and_exit, args=(serve, Frames(connection)), name=name, daemon=True).start()
+    _wait_for_end(connection.fileno(), parent_pid)
+    os._exit(0)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """From now on the process may allocate so much more than it has."""
+    limit_bytes = _memory_pages(0) * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+
+
+def say_no_more() -> None:
+    """From now on what libraries print, such as the words of a panic, could hold words of a request."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def resident_bytes() -> int:
+    """Memory that the process occupies."""
+    return _memory_pages(1) * resource.getpagesize()
+
+
+def _serve_and_exit(serve: Callable[[Frames], None], frames: Frames) -> None:
+    """The whole process ends with its thread, whatever ends that."""
+    try:
+        serve(frames)
+    except (EOFError, ConnectionError):
+        pass
+    except BaseException:
+        traceback.print_exc()  # unread once there are requests
+    finally:
+        os._exit(1)
+
+
+def _wait_for_end(fd: int, parent_pid: int) -> None:
+    """Until the parent has closed its end of the socket, or has ended."""
+    poll = select.poll()
+    poll.register(fd, 0)  # reports only that the other side is closed
+    # A program that forks holds copies of the parent's end, so the parent's pid is looked at as well.
+    while os.getppid() == parent_pid and not poll.poll(1000):
+        pass
+
+
+def _memory_pages(field: int) -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[field])

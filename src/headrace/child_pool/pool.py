@@ -1,0 +1,244 @@
+"""The parent's side of a pool of child processes, with limits of time and memory.
+
+Owns the children: they are started when first needed, kept, replaced when they had to be killed or have grown, and ended by `close`. Does not
+know what is asked and answered. Called from several threads; a call holds one child for as long as it takes.
+"""
+
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import psutil
+
+from headrace.child_pool.child_side import MIB, Ready
+from headrace.child_pool.frames import Frames
+from headrace.errors import ExecutionError
+from headrace.log import get_logger
+
+logger = get_logger(__name__)
+
+START_LIMIT_S = 60.0
+"""How long a child may take to start, its imports included."""
+
+PATIENCE = 6
+"""Work may take this many times its limit of processor time if the machine has other things to do."""
+
+MAX_LEFT_BYTES = 256 * MIB
+"""A child that keeps more than this after its work is replaced."""
+
+_ENVIRONMENT = frozenset({
+    "PATH", "HOME", "TMPDIR", "TZ", "LANG", "LC_ALL", "LC_CTYPE", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME",
+    "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "ASAN_OPTIONS", "UBSAN_OPTIONS",
+})  # fmt: skip
+"""The variables that a child gets, of those there are."""
+
+_SINGLE_THREADED = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}
+
+_READY = msgspec.msgpack.Decoder(Ready)
+
+
+class Answer(Protocol):
+    """What a child answers. left_bytes: by how much the child has grown since it was ready."""
+
+    @property
+    def left_bytes(self) -> int: ...
+
+
+A = TypeVar("A", bound=Answer)
+
+
+class ChildLostError(Exception):
+    """The child ended during its work, most likely since that took too much memory or stack."""
+
+
+class ChildLateError(Exception):
+    """The work took longer than its limit, and the child was ended."""
+
+
+class ChildProcess(Generic[A]):
+    """One child process, for one thread at a time.
+
+    purpose: what it is for, as the end of "a process to ...". program: what it runs. setup: what it is told first. answers: decodes what it says.
+    """
+
+    def __init__(
+        self, purpose: str, program: Sequence[str], setup: msgspec.Raw, answers: msgspec.msgpack.Decoder[A]
+    ) -> None:
+        """Start it and wait until it can work. Raises ExecutionError."""
+        ours, its = socket.socketpair()
+        self._frames = Frames(ours)
+        self._answers = answers
+        self._asking = threading.Lock()
+        with its:
+            try:
+                self._popen = subprocess.Popen(
+                    program,
+                    stdin=its.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=child_environment(os.environ),
+                )
+            except OSError as error:
+                self._frames.close()
+                raise ExecutionError(f"no process to {purpose} could be started: {error.strerror}") from None
+        try:
+            self._frames.send(setup, START_LIMIT_S)
+            self._frames.receive(_READY, START_LIMIT_S)
+        except (EOFError, OSError, msgspec.DecodeError):
+            raise ExecutionError(
+                f"a process to {purpose} did not start within {START_LIMIT_S:g} s (exit code {self.end()})"
+            ) from None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._popen.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself."""
+        return self._popen.poll() is not None
+
+    def ask(self, question: msgspec.Struct, limit_s: float) -> A:
+        """Raises TimeoutError or EOFError; the child is of no use then. limit_s: of processor time, so that a busy machine refuses nothing."""
+        with self._asking:
+            before_s, give_up_s = self._processor_s(), time.monotonic() + PATIENCE * limit_s
+            try:
+                self._frames.send(question, limit_s)
+            except ConnectionError:
+                raise EOFError("the child is gone") from None
+            while not self._frames.wait(limit_s / 10):
+                if self._processor_s() - before_s >= limit_s or time.monotonic() >= give_up_s:
+                    raise TimeoutError
+            return self._frames.receive(self._answers, limit_s)
+
+    def end(self) -> int:
+        """Kill it, unless it has ended, and wait for its end. Returns its exit code. Idempotent, from any thread."""
+        self._popen.kill()
+        code = self._popen.wait()
+        with self._asking:  # a thread that waits for its answer finds that the child is gone
+            self._frames.close()
+        return code
+
+    def _processor_s(self) -> float:
+        """Seconds of processor time that the child has taken; 0 if it is gone."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return float(times.user + times.system)
+
+
+class ChildPool(Generic[A]):
+    """Asks children. limit_s: processor time for one answer. max_left_bytes: see `MAX_LEFT_BYTES`. The rest: see `ChildProcess`."""
+
+    def __init__(
+        self,
+        purpose: str,
+        program: Sequence[str],
+        setup: msgspec.Struct,
+        answers: msgspec.msgpack.Decoder[A],
+        *,
+        num_children: int,
+        limit_s: float,
+        max_left_bytes: int = MAX_LEFT_BYTES,
+    ) -> None:
+        self._purpose = purpose
+        self._program = program
+        # Once for all children, because it takes the other threads' time.
+        self._setup = msgspec.Raw(msgspec.msgpack.encode(setup))
+        self._answers = answers
+        self._limit_s = limit_s
+        self._max_left_bytes = max_left_bytes
+        self._lock = threading.Lock()
+        self._living: set[ChildProcess[A]] = set()
+        self._closed = False
+        self.num_killed = 0
+        # The child that was used last is used first; None is one that is yet to be started.
+        self._free: queue.LifoQueue[ChildProcess[A] | None] = queue.LifoQueue()
+        for _ in range(num_children):
+            self._free.put(None)
+
+    def ask(self, question: msgspec.Struct) -> A:
+        """Waits for a free child, and for its answer. Raises ChildLateError, ChildLostError, or ExecutionError if there is no child to ask."""
+        child = self._free.get()
+        try:
+            child = self._fresh(child)
+            answer = self._ask(child, question)
+            if answer.left_bytes > self._max_left_bytes:
+                logger.info("a process to %s has grown by %d MiB: replaced", self._purpose, answer.left_bytes // MIB)
+                self._end(child)
+            return answer
+        finally:
+            self._free.put(child if child in self._living else None)
+
+    def close(self) -> None:
+        """End the children. What is being asked fails with ExecutionError."""
+        with self._lock:
+            self._closed = True
+            living = list(self._living)
+        for child in living:
+            self._end(child)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the children."""
+        with self._lock:
+            return [child.pid for child in self._living]
+
+    def _fresh(self, child: ChildProcess[A] | None) -> ChildProcess[A]:
+        """The child, or a new one if there is none or somebody else ended it."""
+        if self._closed:
+            raise _stopping()
+        if child is not None:
+            if not child.has_ended:
+                return child
+            self._end(child)
+        child = ChildProcess(self._purpose, self._program, self._setup, self._answers)
+        with self._lock:
+            self._living.add(child)
+            closed = self._closed
+        if closed:
+            self._end(child)
+            raise _stopping()
+        return child
+
+    def _ask(self, child: ChildProcess[A], question: msgspec.Struct) -> A:
+        lost: type[ChildLateError] | type[ChildLostError]
+        try:
+            return child.ask(question, self._limit_s)
+        except TimeoutError:
+            lost, what = ChildLateError, f"took longer than {self._limit_s:g} s"
+        except EOFError:
+            lost, what = ChildLostError, "has ended"
+        self._end(child)
+        if self._closed:
+            raise _stopping()
+        with self._lock:
+            self.num_killed += 1
+        logger.warning("a process to %s %s, and is replaced", self._purpose, what)
+        raise lost
+
+    def _end(self, child: ChildProcess[A]) -> None:
+        child.end()
+        with self._lock:
+            self._living.discard(child)
+
+
+def _stopping() -> ExecutionError:
+    return ExecutionError("the server is stopping")
+
+
+def child_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Those of `own` that a child gets: nothing that may be a secret. Its libraries use one thread."""
+    return {name: value for name, value in own.items() if name in _ENVIRONMENT} | _SINGLE_THREADED
