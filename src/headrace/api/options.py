@@ -144,6 +144,14 @@ class ServerOptions(TypedDict, total=False):
     max_total_tokens: int | None
     max_running_requests: int | None
     max_inputs: int
+    max_images: int
+    max_image_bytes: int
+    max_image_patches: int
+    allowed_media_domains: str
+    allowed_local_media_path: str | None
+    image_processes: int
+    image_cache_bytes: int
+    encoder_cache_bytes: int
     max_queued_requests: int
     chunked_prefill_size: int | None
     max_prefill_tokens: int

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
 
 def check_combinations(args: "ServerArgs") -> None:
     """Raises ConfigError that names the options."""
+    if args.tokenizer_worker_num > 1 and args.max_stored_responses:
+        raise ConfigError(
+            "--max-stored-responses cannot be combined with --tokenizer-worker-num above 1: each worker would keep its own"
+        )
     if args.cuda_graph_bs and args.cuda_graph_max_bs is not None:
         raise ConfigError("--cuda-graph-bs lists all sizes; leave --cuda-graph-max-bs out")
     if args.cuda_graph_bs and args.disable_cuda_graph:

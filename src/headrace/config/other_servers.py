@@ -93,7 +93,7 @@ _NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; c
 _NUMA = "--numa-bind deals the ranks to the NUMA nodes in their order, and gives each the cores of its node"
 _ONE_MACHINE = "replicas run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
-_NO_IMAGES = "images and other media are not supported"
+_IMAGES = "--max-images, --max-image-bytes and --image-cache-bytes bound images; see docs/images.md"
 _NO_OFFLOAD = "weights and KV cache stay on the device"
 _DRAFTS = "guesses follow each other in one line, --speculative-num-draft-tokens at most (docs/speculation.md)"
 _OWN_WINDOW = "the n-grams that are looked up have 2 to 4 tokens (docs/speculation.md)"
@@ -344,8 +344,8 @@ TABLE: tuple[Entry, ...] = (
     ),
     _refused(
         BOTH,
-        "--limit-mm-per-prompt --mm- --enable-multimodal --allowed-local-media-path --disable-mm-preprocessor-cache",
-        _NO_IMAGES,
+        "--limit-mm-per-prompt --mm- --disable-mm-preprocessor-cache",
+        _IMAGES,
         is_prefix=True,
     ),
     _refused(SGLANG, "--mamba- --max-mamba-cache-size", "models with Mamba layers are not supported", is_prefix=True),
@@ -426,11 +426,12 @@ TABLE: tuple[Entry, ...] = (
     ),
     _refused(
         BOTH,
-        "--media-io-kwargs --interleave-mm-strings --enable-mm-embeds --skip-mm-profiling --video-pruning-rate --encoder- "
+        "--media-io-kwargs --interleave-mm-strings --enable-mm-embeds --skip-mm-profiling --video-pruning-rate --encoder-only --encoder-transfer-backend --encoder-urls "
         "--language-only --language-model-only --default-mm-loras",
-        _NO_IMAGES,
+        "images are decoded and encoded by the server itself, as docs/images.md says",
         is_prefix=True,
     ),
+    _already(SGLANG, "--enable-multimodal", "models that see need no option"),
     _refused(VLLM, "--guided-decoding-disable-", "see --grammar-backend", is_prefix=True),
     _refused(
         VLLM,

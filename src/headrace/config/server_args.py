@@ -3,29 +3,25 @@
 `ServerArgs` holds the options as given; `config.resolve` combines it with the model and the device into a `Config`.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
-from headrace.config.bounds import LONGEST_S, Bounds, check_option
+from headrace.config import media_options
+from headrace.config.bounds import Bounds, check_option
 from headrace.config.combinations import check_combinations
 from headrace.config.kv_events import read_kv_events
+from headrace.config.option import COUNT as _COUNT
+from headrace.config.option import FILLED as _FILLED
+from headrace.config.option import POSITIVE as _POSITIVE
+from headrace.config.option import SECONDS as _SECONDS
+from headrace.config.option import option as _opt
 from headrace.config.process_options import check_processes
 from headrace.config.speculation import check_speculation
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
-
-_POSITIVE = Bounds(least=1)
-_COUNT = Bounds(least=0)
-_SECONDS = Bounds(least=0.0, most=LONGEST_S)
-_FILLED = Bounds(filled=True)
-
-
-def _opt(default: Any, group: str, help_text: str, bounds: Bounds = Bounds()) -> Any:
-    return field(default=default, metadata={"group": group, "help": help_text, "bounds": bounds})
-
 
 _M, _L, _S, _Q = "Model", "Adapters", "Serving", "Memory and schedule"
 _K, _O, _R = "Kernels", "Observability", "Ray"
@@ -311,6 +307,14 @@ class ServerArgs:
     max_running_requests: int | None = _opt(None, _Q, "Most running samples; default: 64, encoders 256.", _POSITIVE)
     max_inputs: int = _opt(1 << 14, _Q, "Most inputs of one embedding, rerank, score or classify request.", _POSITIVE)
     max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", _POSITIVE)
+    max_images: int = media_options.MAX_IMAGES
+    max_image_bytes: int = media_options.MAX_IMAGE_BYTES
+    max_image_patches: int = media_options.MAX_IMAGE_PATCHES
+    allowed_media_domains: str = media_options.ALLOWED_MEDIA_DOMAINS
+    allowed_local_media_path: str | None = media_options.ALLOWED_LOCAL_MEDIA_PATH
+    image_processes: int = media_options.IMAGE_PROCESSES
+    image_cache_bytes: int = media_options.IMAGE_CACHE_BYTES
+    encoder_cache_bytes: int = media_options.ENCODER_CACHE_BYTES
     chunked_prefill_size: int | None = _opt(
         None,
         _Q,
@@ -593,8 +597,4 @@ class ServerArgs:
         for field_ in fields(self) if not self.ray else ():
             if field_.metadata["group"] == _R and getattr(self, field_.name) != field_.default:
                 raise ConfigError(f"--{field_.name.replace('_', '-')} needs --ray")
-        if self.tokenizer_worker_num > 1 and self.max_stored_responses:
-            raise ConfigError(
-                "--max-stored-responses cannot be combined with --tokenizer-worker-num above 1: each worker would keep its own"
-            )
         check_combinations(self)

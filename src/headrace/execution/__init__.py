@@ -11,6 +11,7 @@ Read first: build.py (start-up; setup.py is what it decides before weights are l
   verify guesses in graphs), device.py (the seam), device_ranks.py (queued steps of several ranks), watched_device.py (waits
   that end when a rank has stopped)
 - Vectors instead of tokens: build_encoder.py, encoder_runner.py (steps of an encoder), pooling.py (results of encoders and decoders)
+- Images: media.py (what the encoder makes of them, in slices, and where it goes)
 - Guesses by a model: build_draft.py, draft_model.py, eagle.py, device_eagle.py (where steps are queued), draft_steps.py (what
   they share)
 - Weights: load_weights.py, load_threads.py (several tensors at a time), weight_cache.py (packed, from a file),

@@ -33,6 +33,7 @@ from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool, verifying_sizes
 from headrace.execution.lora import LoraPool
+from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
@@ -60,7 +61,8 @@ from headrace.execution.worker import TpModelWorker
 from headrace.layers.embedding import vocabulary_part
 from headrace.layers.pooler import Pooler
 from headrace.log import get_logger
-from headrace.messages.control import ReadyInfo
+from headrace.messages.control import EncoderInfo, ReadyInfo
+from headrace.messages.media import MAX_BATCH_BYTES
 from headrace.messages.step import Worker
 from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
@@ -195,6 +197,7 @@ def _build(
         profiler,
         _drafts(setup, model, memory, draft, table, sampler),
         None if setup.pooling is None else model.pooler,
+        _media(setup, model, rank),
     )
     if isinstance(runner, LeaderRunner) and isinstance(link, WatchedDevice):
         runner.settle = link.settle
@@ -232,13 +235,25 @@ def _runner(
     profiler: StepProfiler,
     drafts: Drafts | None,
     pooler: Pooler | None,
+    media: MediaRows | None,
 ) -> ModelRunner:
     """weights, profiler: of a follower; those of others are the worker's. drafts: of those who sample. pooler: of a model that does not."""
     if rank.group is None:
-        return ModelRunner(model, attention, table, sampler, loras, drafts=drafts, pooler=pooler)
+        return ModelRunner(model, attention, table, sampler, loras, drafts=drafts, pooler=pooler, media=media)
     if rank.leads:
         return LeaderRunner(model, attention, table, sampler, loras, rank, drafts)
     return FollowerRunner(model, attention, table, sampler, loras, rank, weights, profiler)
+
+
+def _media(setup: Setup, model: CausalLM, rank: Rank) -> MediaRows | None:
+    """What keeps the encoder's outputs; None of a model without eyes, and where several ranks run it."""
+    media = setup.model_config.media
+    if media is None or rank.group is not None or not isinstance(model, DecoderLM) or model.encoder is None:
+        return None
+    synchronize = (lambda: None) if setup.is_cpu else torch.cuda.synchronize
+    return MediaRows(
+        model.encoder, setup.placement.device, synchronize, model.sectioned, merge_size=media.vision.merge_size
+    )
 
 
 def _allocate(
@@ -252,6 +267,8 @@ def _allocate(
     reserved = reserved_bytes(config, model_config, graph_sizes, verifying, gathers=rank.devices is not None)
     if setup.is_cpu and guesses_by_text(setup.args):
         reserved += index_bytes(config.max_running_requests, config.context_length)
+    if isinstance(model, DecoderLM) and model.encoder is not None:
+        reserved += setup.args.encoder_cache_bytes + MAX_BATCH_BYTES
     needs = _needs(setup, model, rank)
     if draft is not None:
         needs[0] = needs[0].beside(draft.needs)
@@ -398,9 +415,19 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
         chunked_prefill_size=config.chunked_prefill_size,
         max_step_ms=config.max_step_ms,
         decisions=tuple(built.decisions),
+        encoder=_encoder_info(built),
         fingerprint=built.fingerprint,
         lora_fingerprints=built.lora_fingerprints,
     )
+
+
+def _encoder_info(built: _Built) -> EncoderInfo | None:
+    """Of a model that sees, here."""
+    media, setup = built.runner.media, built.setup
+    if media is None:
+        return None
+    row_bytes = setup.model_config.hidden_size * setup.placement.compute_dtype.itemsize
+    return EncoderInfo(max(1, setup.args.encoder_cache_bytes // row_bytes), media.num_slices, media.sees_ahead)
 
 
 def _load_adapters(args: ServerArgs, loras: LoraPool, rank: Rank) -> tuple[str, ...]:

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.attention.base import StepRows
+from headrace.layers.rotary import SectionedRotary
 from headrace.log import get_logger
 from headrace.messages.media import MediaItem
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
 from headrace.models.media import MediaEncoder, MediaInput, Slices, encode
+from headrace.models.places import Places, places_of
 
 _logger = get_logger(__name__)
 
@@ -34,17 +37,36 @@ class MediaRows:
     """See the module docstring. device: of the model."""
 
     def __init__(
-        self, encoder: MediaEncoder, device: torch.device, synchronize: Callable[[], None] = lambda: None
+        self,
+        encoder: MediaEncoder,
+        device: torch.device,
+        synchronize: Callable[[], None] = lambda: None,
+        rotary: SectionedRotary | None = None,
+        merge_size: int = 1,
     ) -> None:
-        """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself."""
+        """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself. rotary: of a model whose
+        tokens of images have three positions each; merge_size: patches of a side of a token."""
         self._encoder = encoder
         self._device = device
         self._synchronize = synchronize
+        self._rotary = rotary
+        self._merge_size = merge_size
+        self._places: dict[int, tuple[Places, int]] = {}
         self._epoch = 0
         self._rows: dict[bytes, torch.Tensor] = {}
         self._batch: tuple[MediaItem, ...] = ()
         self._slices: Slices | None = None
         self._slices_left = 0
+
+    @property
+    def num_slices(self) -> int:
+        """See `MediaEncoder.num_slices`."""
+        return self._encoder.num_slices
+
+    @property
+    def sees_ahead(self) -> bool:
+        """See `MediaEncoder.sees_ahead`."""
+        return self._encoder.sees_ahead
 
     def work(self, work: EncodeWork) -> Encoded:
         """Do what a plan says. An item that cannot be encoded has an error; the others of its batch are encoded."""
@@ -57,7 +79,7 @@ class MediaRows:
             self._rows.pop(key, None)
         if work.begin:
             assert self._slices is None, "the batch before is not done"
-            self._batch, self._slices_left = work.begin, self._encoder.num_slices
+            self._batch, self._slices_left = work.begin, self.num_slices
             self._slices = self._encoder.slices([self._input(item) for item in work.begin])
         if (
             not work.num_slices or self._slices is None
@@ -109,9 +131,39 @@ class MediaRows:
         values = torch.frombuffer(bytearray(item.values), dtype=torch.float32).view(item.shape)
         return MediaInput(values.to(self._device), item.grid)
 
+    def add(self, seq: int, content: PromptContent) -> None:
+        """A sequence enters or re-enters."""
+        self._places.pop(seq, None)
+        if self._rotary is not None and content.spans:
+            self._places[seq] = places_of(content, self._merge_size)
+
     def rows(self, rows: StepRows, contents: Mapping[int, PromptContent]) -> StepRows:
-        """A step's rows as the model sees them. contents: by row, of those whose prompts may have images."""
+        """A step's rows as attention sees them. contents: by row, of those whose prompts have images."""
         return _seeing_ahead(rows, contents) if self._encoder.sees_ahead else rows
+
+    def positions(self, rows: StepRows, seqs: Sequence[int]) -> torch.Tensor:
+        """int32[num_tokens], the positions that the step's tokens are rotated by. seqs: of the rows."""
+        if self._rotary is None or self._places.keys().isdisjoint(seqs):
+            return rows.positions
+        positions = rows.positions.clone()
+        composed: list[Places] = []
+        where: list[npt.NDArray[np.int64]] = []
+        first = 0
+        for seq, start, count in zip(seqs, rows.starts, rows.counts, strict=True):
+            if seq in self._places:
+                places, shift = self._places[seq]
+                known = places[:, start : start + count]
+                after = np.arange(start + shift + known.shape[1], start + shift + count, dtype=np.int32)
+                positions[first : first + count] = torch.from_numpy(np.concatenate([known[0], after])).to(self._device)
+                differ = np.flatnonzero((known != known[0]).any(axis=0))
+                composed.append(known[:, differ])
+                where.append(differ + first)
+            first += count
+        tokens = torch.from_numpy(np.concatenate(where)).to(self._device)
+        if len(tokens):
+            three = torch.from_numpy(np.concatenate(composed, axis=1)).long().to(self._device)
+            positions[tokens] = self._rotary.rows_of(three)
+        return positions
 
     def place(self, inputs: torch.Tensor, content: PromptContent, start: int, count: int) -> None:
         """Put rows in place of the embeddings of a prompt's tokens start .. start + count - 1. inputs: [count, hidden_size], theirs."""

@@ -130,6 +130,8 @@ class ModelRunner:
         self._leave(plan.left)
         for new in plan.new:
             self.table.add(new, self._input_embeds(new))
+            if self.media is not None:
+                self.media.add(new.seq, new.content)
             if isinstance(new.task, PoolTask):
                 assert self._pools is not None, "a model that generates has no such tasks"
                 self._pools.add(new)
@@ -317,9 +319,10 @@ class ModelRunner:
     ) -> torch.Tensor:
         """What comes out of this stage's layers: hidden states [num_read, hidden_size] after the final norm, or what the next stage takes."""
         inputs = self._inputs(seqs, special, batch)
-        rows = batch.rows
+        rows, positions = batch.rows, batch.rows.positions
         if self.media is not None and special:
             rows = self.media.rows(rows, {row: self.table.specs[seqs[row]].new.content for row in special})
+            positions = self.media.positions(rows, seqs)
         if batch.own is None or batch.own.num_tokens:
             self.attention.prepare(rows)
         loras = None
@@ -333,11 +336,11 @@ class ModelRunner:
             reads = None
         if loras is None:
             by_layer = rows.last_keys is not None
-            hidden = self.model.forward(inputs, rows.positions, self.attention, reads, own=batch.own, by_layer=by_layer)
+            hidden = self.model.forward(inputs, positions, self.attention, reads, own=batch.own, by_layer=by_layer)
         else:
             assert batch.own is None, "adapters are refused where ranks have different sequences"
             # An adapter finds its rows by their place in the whole step.
-            hidden = self.model.forward(inputs, rows.positions, self.attention, by_layer=True)
+            hidden = self.model.forward(inputs, positions, self.attention, by_layer=True)
             hidden = hidden if reads is None else hidden[reads.index]
         if self.stage.after is not None:
             self.stage.after.send(hidden)

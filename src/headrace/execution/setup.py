@@ -74,6 +74,7 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
     dtype = getattr(torch, config.dtype)
     if rank.group is not None:
         check_can_be_split(args, spec, config)
+    has_places = model_config.media is not None and bool(model_config.media.rope_sections)
     device, deals = own_device(args, config, rank), args.ep_size > 1
     placement = Placement(
         device,
@@ -84,6 +85,7 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         rank.stage,
         whole_experts=deals,
         whole_attention=args.enable_dp_attention,
+        composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
     )
     setup = Setup(args, model_config, pooling, spec, config, placement)
     if args.max_total_tokens is not None and model_config.encoder is None:

@@ -36,6 +36,47 @@ class Rotary:
         kernels.rotary(q, k, positions, self.cos, self.sin)
 
 
+class SectionedRotary(Rotary):
+    """Rotation by three positions of each token: in time, height and width (M-RoPE). Some pairs of a head turn by each.
+
+    Where the three are equal, as those of text are, the row of the position serves. For other tokens `rows_of` composes rows of their own, after
+    those of the positions, and these are the positions of such tokens until it is called again.
+
+    Source: P. Wang et al., "Qwen2-VL" (2024).
+    """
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        trained_positions: int,
+        placement: Placement,
+        sections: tuple[int, ...],
+    ) -> None:
+        """sections: pairs of a head that turn by time, height and width, in this order. ConfigError unless they are all pairs."""
+        super().__init__(rope, head_dim, trained_positions, placement)
+        if sum(sections) != self.cos.shape[1]:
+            raise ConfigError(
+                f"mrope_section {list(sections)} does not sum up to the {self.cos.shape[1]} pairs of a head"
+            )
+        self._first = len(self.cos)
+        self._sections = sections
+        self.cos, self.sin = (
+            torch.cat([table, table.new_zeros(placement.composed_positions, table.shape[1])])
+            for table in (self.cos, self.sin)
+        )
+
+    def rows_of(self, places: torch.Tensor) -> torch.Tensor:
+        """places: int64[3, tokens] on the model's device, at most `Placement.composed_positions` tokens -> int32[tokens], their positions."""
+        count = places.shape[1]
+        assert self._first + count <= len(self.cos), (count, len(self.cos) - self._first)
+        for table in (self.cos, self.sin):
+            parts = table.split(self._sections, dim=1)
+            composed = torch.cat([part[axis] for part, axis in zip(parts, places, strict=True)], dim=1)
+            table[self._first : self._first + count] = composed
+        return torch.arange(self._first, self._first + count, dtype=torch.int32, device=places.device)
+
+
 def inverse_frequencies(
     rope: RopeConfig, rotary_dim: int, trained_positions: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:

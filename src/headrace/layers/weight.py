@@ -132,6 +132,7 @@ class Placement:
     max_positions: longest supported sequence, in tokens; tables by position have this many rows. quantization: of linear layers.
     shard: the part of each layer that this process has; stage: the layers that it has. whole_experts: of a mixture, some whole experts instead
     of a part of each. whole_attention: attention is not split: each rank has all of its weights, and the KV of other sequences.
+    composed_positions: most tokens of images in a step, of a model that has three positions for each of them.
     """
 
     device: torch.device
@@ -142,6 +143,7 @@ class Placement:
     stage: Stage = ALL_LAYERS
     whole_experts: bool = False
     whole_attention: bool = False
+    composed_positions: int = 0
 
     @property
     def format(self) -> WeightFormat:

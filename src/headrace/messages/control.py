@@ -219,10 +219,20 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     seconds: float = 0.0
 
 
+class EncoderInfo(msgspec.Struct, frozen=True):
+    """The encoder of a model that sees. num_rows: rows of its output that are kept. num_slices: into which the work for a batch of images is cut.
+    whole_images: all tokens of an image are computed in one step."""
+
+    num_rows: int
+    num_slices: int
+    whole_images: bool = False
+
+
 class ReadyInfo(msgspec.Struct, frozen=True):
     """What a scheduler reports about its model and memory when it is ready (JSON on the ready pipe). fingerprint: of the checkpoint's files.
 
-    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. weight_bytes, kv_bytes: of all ranks.
+    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a model that sees. weight_bytes,
+    kv_bytes: of all ranks.
     """
 
     max_total_tokens: int
@@ -244,6 +254,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     chunked_prefill_size: int = 512
     max_step_ms: int | None = None
     decisions: tuple[str, ...] = ()
+    encoder: EncoderInfo | None = None
     fingerprint: str = ""
     lora_fingerprints: tuple[str, ...] = ()
 

@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 MediaKind = Literal["image", "audio", "video"]
 
+MAX_BATCH_BYTES = 64 << 20
+"""Items are encoded together while they have at most this many bytes of values; a larger one is encoded alone."""
+
 KEY_BYTES = 16
 """Length of `MediaItem.key`."""
 

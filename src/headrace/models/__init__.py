@@ -5,6 +5,8 @@ of itself), registry.py (which class serves which model).
 
 - Families: llama.py, qwen2.py, qwen3.py, qwen3_moe.py, mixtral.py, gemma3.py
 - Encoders: bert.py, roberta.py (also XLM-RoBERTa), distilbert.py, modernbert.py
+- Models that see: media.py (what an encoder of images is to the runner), seeing.py (a family of decoders with eyes), places.py
+  (positions of images in three parts); vision/ has the encoders
 - A head that guesses tokens: eagle3.py
 - Decoders that do not write: pooled_decoder.py
 - Any other causal LM: transformers_backend.py, transformers_names.py

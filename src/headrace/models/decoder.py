@@ -23,7 +23,7 @@ from headrace.layers.logits import LogitsHead, Peaks
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe import SparseMoe
 from headrace.layers.norm import RMSNorm
-from headrace.layers.rotary import Rotary
+from headrace.layers.rotary import Rotary, SectionedRotary
 from headrace.layers.weight import Placement, Weight, elsewhere
 from headrace.models import piecewise
 from headrace.models.media import MediaEncoder
@@ -258,12 +258,14 @@ class Block:
 class DecoderLM:
     """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights.
 
-    encoder: of a model that sees, set before weights are loaded.
+    encoder: of a model that sees, set before weights are loaded. sectioned: the rotation, where tokens of images have three positions each.
     """
 
     def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
         self._config = config
+        self._options, self._placement = options, placement
         self.encoder: MediaEncoder | None = None
+        self.sectioned: SectionedRotary | None = None
         self._fused: tuple[list[FusedDecoder], PagedKv] | None = None
         self.taps: tuple[int, ...] = ()
         self._tapped: list[torch.Tensor] = []
@@ -275,7 +277,7 @@ class DecoderLM:
             # Layers with the same parameters share their tables.
             key = repr(rope)
             if key not in ropes:
-                ropes[key] = Rotary(rope, config.head_dim, config.max_position_embeddings, placement)
+                ropes[key] = self._make_rotary(rope)
             return ropes[key]
 
         own_ids = vocabulary_part(config.vocab_size, placement)
@@ -283,7 +285,6 @@ class DecoderLM:
             config.hidden_size, {"lm_head": config.vocab_size}, placement.head, own_outputs={"lm_head": own_ids}
         )
         tied = config.tie_word_embeddings
-        self._options, self._placement = options, placement
         self._embedding = self._make_embedding(head if tied else None)
         self._stage = placement.stage
         self._layers = stage_layers(config, self._stage)
@@ -298,6 +299,14 @@ class DecoderLM:
         self._head: LogitsHead | None = LogitsHead(
             head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied, shard=placement.shard
         )
+
+    def _make_rotary(self, rope: RopeConfig) -> Rotary:
+        config = self._config
+        table = (rope, config.head_dim, config.max_position_embeddings, self._placement)
+        if config.media is None or not config.media.rope_sections:
+            return Rotary(*table)
+        self.sectioned = SectionedRotary(*table, config.media.rope_sections)
+        return self.sectioned
 
     def drop_head(self) -> None:
         """Do without the output projection: the model will not be asked for logits. Before weights are loaded."""

@@ -29,7 +29,7 @@ class MediaEncoder(Protocol):
 
     @property
     def num_slices(self) -> int:
-        """How many times `slices` stops at most, and the end: about as much work each, as of one layer."""
+        """How many times `slices` stops at most: after about as much work each, as of one layer."""
 
     @property
     def sees_ahead(self) -> bool:

@@ -198,6 +198,9 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         accept_faults=args.enable_fault_injection,
         speculates=args.speculative_algorithm != "off",
         whole_prompts=model.encoder is not None,
+        encoder_rows=0 if ready.encoder is None else ready.encoder.num_rows,
+        encoder_slices=1 if ready.encoder is None else ready.encoder.num_slices,
+        whole_images=ready.encoder is not None and ready.encoder.whole_images,
         replica=replica,
     )
 

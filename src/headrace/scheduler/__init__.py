@@ -8,6 +8,7 @@ Read first: scheduler.py (the only loop), request.py (`Req`), planner.py, commit
   much memory a request will need), part_choice.py (where its KV goes), preemption.py, retract.py (back to the
   queue), grammar_queue.py (those whose grammar is being compiled)
 - How much a step computes: prompt_budget.py (tokens of prompts), step_cost.py (how long steps take)
+- Images: encodings.py (which of them are encoded, and who waits for them)
 - Operations: control.py, lora.py (loads beside the steps), weights.py (pause, updates), drain.py (requests that an
   update waits for)
 """

@@ -16,12 +16,9 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from headrace.messages.media import EncodingStats, MediaItem
+from headrace.messages.media import MAX_BATCH_BYTES, EncodingStats, MediaItem
 from headrace.messages.step import EncodeWork, StepResult
 from headrace.scheduler.request import Req
-
-MAX_BATCH_BYTES = 64 << 20
-"""Items are encoded together while they have at most this many bytes of values; a larger one is encoded alone."""
 
 _SMOOTHING = 0.3
 """Weight of the latest step in the time that a slice is expected to take."""

@@ -1,6 +1,8 @@
-"""Encoders of images, of our own kernels: what a model sees with.
+"""Encoders of images on our own kernels: what a model sees with.
 
-blocks: the layers that all towers share. patches: from pixels to the first layer's input, and tables of positions. tower: layers over the patches of
-several images, packed without padding. llava (also Pixtral and Mistral 3), idefics3 (also SmolVLM), gemma3, qwen_vl: the families, each from values
-of images to rows of the text model. registry: which family has which encoder.
+Read first: llava.py (the simplest family), tower.py (layers over the patches of several images, packed without padding).
+
+- Parts: blocks.py (the layers that all towers share), patches.py (from pixels to the first layer, and tables of positions)
+- Families: llava.py (also Pixtral and Mistral 3), idefics3.py (also SmolVLM), gemma3.py, qwen_vl.py (Qwen2-VL, Qwen2.5-VL); registry.py
+  (which family has which)
 """

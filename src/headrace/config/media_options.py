@@ -1,0 +1,31 @@
+"""Options for models that see: what clients may send, and what is kept of it."""
+
+from headrace.config.bounds import Bounds
+from headrace.config.option import FILLED, POSITIVE, option
+
+_GROUP = "Images"
+
+MAX_IMAGES = option(8, _GROUP, "Most images in one prompt.", POSITIVE)
+MAX_IMAGE_BYTES = option(20_000_000, _GROUP, "Largest file of an image, in bytes.", POSITIVE)
+MAX_IMAGE_PATCHES = option(
+    4096,
+    _GROUP,
+    "Most patches of an image, of models whose images have no fixed size: larger ones are made smaller. Qwen2-VL has 4 patches for a token.",
+    Bounds(least=16),
+)
+ALLOWED_MEDIA_DOMAINS = option(
+    "",
+    _GROUP,
+    "Hosts, separated by commas, from which images may be fetched by URL; by default none. *.example.com is every host below example.com; an address "
+    "is written with its port.",
+)
+ALLOWED_LOCAL_MEDIA_PATH = option(
+    None, _GROUP, "Folder below which images may be read by file: URL; by default none.", FILLED
+)
+IMAGE_PROCESSES = option(1, _GROUP, "Processes that decode images.", Bounds(least=1, most=64))
+IMAGE_CACHE_BYTES = option(
+    256 << 20, _GROUP, "Decoded images that are kept, in bytes, for when they are sent again.", Bounds(least=0)
+)
+ENCODER_CACHE_BYTES = option(
+    256 << 20, _GROUP, "What the model's encoder made of images that is kept, in bytes.", POSITIVE
+)
