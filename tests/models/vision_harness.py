@@ -50,6 +50,24 @@ class Family:
     features: Callable[[Any, list[MediaInput]], list[torch.Tensor]]
     patches: bool = False
 
+    def inputs(self, values: list[torch.Tensor], grids: list[tuple[int, int, int]]) -> dict[str, Any]:
+        """What transformers' whole model takes of the images of one prompt."""
+        if self.patches:
+            return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
+        if self.features is _tiles:
+            most = max(len(one) for one in values)
+            # Tiles of zeros are none.
+            tiles = [torch.cat([one, one.new_zeros(most - len(one), *one.shape[1:])]) for one in values]
+            return {"pixel_values": torch.cat(tiles)[None]}
+        if self.features is _with_sizes:
+            sizes = torch.tensor([one.shape[-2:] for one in values])
+            height, width = sizes.amax(0).tolist()
+            padded = [
+                torch.nn.functional.pad(one, (0, width - one.shape[3], 0, height - one.shape[2])) for one in values
+            ]
+            return {"pixel_values": torch.cat(padded), "image_sizes": sizes}
+        return {"pixel_values": torch.cat(values)}
+
 
 def _config(kind: str, text: Any, vision: Any, **changes: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision, **changes)

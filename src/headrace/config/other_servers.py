@@ -426,7 +426,8 @@ TABLE: tuple[Entry, ...] = (
     ),
     _refused(
         BOTH,
-        "--media-io-kwargs --interleave-mm-strings --enable-mm-embeds --skip-mm-profiling --video-pruning-rate --encoder-only --encoder-transfer-backend --encoder-urls "
+        "--media-io-kwargs --interleave-mm-strings --enable-mm-embeds --skip-mm-profiling --video-pruning-rate "
+        "--encoder-only --encoder-transfer-backend --encoder-urls "
         "--language-only --language-model-only --default-mm-loras",
         "images are decoded and encoded by the server itself, as docs/images.md says",
         is_prefix=True,
