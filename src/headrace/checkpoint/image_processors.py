@@ -1,0 +1,310 @@
+"""How a checkpoint wants images to be prepared: `ImageSettings`, read from its `preprocessor_config.json` or `processor_config.json`.
+
+Owns the kinds of image processors that are known, with the defaults of transformers, and every spelling of their settings. A setting that is not
+known is refused, since it may change the values. Does not prepare anything (`multimodal.processors`). Imports neither torch nor transformers.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.checkpoint.json_file import read_json_object
+from headrace.errors import ModelError
+
+Recipe = Literal["fixed", "pixtral", "idefics3", "qwen2_vl"]
+
+_MOST_PIXELS = 1 << 26
+_LONGEST_SIDE = 1 << 14
+
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+_BILINEAR, _BICUBIC, _LANCZOS = 2, 3, 1
+
+
+class Size(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A size as checkpoints give it: some of these, in pixels; 0 = not given. Of Qwen the edges are numbers of pixels of the whole image."""
+
+    height: int = 0
+    width: int = 0
+    shortest_edge: int = 0
+    longest_edge: int = 0
+
+
+class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes the values of an image.
+
+    recipe: the steps, by the processor of transformers: fixed = CLIP, SigLIP, LLaVA, Gemma 3. resample: Pillow's number of the filter.
+    resizes: whether the image is resized at all. size: to what, or within what. crop: (height, width) that are cut from the middle, or None.
+    squares: the image is first made square by a border. scale: factor of the values 0 .. 255, 0 = none. mean, std: of red, green and blue, empty =
+    values are not normalised. patch_size, temporal_patch_size, merge_size: of Qwen and Pixtral. max_side: pixels of a side of a tile (Idefics3).
+    splits: large images are cut into tiles.
+    """
+
+    recipe: Recipe
+    resample: int = _BICUBIC
+    resizes: bool = True
+    size: Size = Size()
+    crop: tuple[int, int] | None = None
+    squares: bool = False
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    patch_size: int = 0
+    temporal_patch_size: int = 1
+    merge_size: int = 1
+    max_side: int = 0
+    splits: bool = False
+
+
+class _Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """An image processor of transformers: its defaults, and the settings that only it has."""
+
+    recipe: Recipe
+    defaults: dict[str, Any]
+    own: frozenset[str] = frozenset()
+
+
+def _kind(recipe: Recipe, stats: tuple[tuple[float, ...], tuple[float, ...]], own: str = "", **defaults: Any) -> _Kind:
+    common: dict[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
+    common |= {"image_mean": stats[0], "image_std": stats[1], "resample": _BICUBIC, "default_to_square": True}
+    return _Kind(recipe=recipe, defaults=common | defaults, own=frozenset(own.split()))
+
+
+_CROPPED: dict[str, Any] = {
+    "size": {"shortest_edge": 224},
+    "default_to_square": False,
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+}
+_IDEFICS3 = _kind(
+    "idefics3",
+    _HALF,
+    "do_image_splitting max_image_size return_row_col_info",
+    resample=_LANCZOS,
+    size={"longest_edge": 4 * 364},
+    max_image_size={"longest_edge": 364},
+    do_image_splitting=True,
+)
+_KINDS = {
+    "CLIP": _kind("fixed", _CLIP, "use_square_size", **_CROPPED),
+    "Llava": _kind("fixed", _CLIP, **_CROPPED),
+    "Siglip": _kind("fixed", _HALF, size={"height": 224, "width": 224}, default_to_square=False),
+    "Gemma3": _kind(
+        "fixed",
+        _HALF,
+        "do_pan_and_scan pan_and_scan_min_crop_size pan_and_scan_max_num_crops pan_and_scan_min_ratio_to_activate",
+        resample=_BILINEAR,
+        size={"height": 224, "width": 224},
+    ),
+    "Pixtral": _kind("pixtral", _CLIP, "patch_size", size={"longest_edge": 1024}, patch_size=16),
+    "Idefics3": _IDEFICS3,
+    "SmolVLM": _IDEFICS3,
+    "Qwen2VL": _kind(
+        "qwen2_vl",
+        _CLIP,
+        "patch_size temporal_patch_size merge_size min_pixels max_pixels",
+        size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+        default_to_square=False,
+        patch_size=14,
+        temporal_patch_size=2,
+        merge_size=2,
+    ),
+}
+"""By the name of transformers' class without `ImageProcessor` and what follows."""
+
+_KIND_OF_FAMILY = {
+    "llava": "CLIP",
+    "idefics3": "Idefics3",
+    "smolvlm": "SmolVLM",
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2VL",
+    "gemma3": "Gemma3",
+    "mistral3": "Pixtral",
+}
+"""What transformers takes where the file does not say it."""
+
+_COMMON = frozenset({
+    "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std",
+    "do_pad", "pad_size", "default_to_square", "do_convert_rgb",
+})  # fmt: skip
+_OF_NO_EFFECT = frozenset({
+    "image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "data_format", "input_data_format", "device",
+    "disable_grouping", "return_tensors", "model_input_names", "image_seq_length", "image_seq_len", "video_sampling", "video_size",
+})  # fmt: skip
+"""Settings that do not change the values of one image. What a file says of videos belongs to another processor."""
+
+
+def read_processor(folder: Path) -> dict[str, Any]:
+    """`processor_config.json` without its nested processors; empty if there is none. Raises ModelError."""
+    found = _read_if_there(folder / "processor_config.json")
+    return {name: value for name, value in found.items() if not isinstance(value, dict)}
+
+
+def read_image_settings(folder: Path, family: str) -> ImageSettings:
+    """The settings of a checkpoint's folder. family: its model type. Raises ModelError, with the reason if images cannot be prepared."""
+    nested = _read_if_there(folder / "processor_config.json").get("image_processor")
+    if isinstance(nested, dict):
+        return image_settings(nested, family)
+    if not (folder / "preprocessor_config.json").is_file():
+        raise ModelError("preprocessor_config.json is missing: it says how images are prepared")
+    return image_settings(read_json_object(folder / "preprocessor_config.json"), family)
+
+
+def image_settings(config: dict[str, Any], family: str) -> ImageSettings:
+    """The settings of such a file. Raises ModelError."""
+    name = _kind_name(config, family)
+    kind = _KINDS.get(name)
+    if kind is None:
+        known = ", ".join(f"{each}ImageProcessor" for each in _KINDS)
+        raise ModelError(f"images for a {name!r:.80} image processor cannot be prepared; those for these can: {known}")
+    given = {key: value for key, value in config.items() if value is not None}
+    unknown = given.keys() - _COMMON - _OF_NO_EFFECT - kind.own - kind.defaults.keys()
+    if unknown:
+        raise ModelError(f"the image processor has a setting that is not known: {', '.join(sorted(unknown))!s:.200}")
+    keys = _Keys(kind.defaults | given)
+    _refuse(keys, name)
+    return _settings(keys, kind, name)
+
+
+def _settings(keys: "_Keys", kind: _Kind, name: str) -> ImageSettings:
+    size = keys.size("size", square=keys.flag("default_to_square"))
+    if kind.recipe == "qwen2_vl":
+        size = Size(
+            shortest_edge=keys.count("min_pixels", size.shortest_edge, most=_MOST_PIXELS),
+            longest_edge=keys.count("max_pixels", size.longest_edge, most=_MOST_PIXELS),
+        )
+        if not 0 < size.shortest_edge <= size.longest_edge:
+            raise ModelError(f"the image processor's size is {size.shortest_edge} to {size.longest_edge} pixels")
+    elif keys.config.get("use_square_size"):
+        size = Size(height=size.shortest_edge, width=size.shortest_edge)
+    crop = keys.size("crop_size", square=True) if keys.flag("do_center_crop") else Size()
+    patch = keys.config.get("patch_size", 0)
+    if isinstance(patch, dict):
+        patch = patch.get("height") if patch.get("height") == patch.get("width") else None
+    settings = ImageSettings(
+        recipe=kind.recipe,
+        resample=keys.count("resample", least=0, most=5),
+        resizes=keys.flag("do_resize"),
+        size=size,
+        crop=(crop.height, crop.width) if crop.height and crop.width else None,
+        squares=name == "Llava" and keys.flag("do_pad"),
+        scale=keys.number("rescale_factor") if keys.flag("do_rescale") else 0.0,
+        mean=keys.numbers("image_mean") if keys.flag("do_normalize") else (),
+        std=keys.numbers("image_std") if keys.flag("do_normalize") else (),
+        patch_size=_Keys({"patch_size": patch}).count("patch_size", least=0, most=256),
+        temporal_patch_size=keys.count("temporal_patch_size", 1, most=16),
+        merge_size=keys.count("merge_size", 1, most=16),
+        max_side=keys.size("max_image_size", square=True).longest_edge,
+        splits=keys.flag("do_image_splitting"),
+    )
+    _check_size(settings)
+    if 0.0 in settings.std:
+        raise ModelError("the image processor's image_std has a 0")
+    return settings
+
+
+def _check_size(settings: ImageSettings) -> None:
+    size = settings.size
+    edges = tuple(name for name in ("height", "width", "shortest_edge", "longest_edge") if getattr(size, name))
+    served = {
+        "fixed": (("height", "width"), ("shortest_edge",)),
+        "pixtral": (("longest_edge",),),
+        "idefics3": (("longest_edge",),),
+        "qwen2_vl": (("shortest_edge", "longest_edge"),),
+    }[settings.recipe]
+    if edges not in served:
+        raise ModelError(
+            f"the image processor's size has {' and '.join(edges) or 'nothing'}; expected "
+            f"{' or '.join(' and '.join(each) for each in served)}"
+        )
+    if settings.recipe == "idefics3" and not settings.max_side:
+        raise ModelError("the image processor's max_image_size has no longest_edge")
+    if settings.recipe in ("pixtral", "qwen2_vl") and not (settings.patch_size and settings.resizes):
+        raise ModelError("the image processor needs a patch_size and do_resize")
+    if settings.recipe != "fixed" and settings.crop is not None:
+        raise ModelError("the image processor's do_center_crop is not served")
+
+
+def _refuse(keys: "_Keys", name: str) -> None:
+    """Raises ModelError for settings whose steps are not served."""
+    if keys.flag("do_pan_and_scan"):
+        raise ModelError("the image processor's do_pan_and_scan is not served")
+    if keys.config.get("pad_size") is not None:
+        raise ModelError("the image processor's pad_size is not served")
+
+
+def _kind_name(config: dict[str, Any], family: str) -> str:
+    name = config.get("image_processor_type") or config.get("feature_extractor_type")
+    if name is None:
+        return _KIND_OF_FAMILY.get(family, family)
+    if not isinstance(name, str):
+        raise ModelError("image_processor_type is no name")
+    for ending in ("Fast", "Pil", "FeatureExtractor", "ImageProcessor"):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _read_if_there(file: Path) -> dict[str, Any]:
+    return read_json_object(file) if file.is_file() else {}
+
+
+class _Keys:
+    """Settings with their types. Every method raises ModelError."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def flag(self, name: str) -> bool:
+        """A setting that is true or false; absent or null is false."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise _wrong(name, value, "true or false")
+        return bool(value)
+
+    def count(self, name: str, default: int | None = None, least: int = 1, most: int = _LONGEST_SIDE) -> int:
+        """A whole number."""
+        value = self.config.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise _wrong(name, value, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str) -> float:
+        """A finite number."""
+        value = self.config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _wrong(name, value, "a number")
+        return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Three numbers; one stands for three."""
+        value = self.config.get(name)
+        parts = value if isinstance(value, list | tuple) else [value] * 3
+        if len(parts) != 3:
+            raise _wrong(name, value, "three numbers")
+        return tuple(_Keys({name: part}).number(name) for part in parts)
+
+    def size(self, name: str, *, square: bool) -> Size:
+        """A size; one number is a square, or else its shortest edge. Absent = nothing given."""
+        value = self.config.get(name)
+        match value:
+            case None:
+                return Size()
+            case bool():
+                raise _wrong(name, value, "a size")
+            case int():
+                value = {"height": value, "width": value} if square else {"shortest_edge": value}
+            case [height, width]:
+                value = {"height": height, "width": width}
+        if not isinstance(value, dict):
+            raise _wrong(name, value, "a size")
+        given = {key: part for key, part in value.items() if part is not None}
+        if not given.keys() <= set(Size.__struct_fields__):
+            raise _wrong(name, value, f"a size with {', '.join(Size.__struct_fields__)}")
+        return Size(**{key: _Keys(given).count(key, most=_MOST_PIXELS) for key in given})
+
+
+def _wrong(name: str, value: object, expected: str) -> ModelError:
+    return ModelError(f"the image processor's {name} is {value!r:.80}; expected {expected}")

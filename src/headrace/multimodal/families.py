@@ -1,0 +1,206 @@
+"""What stands for one image in a prompt, by family: the tokens that transformers' processors write.
+
+Owns the families' texts and counts of tokens. Does not prepare values (`processors`), and knows no prompts. Sources: the processors of transformers
+5 for LLaVA, Pixtral, Mistral 3, Idefics3, SmolVLM, Qwen2-VL, Qwen2.5-VL and Gemma 3.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.checkpoint.image_processors import ImageSettings
+from headrace.checkpoint.media_config import MediaConfig
+from headrace.errors import ModelError
+from headrace.messages.media import MediaInfo
+from headrace.multimodal.layout import TokenLayout, layout_of
+
+_CACHED_LAYOUTS = 256
+
+Shape = tuple[int, ...]
+Grid = tuple[int, int, int]
+
+
+class Vocabulary(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]: ...
+
+    def token_to_id(self, token: str) -> int | None: ...
+
+    def id_to_token(self, token_id: int) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The tokens of a model that sees. image_token_id: what stands for an image in a prompt that a client sends. layout: what stands for it in
+    what the model reads, by the shape and the grid of its item."""
+
+    info: MediaInfo
+    image_token_id: int
+    layout: Callable[[Shape, Grid], TokenLayout]
+
+
+def make_family(
+    media: MediaConfig, settings: ImageSettings, vocabulary: Vocabulary, config: dict[str, Any]
+) -> tuple[Family, ImageSettings]:
+    """The family of a checkpoint, and the settings as this family has them. config: its config.json. Raises ModelError, with the reason why its
+    images cannot be served."""
+    if media.vision.num_channels != 3:
+        raise ModelError(f"the vision tower takes {media.vision.num_channels} channels; only 3 are served")
+    build = _FAMILIES.get(media.family)
+    if build is None:
+        raise ModelError(f"images of model type {media.family!r:.80} cannot be prepared")
+    tokens = _Tokens(vocabulary, media.image_token_id)
+    if media.vision.tower == "pixtral":
+        build, settings = _pixtral, _pixtral_settings(media, settings)
+    image_token_id, layout = build(media, settings, tokens, config)
+    info = MediaInfo(media.family, tokens.text(image_token_id))
+    return Family(info, image_token_id, lru_cache(_CACHED_LAYOUTS)(layout)), settings
+
+
+class _Tokens:
+    """The vocabulary, and the token that stands for a row."""
+
+    def __init__(self, vocabulary: Vocabulary, row: int) -> None:
+        self._vocabulary = vocabulary
+        self.row = row
+
+    def text(self, token_id: int) -> str:
+        """Raises ModelError."""
+        text = self._vocabulary.id_to_token(token_id)
+        if text is None:
+            raise ModelError(f"the tokenizer has no token {token_id}, which stands for images")
+        return text
+
+    def id(self, text: str) -> int:
+        """Raises ModelError."""
+        token_id = self._vocabulary.token_to_id(text)
+        if token_id is None:
+            raise ModelError(f"the tokenizer has no token {text!r}, which images need")
+        return token_id
+
+    def ids(self, text: str) -> list[int]:
+        """Of text with special tokens in it."""
+        return self._vocabulary.encode(text, add_special_tokens=False, allow_special=True)
+
+    def layout(self, tokens: list[int]) -> TokenLayout:
+        """The layout of these tokens."""
+        return layout_of(tokens, self.row)
+
+
+_Built = tuple[int, Callable[[Shape, Grid], TokenLayout]]
+
+
+def _llava(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+    vision = media.vision
+    _check_side(settings, vision.image_size)
+    num_tokens = (vision.image_size // vision.patch_size) ** 2
+    num_tokens += vision.tower == "clip"
+    num_tokens -= media.drops_first
+    layout = tokens.layout([tokens.row] * num_tokens)
+    return tokens.row, lambda shape, grid: layout
+
+
+def _pixtral(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+    """A token after each row of patches, and another one after the last."""
+    side = settings.patch_size * settings.merge_size
+    after_row, after_image = tokens.id("[IMG_BREAK]"), tokens.id("[IMG_END]")
+
+    def layout(shape: Shape, grid: Grid) -> TokenLayout:
+        rows, columns = shape[2] // side, shape[3] // side
+        ids = ([tokens.row] * columns + [after_row]) * rows
+        ids[-1] = after_image
+        return tokens.layout(ids)
+
+    return tokens.row, layout
+
+
+def _idefics3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+    vision = media.vision
+    if settings.max_side > vision.image_size:
+        raise ModelError(
+            f"tiles have {settings.max_side} pixels of a side, more than the vision tower's {vision.image_size}"
+        )
+    patches = settings.max_side // vision.patch_size
+    if patches % media.shuffle:
+        raise ModelError(f"{patches} x {patches} patches cannot be merged by {media.shuffle}")
+    num_tokens = (patches // media.shuffle) ** 2
+    image = tokens.text(tokens.row) * num_tokens
+    around = "<fake_token_around_image>"
+    tokens.id(around)
+
+    def layout(shape: Shape, grid: Grid) -> TokenLayout:
+        _, rows, columns = grid
+        text = "".join(
+            "".join(f"{around}<row_{row}_col_{column}>{image}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        text += ("\n" if rows else "") + f"{around}<global-img>{image}{around}"
+        return tokens.layout(tokens.ids(text))
+
+    return tokens.row, layout
+
+
+def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+    vision = media.vision
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        theirs, ours = getattr(settings, name), getattr(vision, name)
+        if theirs != ours:
+            raise ModelError(f"the image processor's {name} is {theirs}, and that of the vision tower {ours}")
+    merged = vision.merge_size**2
+
+    def layout(shape: Shape, grid: Grid) -> TokenLayout:
+        return tokens.layout([tokens.row] * (grid[0] * grid[1] * grid[2] // merged))
+
+    return tokens.row, layout
+
+
+def _gemma3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+    _check_side(settings, media.vision.image_size)
+    begin, end = (
+        _token(config, name, default) for name, default in (("boi_token_index", 255999), ("eoi_token_index", 256000))
+    )
+    apart = tokens.ids("\n\n")
+    layout = tokens.layout([*apart, begin, *[tokens.row] * media.mm_tokens, end, *apart])
+    tokens.text(end)
+    return begin, lambda shape, grid: layout
+
+
+_FAMILIES: dict[str, Callable[[MediaConfig, ImageSettings, _Tokens, dict[str, Any]], _Built]] = {
+    "llava": _llava,
+    "mistral3": _pixtral,
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_vl,
+    "gemma3": _gemma3,
+}
+
+
+def _pixtral_settings(media: MediaConfig, settings: ImageSettings) -> ImageSettings:
+    """Patches that are merged are resized to as one: transformers' processor passes it so."""
+    if settings.recipe != "pixtral":
+        raise ModelError("a Pixtral tower needs a PixtralImageProcessor")
+    vision = media.vision
+    merge = vision.merge_size if media.family == "mistral3" else 1
+    return msgspec.structs.replace(settings, patch_size=vision.patch_size, merge_size=merge)
+
+
+def _check_side(settings: ImageSettings, side: int) -> None:
+    """Raises ModelError if images do not come out in the one size that the tower takes."""
+    size = settings.size
+    out = settings.crop or ((size.height, size.width) if settings.resizes else (0, 0))
+    if settings.recipe != "fixed" or out != (side, side):
+        raise ModelError(
+            f"the image processor makes images of {out[0]} x {out[1]} pixels, and the vision tower takes {side} x {side}"
+        )
+
+
+def _token(config: dict[str, Any], name: str, default: int) -> int:
+    value = config.get(name, default)
+    if not isinstance(value, int):
+        raise ModelError(f"config.json: {name} is {value!r:.80}; expected a token")
+    return value

@@ -1,0 +1,107 @@
+"""A child that decodes and prepares images: `python -m headrace.multimodal.image_child`. What costs too much costs it its life, not the server's.
+
+Owns what the child is asked and answers; `image_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints
+nothing and answers each `ImageJob` with a `Verdict`.
+"""
+
+import hashlib
+
+import msgspec
+
+from headrace.checkpoint.image_processors import ImageSettings
+from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
+from headrace.child_pool.frames import Frames
+from headrace.garbage import give_back_free_memory
+from headrace.messages.media import KEY_BYTES
+from headrace.multimodal.images import ImageRefusedError, read_image
+from headrace.multimodal.processors import prepare
+
+STACK_BYTES = 8 * MIB
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a child is told first. memory_bytes: what it may allocate beyond what it needs itself."""
+
+    settings: ImageSettings
+    memory_bytes: int
+
+
+class ImageJob(msgspec.Struct, frozen=True):
+    """An image to prepare. data: of the file. low: few tokens, where there is a choice."""
+
+    data: bytes
+    low: bool = False
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """See `MediaItem`. left_bytes: by how much the child has grown since it was ready, once the image is gone."""
+
+    key: bytes
+    values: bytes
+    shape: tuple[int, ...]
+    grid: tuple[int, int, int]
+    left_bytes: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """An image that is not taken, and why, in words for the client; kind: a word for metrics."""
+
+    message: str
+    kind: str
+    left_bytes: int = 0
+
+
+Verdict = Done | Refused
+
+VERDICTS: msgspec.msgpack.Decoder[Verdict] = msgspec.msgpack.Decoder(Verdict)
+_SETUPS = msgspec.msgpack.Decoder(Setup)
+_JOBS = msgspec.msgpack.Decoder(ImageJob)
+
+
+def prepare_job(job: ImageJob, settings: ImageSettings, settings_key: bytes) -> Verdict:
+    """Decode and prepare an image. settings_key: stands for the settings in the key of the item."""
+    try:
+        done = prepare(read_image(job.data), settings, job.low)
+    except ImageRefusedError as error:
+        return Refused(error.message, error.kind)
+    except MemoryError:
+        return Refused("decoding the image takes too much memory", "memory")
+    values = done.values.astype("<f4", copy=False).tobytes()
+    key = hashlib.blake2b(values, key=settings_key, digest_size=KEY_BYTES)
+    key.update(repr((done.values.shape, done.grid)).encode())
+    return Done(key.digest(), values, done.values.shape, done.grid)
+
+
+def settings_key(settings: ImageSettings) -> bytes:
+    """Stands for settings in keys: equal for equal settings."""
+    return hashlib.blake2b(msgspec.msgpack.encode(settings), digest_size=KEY_BYTES).digest()
+
+
+def serve(frames: Frames) -> None:
+    """Prepare what the parent sends, until it closes the socket."""
+    setup = frames.receive(_SETUPS)
+    key = settings_key(setup.settings)
+    own_bytes = resident_bytes()
+    limit_memory(setup.memory_bytes)
+    frames.send(Ready())
+    say_no_more()
+    while True:
+        verdict = prepare_job(frames.receive(_JOBS), setup.settings, key)
+        give_back_free_memory()
+        frames.send(
+            msgspec.structs.replace(verdict, left_bytes=max(resident_bytes() - own_bytes - _num_bytes(verdict), 0))
+        )
+        del verdict
+
+
+def _num_bytes(verdict: Verdict) -> int:
+    return len(verdict.values) if isinstance(verdict, Done) else 0
+
+
+def main() -> None:
+    """Entry of the child."""
+    run(serve, STACK_BYTES, "images")
+
+
+if __name__ == "__main__":
+    main()

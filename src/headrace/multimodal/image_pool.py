@@ -1,0 +1,53 @@
+"""Child processes that decode and prepare images, with limits of time and memory.
+
+Owns what is said of an image that ends its child. Does not own the children (`child_pool`), and keeps no images (`loader` does). Called from threads.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from headrace.checkpoint.image_processors import ImageSettings
+from headrace.child_pool.child_side import MIB
+from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
+from headrace.multimodal.image_child import VERDICTS, Done, ImageJob, Refused, Setup, Verdict
+from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S
+
+PROGRAM = (sys.executable, "-m", "headrace.multimodal.image_child")
+
+
+class ImagePool(ChildPool[Verdict]):
+    """Prepares images in children. limit_s: processor time for one image. memory_bytes: memory for one, beyond the child's own."""
+
+    def __init__(
+        self,
+        settings: ImageSettings,
+        num_children: int = 1,
+        limit_s: float = PREPARE_LIMIT_S,
+        memory_bytes: int = CHILD_MEMORY_BYTES,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        super().__init__(
+            "decode images",
+            program,
+            Setup(settings, memory_bytes),
+            VERDICTS,
+            num_children=num_children,
+            limit_s=limit_s,
+        )
+        self._memory_bytes = memory_bytes
+
+    def prepare(self, data: bytes, low: bool = False) -> Done:
+        """An image, ready for the encoder. Waits for a free child. Raises ImageRefusedError, or ExecutionError if it could not be tried."""
+        try:
+            verdict = self.ask(ImageJob(data, low))
+        except ChildLateError:
+            raise ImageRefusedError(f"decoding the image takes longer than {self._limit_s:g} s", "time") from None
+        except ChildLostError:
+            raise ImageRefusedError(
+                f"decoding the image takes more memory than one may ({self._memory_bytes // MIB} MiB), or it is broken",
+                "memory",
+            ) from None
+        if isinstance(verdict, Refused):
+            raise ImageRefusedError(verdict.message, verdict.kind)
+        return verdict

@@ -1,0 +1,159 @@
+"""From the bytes of an image file to its pixels in RGB.
+
+Owns which formats and which pixels are read, and what is refused, in words for clients. The content decides what a file is, never its name or its
+declared type. Does not fetch, and does not prepare pixels for a model (`processors`). Runs in a child process, since a file may be hostile.
+
+- PNG, JPEG, WEBP, GIF and BMP, of one frame. What follows the image in a file is not looked at.
+- An image is turned as its EXIF or XMP orientation says, as transformers' `load_image` does.
+- Grey, palette, CMYK and YCbCr become RGB as Pillow converts them, and what is transparent is laid on white, as transformers' processors do. Of
+  16 bits the upper 8 are taken, of grey as of colours, where Pillow would cut grey off at 255.
+"""
+
+import io
+import warnings
+
+import numpy as np
+from PIL import BmpImagePlugin as _bmp  # noqa: F401  (registers its format, as the others do)
+from PIL import GifImagePlugin as _gif  # noqa: F401
+from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import JpegImagePlugin as _jpeg  # noqa: F401
+from PIL import PngImagePlugin as _png  # noqa: F401
+from PIL import WebPImagePlugin as _webp  # noqa: F401
+
+from headrace.multimodal.limits import MAX_PIXELS, MAX_SIDE
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+SERVED = "PNG, JPEG, WEBP, GIF and BMP"
+
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How to turn an image by the number of its EXIF orientation."""
+
+_CONVERTED = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"})
+_GREY_16 = {"I;16": "<u2", "I;16L": "<u2", "I;16B": ">u2", "I;16N": "=u2"}
+
+_OTHERS = (
+    (b"%PDF-", "a PDF"),
+    (b"II*\0", "a TIFF image"),
+    (b"MM\0*", "a TIFF image"),
+    (b"8BPS", "a Photoshop file"),
+    (b"\0\0\x01\0", "an icon (ICO)"),
+    (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000 image"),
+    (b"\xff\x0a", "a JPEG XL image"),
+    (b"\x00\x00\x00\x0cJXL ", "a JPEG XL image"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"\x1aE\xdf\xa3", "a WebM or Matroska video"),
+    (b"RIFF", "a RIFF file other than WEBP"),
+    (b"OggS", "an Ogg file"),
+    (b"ID3", "an MP3 file"),
+    (b"{", "JSON"),
+)
+_BRANDS = {
+    b"heic": "a HEIC image", b"heix": "a HEIC image", b"mif1": "a HEIF image", b"avif": "an AVIF image", b"avis": "an AVIF image",
+}  # fmt: skip
+
+Image.MAX_IMAGE_PIXELS = None  # the size is checked here, before anything is decoded
+ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+
+class ImageRefusedError(Exception):
+    """The image is not taken. message: why, as the end of "image_data[0]: ". kind: a word for metrics."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind
+
+
+def read_image(data: bytes) -> Image.Image:
+    """The pixels of a file, in mode RGB. Raises ImageRefusedError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return _rgb(_turned(_opened(data)))
+        except MemoryError:
+            raise ImageRefusedError("decoding the image takes too much memory", "memory") from None
+
+
+def _opened(data: bytes) -> Image.Image:
+    if not data:
+        raise ImageRefusedError("the file is empty", "format")
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise ImageRefusedError(f"it is {_name(data)}; {SERVED} images are read", "format") from None
+    except Exception:
+        raise ImageRefusedError("the image is broken: its header cannot be read", "broken") from None
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise ImageRefusedError(f"the image has {width} x {height} pixels", "broken")
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
+        raise ImageRefusedError(
+            f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are decoded, and {MAX_SIDE} of a side",
+            "pixels",
+        )
+    try:
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            raise ImageRefusedError("the image has several frames: send the one that is meant", "frames")
+        image.load()
+    except (MemoryError, ImageRefusedError):
+        raise
+    except Exception:
+        raise ImageRefusedError("the image is broken or incomplete: it cannot be decoded", "broken") from None
+    return image
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    """The image as its orientation says. An orientation that cannot be read turns nothing."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except MemoryError:
+        raise
+    except Exception:
+        return image
+    turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
+    return image if turn is None else image.transpose(turn)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _GREY_16:
+        grey = np.asarray(image).astype(np.uint16) >> 8
+        image = Image.fromarray(grey.astype(np.uint8))
+    elif image.mode not in _CONVERTED:
+        raise ImageRefusedError(f"pixels of the kind {image.mode} are not read; convert the image to RGB", "format")
+    try:
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(white, image)
+        return image.convert("RGB")
+    except MemoryError:
+        raise
+    except Exception:
+        raise ImageRefusedError("the image is broken: its colours cannot be read", "broken") from None
+
+
+def _name(data: bytes) -> str:
+    """What a file is that is no image of `FORMATS`, as far as its first bytes say it."""
+    for start, name in _OTHERS:
+        if data.startswith(start):
+            return name
+    if data[4:8] == b"ftyp":
+        return _BRANDS.get(data[8:12], "an MP4 or QuickTime file")
+    text = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<svg", b"<?xml")):
+        return "SVG or other XML"
+    if text.startswith((b"<!doctype", b"<html")):
+        return "a web page (HTML)"
+    return "no image that is known"

@@ -1,0 +1,184 @@
+"""Loads the images of prompts: from `ImageRef` to items for the model's encoder and their tokens.
+
+Owns `MediaLoader`, the cache of prepared images, and how many images are fetched and decoded at a time. Does not own the steps: `sources` and
+`fetch` get the bytes, children (`image_pool`) decode and prepare them, `families` says what stands for them. Runs in the main process's event
+loop; what takes time is done by threads and children.
+
+A request's images wait for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one
+with a single image. Work for a request that has gone is cancelled, unless another one waits for the same image.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.checkpoint.image_processors import ImageSettings, read_image_settings
+from headrace.checkpoint.json_file import read_json_object
+from headrace.checkpoint.media_config import read_media
+from headrace.config.media_args import MediaArgs
+from headrace.errors import ExecutionError, ModelError, RequestError
+from headrace.messages.image_stats import ImageStats
+from headrace.messages.media import ImageRef, MediaInfo, MediaItem
+from headrace.multimodal.families import Family, Vocabulary, make_family
+from headrace.multimodal.fetch import Fetcher
+from headrace.multimodal.image_pool import ImagePool
+from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.layout import TokenLayout
+from headrace.multimodal.prepared_cache import Flights, PreparedCache
+from headrace.multimodal.processors import bounded
+from headrace.multimodal.sources import file_bytes, form_of, inline_bytes
+
+FIELD = "image_data"
+
+_AT_A_TIME = 4
+"""Images of one request that are fetched or decoded at a time."""
+
+_THREADS = 2
+"""That decode base64 and read files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An image that is ready for the encoder, and its tokens."""
+
+    item: MediaItem
+    layout: TokenLayout
+
+
+class MediaLoader:
+    """See the module docstring, and `frontend.images.ImageLoader`. `close` ends the children; nothing is loaded afterwards."""
+
+    def __init__(self, family: Family, settings: ImageSettings, args: MediaArgs) -> None:
+        self._family = family
+        self._args = args
+        # Images of one size take the same tokens, however closely they are looked at.
+        self._has_low = settings.recipe != "fixed"
+        self._pool = ImagePool(settings, args.num_processes)
+        self._pool_threads = ThreadPoolExecutor(args.num_processes, "images")
+        self._threads = ThreadPoolExecutor(_THREADS, "image-files")
+        self._fetcher = Fetcher(args)
+        self._cache: PreparedCache[Loaded] = PreparedCache(args.cache_bytes, _num_bytes)
+        self._flights: Flights[Loaded] = Flights()
+        self._num_loaded = self._num_hits = 0
+        self._fetch_s = self._decode_s = 0.0
+        self._refused: Counter[str] = Counter()
+        self._closed = False
+
+    @property
+    def info(self) -> MediaInfo:
+        """What clients need to know of the model."""
+        return self._family.info
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for an image in a prompt."""
+        return self._family.image_token_id
+
+    @property
+    def max_images(self) -> int:
+        """Most images in a prompt."""
+        return self._args.max_images
+
+    def stats(self) -> ImageStats:
+        """What has been done so far."""
+        return ImageStats(
+            num_loaded=self._num_loaded,
+            num_cache_hits=self._num_hits,
+            num_refused=dict(self._refused),
+            fetch_s=self._fetch_s,
+            decode_s=self._decode_s,
+            num_cached=len(self._cache),
+            cache_bytes=self._cache.num_bytes,
+            num_killed=self._pool.num_killed,
+        )
+
+    async def load(self, refs: Sequence[ImageRef]) -> list[Loaded]:
+        """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong, and ExecutionError."""
+        places = asyncio.Semaphore(_AT_A_TIME)
+        tasks = [asyncio.create_task(self._load_one(ref, places)) for ref in refs]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for number, task in enumerate(tasks):
+                if task.done() and (error := task.exception()) is not None:
+                    raise self._told(error, number) from None
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """End the children. What is being loaded fails."""
+        self._closed = True
+        self._pool.close()
+        for threads in (self._pool_threads, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load_one(self, ref: ImageRef, places: asyncio.Semaphore) -> Loaded:
+        async with places:
+            data = await self._bytes(ref)
+            low = ref.detail == "low" and self._has_low
+            key = hashlib.blake2b(data, digest_size=32, person=b"low" if low else b"").digest()
+            loaded = self._cache.get(key)
+            if loaded is not None or key in self._flights:
+                self._num_hits += 1
+            if loaded is None:
+                loaded = await self._flights.share(key, lambda: self._prepare(key, data, low))
+            self._num_loaded += 1
+            return loaded
+
+    async def _bytes(self, ref: ImageRef) -> bytes:
+        form, most = form_of(ref), self._args.max_image_bytes
+        if form == "web":
+            begun_s = time.perf_counter()
+            try:
+                return await self._fetcher.fetch(ref.url)
+            finally:
+                self._fetch_s += time.perf_counter() - begun_s
+        loop = asyncio.get_running_loop()
+        if form == "file":
+            return await loop.run_in_executor(self._threads, file_bytes, ref.url, self._args.allowed_folder, most)
+        return await loop.run_in_executor(self._threads, inline_bytes, ref, most)
+
+    async def _prepare(self, key: bytes, data: bytes, low: bool) -> Loaded:
+        begun_s = time.perf_counter()
+        try:
+            loop = asyncio.get_running_loop()
+            done = await loop.run_in_executor(self._pool_threads, self._pool.prepare, data, low)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ExecutionError("the server is stopping") from None
+            raise
+        finally:
+            self._decode_s += time.perf_counter() - begun_s
+        layout = self._family.layout(done.shape, done.grid)
+        item = MediaItem(done.key, layout.num_rows, done.values, done.shape, grid=done.grid)
+        loaded = Loaded(item, layout)
+        self._cache.put(key, loaded)
+        return loaded
+
+    def _told(self, error: BaseException, number: int) -> BaseException:
+        """What the client is told of an error."""
+        if not isinstance(error, ImageRefusedError):
+            return error
+        self._refused[error.kind] += 1
+        return RequestError(f"{FIELD}[{number}]: {error.message}", FIELD, "invalid_image")
+
+
+def make_loader(folder: Path, model_type: str, tokenizer: Vocabulary, args: MediaArgs) -> MediaLoader:
+    """The loader of a checkpoint. model_type: at the top of its config.json. Raises ModelError, with the reason why its images are not served."""
+    config = read_json_object(folder / "config.json")
+    media, blind = read_media(config)
+    if media is None:
+        raise ModelError(blind or f"models of type {model_type!r:.80} do not see")
+    family, settings = make_family(media, read_image_settings(folder, model_type), tokenizer, config)
+    return MediaLoader(family, bounded(settings, args.max_patches), args)
+
+
+def _num_bytes(loaded: Loaded) -> int:
+    return loaded.item.num_bytes + 64 * len(loaded.layout.tokens)

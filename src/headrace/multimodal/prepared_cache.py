@@ -1,0 +1,76 @@
+"""Prepared images by the content of their files, bounded in bytes, and work that several requests share.
+
+Owns `PreparedCache` and `Flights`. Knows nothing of images. Runs in the main process's event loop.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PreparedCache(Generic[T]):
+    """Values with their sizes; the least recently used is dropped first. max_bytes: one that is larger is not kept."""
+
+    def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
+        self._max_bytes = max_bytes
+        self._size_of = size_of
+        self._values: OrderedDict[bytes, T] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: bytes) -> T | None:
+        """The value of a key, which is then the most recently used."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: bytes, value: T) -> None:
+        """Keep a value, and drop others until there is room."""
+        if key in self._values or self._size_of(value) > self._max_bytes:
+            return
+        self._values[key] = value
+        self.num_bytes += self._size_of(value)
+        while self.num_bytes > self._max_bytes:
+            _, dropped = self._values.popitem(last=False)
+            self.num_bytes -= self._size_of(dropped)
+
+
+@dataclass(slots=True)
+class _Flight(Generic[T]):
+    task: "asyncio.Task[T]"
+    num_waiting: int = 0
+
+
+class Flights(Generic[T]):
+    """Work by key that is done once for all who wait for it. It is cancelled when nobody waits any more."""
+
+    def __init__(self) -> None:
+        self._flights: dict[bytes, _Flight[T]] = {}
+
+    async def share(self, key: bytes, make: Callable[[], Coroutine[None, None, T]]) -> T:
+        """What `make` gives, or what another call's that is in flight does. Raises as it does."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = _Flight(asyncio.get_running_loop().create_task(make()))
+            # Whoever waits gets its error; if nobody does, it is not told either.
+            flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._flights[key] = flight
+        flight.num_waiting += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.num_waiting -= 1
+            if not flight.num_waiting:
+                if self._flights.get(key) is flight:
+                    del self._flights[key]
+                flight.task.cancel()  # of no effect if it is done
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._flights

@@ -1,0 +1,249 @@
+"""From the pixels of an image to the values that a model's encoder takes, bit by bit those of transformers' image processors (with Pillow).
+
+Owns the steps of each recipe of `ImageSettings`, for one image. Does not read files (`images`) or settings (`checkpoint.image_processors`). Runs in
+a child process. Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, Gemma 3, Pixtral, Idefics3, SmolVLM and Qwen2-VL, in their
+variants for Pillow and NumPy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+from PIL import Image
+
+from headrace.checkpoint.image_processors import ImageSettings, Size
+from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+LOW_TOKENS = 256
+"""Tokens of an image with `detail: low`, at most, where its size decides."""
+
+_MOST_OF_A_SIDE = 4096
+"""Idefics3 makes no image larger than this."""
+
+_MOST_ASPECT = 200
+"""Qwen refuses images that are longer than wide, or wider than long, by more than this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """values: float32 [tiles, 3, height, width], or [patches, size] of Qwen. grid: see `MediaItem`; of tiles (0, rows, columns)."""
+
+    values: Floats
+    grid: tuple[int, int, int] = (0, 0, 0)
+
+
+def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> Prepared:
+    """The values of one image in mode RGB. low: few tokens, where there is a choice. Raises ImageRefusedError."""
+    match settings.recipe:
+        case "fixed":
+            return _fixed(image, settings)
+        case "pixtral":
+            return _pixtral(image, settings, low)
+        case "idefics3":
+            return _idefics3(image, settings, low)
+        case "qwen2_vl":
+            return _qwen2_vl(image, settings, low)
+
+
+def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:
+    """The settings such that an image has at most so many patches, where its size decides: then it is made smaller."""
+    size = settings.size
+    if settings.recipe == "qwen2_vl":
+        most = max_patches * settings.patch_size**2
+        size = _within(size.shortest_edge, size.longest_edge, most)
+    elif settings.recipe == "pixtral":
+        side = settings.patch_size * settings.merge_size
+        most = max(1, math.isqrt(max_patches) // settings.merge_size) * side
+        size = Size(longest_edge=min(size.longest_edge, most))
+    return replace(settings, size=size)
+
+
+def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """(height, width) near those given, multiples of `factor`, with `least` to `most` pixels together (Qwen's smart_resize)."""
+    tall, wide = (round(side / factor) * factor for side in (height, width))
+    if tall * wide > most:
+        shrink = math.sqrt(height * width / most)
+        tall, wide = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+    elif tall * wide < least:
+        grow = math.sqrt(least / (height * width))
+        tall, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return tall, wide
+
+
+def _fixed(image: Image.Image, settings: ImageSettings) -> Prepared:
+    """One image of one size: CLIP, SigLIP, LLaVA, Gemma 3."""
+    if settings.squares:
+        image = _squared(image, settings.mean)
+    if settings.resizes:
+        size = settings.size
+        if size.shortest_edge:
+            image = _resized(image, *_by_shortest(image.height, image.width, size.shortest_edge), settings.resample)
+        else:
+            image = _resized(image, size.height, size.width, settings.resample)
+    pixels = np.asarray(image)
+    if settings.crop is not None:
+        pixels = _cropped(pixels, *settings.crop)
+    return Prepared(_values([pixels], settings))
+
+
+def _pixtral(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
+    """The longest edge within a bound, both edges multiples of a patch."""
+    patch = settings.patch_size * settings.merge_size
+    most = settings.size.longest_edge
+    if low:
+        most = min(most, patch * math.isqrt(LOW_TOKENS))
+    height, width = image.height, image.width
+    ratio = max(height / most, width / most)
+    if ratio > 1:
+        height, width = (math.floor(side / ratio) for side in (height, width))
+    rows, columns = ((side - 1) // patch + 1 for side in (height, width))
+    if rows < 1 or columns < 1:
+        raise ImageRefusedError(_too_long(image), "pixels")
+    return Prepared(_values([np.asarray(_resized(image, rows * patch, columns * patch, settings.resample))], settings))
+
+
+def _idefics3(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
+    """Tiles row by row, and after them the whole image in the size of a tile; or that alone."""
+    side = settings.max_side
+    if settings.resizes:
+        image = _resized(image, *_by_longest(image.height, image.width, settings.size.longest_edge), settings.resample)
+    if low or not settings.splits:
+        return Prepared(_values([np.asarray(_resized(image, side, side, settings.resample))], settings))
+    image = _resized(image, *_in_tiles(image.height, image.width, side), settings.resample)
+    rows, columns = image.height // side, image.width // side
+    pixels = np.asarray(image)
+    if rows <= 1 and columns <= 1:
+        return Prepared(_values([pixels], settings))
+    tiles = [
+        pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    tiles.append(np.asarray(_resized(image, side, side, settings.resample)))
+    return Prepared(_values(tiles, settings), (0, rows, columns))
+
+
+def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
+    """Patches in the order in which squares of them are merged; a still image is the same in each frame of a patch."""
+    height, width = image.height, image.width
+    if max(height, width) / min(height, width) > _MOST_ASPECT:
+        raise ImageRefusedError(_too_long(image), "pixels")
+    patch, merge, frames = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    size = settings.size
+    if low:
+        size = _within(size.shortest_edge, size.longest_edge, LOW_TOKENS * (patch * merge) ** 2)
+    height, width = smart_size(height, width, patch * merge, size.shortest_edge, size.longest_edge)
+    (pixels,) = _values([np.asarray(_resized(image, height, width, settings.resample))], settings)
+    rows, columns = height // patch, width // patch
+    # [channels, rows of squares, row in it, y, columns of squares, column in it, x]
+    parts = pixels.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
+    parts = parts.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    parts = np.broadcast_to(parts, (*parts.shape[:5], frames, patch, patch))
+    return Prepared(np.ascontiguousarray(parts).reshape(rows * columns, -1), (1, rows, columns))
+
+
+def _values(images: Sequence[Bytes], settings: ImageSettings) -> Floats:
+    """float32 [images, 3, height, width] of pixels [height, width, 3], which are all of one size."""
+    shape = (len(images), 3, *images[0].shape[:2])
+    if math.prod(shape) * 4 > MAX_ITEM_BYTES:
+        raise ImageRefusedError(f"the image takes more than {MAX_ITEM_BYTES} bytes for this model", "pixels")
+    values = np.empty(shape, np.float32)
+    tables = _tables(settings)
+    for image, own in zip(images, values, strict=True):
+        for channel in range(3):
+            np.take(tables[channel], image[:, :, channel], out=own[channel], mode="clip")
+    return values
+
+
+def _tables(settings: ImageSettings) -> Floats:
+    """float32 [3, 256]: the value of each byte, in the steps and precisions of transformers, which have only these 256 inputs."""
+    table: Floats = np.arange(256, dtype=np.float32)
+    if settings.scale:
+        table = (np.arange(256, dtype=np.float64) * settings.scale).astype(np.float32)
+    if not settings.mean:
+        return np.tile(table, (3, 1))
+    mean, std = (np.array(each, np.float32)[:, None] for each in (settings.mean, settings.std))
+    normal: Floats = (table - mean) / std
+    return normal
+
+
+def _resized(image: Image.Image, height: int, width: int, resample: int) -> Image.Image:
+    if height < 1 or width < 1 or height * width > MAX_PIXELS:
+        raise ImageRefusedError(_too_long(image), "pixels")
+    return image.resize((width, height), resample=Image.Resampling(resample))
+
+
+def _squared(image: Image.Image, mean: Sequence[float]) -> Image.Image:
+    """In the middle of a square of the mean colour."""
+    side = max(image.size)
+    if image.width == image.height:
+        return image
+    if side * side > MAX_PIXELS:
+        raise ImageRefusedError(_too_long(image), "pixels")
+    square = Image.new("RGB", (side, side), tuple(int(value * 255) for value in mean) if mean else (0, 0, 0))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+def _cropped(pixels: Bytes, height: int, width: int) -> Bytes:
+    """The middle of an image; where it is smaller, there is black around it."""
+    tall, wide = pixels.shape[:2]
+    top, left = (tall - height) // 2, (wide - width) // 2
+    if top >= 0 and left >= 0:
+        return pixels[top : top + height, left : left + width]
+    larger = np.zeros((max(height, tall), max(width, wide), 3), np.uint8)
+    above, before = (math.ceil((new - old) / 2) for new, old in ((larger.shape[0], tall), (larger.shape[1], wide)))
+    larger[above : above + tall, before : before + wide] = pixels
+    top, left = max(0, top + above), max(0, left + before)
+    return larger[top : top + height, left : left + width]
+
+
+def _by_shortest(height: int, width: int, shortest: int) -> tuple[int, int]:
+    if width <= height:
+        return int(shortest * height / width), shortest
+    return shortest, int(shortest * width / height)
+
+
+def _by_longest(height: int, width: int, longest: int) -> tuple[int, int]:
+    """The longest edge becomes `longest`, the other one even (Idefics3)."""
+    aspect = width / height
+    if width >= height:
+        wide, tall = longest, int(longest / aspect)
+        tall += tall % 2
+    else:
+        tall, wide = longest, int(longest * aspect)
+        wide += wide % 2
+    tall, wide = max(tall, 1), max(wide, 1)
+    aspect = wide / tall
+    if wide >= tall and wide > _MOST_OF_A_SIDE:
+        wide, tall = _MOST_OF_A_SIDE, int(_MOST_OF_A_SIDE / aspect)
+    elif tall > wide and tall > _MOST_OF_A_SIDE:
+        tall, wide = _MOST_OF_A_SIDE, int(_MOST_OF_A_SIDE * aspect)
+    return max(tall, 1), max(wide, 1)
+
+
+def _in_tiles(height: int, width: int, side: int) -> tuple[int, int]:
+    """The longer edge up to a multiple of a tile's side, then the other one (Idefics3)."""
+    aspect = width / height
+    if width >= height:
+        wide = math.ceil(width / side) * side
+        return math.ceil(int(wide / aspect) / side) * side, wide
+    tall = math.ceil(height / side) * side
+    return tall, math.ceil(int(tall * aspect) / side) * side
+
+
+def _within(least: int, most: int, bound: int) -> Size:
+    most = min(most, bound)
+    return Size(shortest_edge=min(least, most), longest_edge=most)
+
+
+def _too_long(image: Image.Image) -> str:
+    return f"an image of {image.width} x {image.height} pixels is too long for its width, or too wide, for this model"

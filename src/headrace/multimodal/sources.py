@@ -1,0 +1,105 @@
+"""The bytes of an image as a client gives it: in the request, or in a file below the folder that the operator allows.
+
+Owns the forms of `ImageRef.url` and their limits. Does not own fetching over a network (`fetch`). Runs in threads of the main process: it only
+decodes base64 and reads files.
+"""
+
+import base64
+import binascii
+import os
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from headrace.checkpoint.regular_file import open_regular
+from headrace.errors import ModelError
+from headrace.messages.media import ImageRef
+from headrace.multimodal.images import ImageRefusedError
+
+Form = Literal["inline", "file", "web"]
+
+_WHITESPACE = b" \t\r\n"
+
+
+def form_of(ref: ImageRef) -> Form:
+    """Where the bytes of an image are. Raises ImageRefusedError for a URL of another scheme."""
+    if not ref.url:
+        return "inline"
+    start = ref.url[:16].lower()
+    if start.startswith("data:"):
+        return "inline"
+    if start.startswith(("http:", "https:")):
+        return "web"
+    if start.startswith("file:"):
+        return "file"
+    scheme, found, _ = ref.url[:32].partition(":")
+    if found:
+        raise ImageRefusedError(f"URLs of the scheme {scheme!r:.40} are not read; use data:, https: or base64", "url")
+    return "inline"
+
+
+def inline_bytes(ref: ImageRef, max_bytes: int) -> bytes:
+    """The bytes that the request itself has. Raises ImageRefusedError."""
+    if not ref.url:
+        data = ref.data
+    elif ref.url[:5].lower() == "data:":
+        data = _of_data_uri(ref.url, max_bytes)
+    else:
+        data = _of_base64(ref.url, max_bytes)
+    if len(data) > max_bytes:
+        raise too_large(max_bytes)
+    return data
+
+
+def file_bytes(url: str, folder: Path | None, max_bytes: int) -> bytes:
+    """The bytes of a `file:` URL. folder: what it must be below, without links in its path. Raises ImageRefusedError."""
+    if folder is None:
+        raise ImageRefusedError("this server reads no files (--allowed-local-media-path)", "url")
+    # The same words for whatever is wrong, so that nobody learns which files there are.
+    refused = ImageRefusedError("there is no such file below --allowed-local-media-path that can be read", "url")
+    try:
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+            raise refused
+        path = Path(os.path.realpath(unquote(parts.path)))
+        if not path.is_relative_to(folder):
+            raise refused
+        with open_regular(path) as file:
+            # A link may have come into the path since it was looked at.
+            if not Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).is_relative_to(folder):
+                raise refused
+            data = file.read(max_bytes + 1)
+    except (OSError, ValueError, ModelError):
+        raise refused from None
+    if len(data) > max_bytes:
+        raise too_large(max_bytes)
+    return data
+
+
+def too_large(max_bytes: int) -> ImageRefusedError:
+    """For a file with more bytes than the limit."""
+    return ImageRefusedError(f"the file is larger than {max_bytes} bytes (--max-image-bytes)", "bytes")
+
+
+def _of_data_uri(url: str, max_bytes: int) -> bytes:
+    head, found, text = url.partition(",")
+    if not found:
+        raise ImageRefusedError("the data: URL has no comma, after which its data should be", "url")
+    kind = head[len("data:") :]
+    if not kind.lower().endswith(";base64"):
+        if len(text) > 3 * max_bytes:
+            raise too_large(max_bytes)
+        return unquote_to_bytes(text)
+    return _of_base64(unquote(text) if "%" in text else text, max_bytes)
+
+
+def _of_base64(text: str, max_bytes: int) -> bytes:
+    if len(text) > 2 * max_bytes + 1024:  # with room for line ends; the bytes are counted once decoded
+        raise too_large(max_bytes)
+    try:
+        data = text.encode("ascii").translate(None, _WHITESPACE)
+        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
+    except (UnicodeEncodeError, binascii.Error):
+        raise ImageRefusedError(
+            "it is neither a URL nor base64; give an https: or data: URL, or the base64 text of a file", "url"
+        ) from None
