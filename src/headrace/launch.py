@@ -28,6 +28,7 @@ from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import (
     open_chat_template,
+    open_images,
     open_output_format,
     open_tokenizer,
     read_model_config,
@@ -40,6 +41,7 @@ from headrace.processes.threads import ThreadParts
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.checkpoint.pooling import PoolingConfig
+    from headrace.frontend.images import PromptImages
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.spans import Spans
     from headrace.sampling.params import GenerationDefaults
@@ -110,12 +112,13 @@ def launch_engine(
             tokenizer = open_tokenizer(args)
             _check_not_stopped(should_stop)
             template = open_chat_template(args, tokenizer)
+            images = open_images(args, tokenizer, model, pooling)
             open_output_format(args, tokenizer, template)  # a wrong name is refused before the model is loaded
             _import_front_end()
             _check_not_stopped(should_stop)
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
-            manager = _tokenizer_manager(args, ready, tokenizer, model, pooling, parts, from_engine, spans)
+            manager = _tokenizer_manager(args, ready, tokenizer, model, pooling, images, parts, from_engine, spans)
         except BaseException:
             parts.kill()
             raise
@@ -172,6 +175,7 @@ def _tokenizer_manager(
     tokenizer: "Tokenizer",
     model: "ModelConfig",
     pooling: "PoolingConfig | None",
+    images: "PromptImages",
     parts: Parts,
     from_engine: Receiver,
     spans: "Spans | None",
@@ -191,6 +195,7 @@ def _tokenizer_manager(
         from_engine,
         defaults=_generation_defaults(args, model),
         pooling=pooling,
+        images=images if ready.encoder is not None or images.loader is None else images.without(ready.model_class),
         metrics=Metrics(args.served_name),
         to_detokenizer=to_detokenizer,
         more_schedulers=schedulers[1:],

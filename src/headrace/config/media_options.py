@@ -1,7 +1,12 @@
 """Options for models that see: what clients may send, and what is kept of it."""
 
+from typing import TYPE_CHECKING
+
 from headrace.config.bounds import Bounds
 from headrace.config.option import FILLED, POSITIVE, option
+
+if TYPE_CHECKING:
+    from headrace.config.server_args import ServerArgs
 
 _GROUP = "Images"
 
@@ -16,8 +21,7 @@ MAX_IMAGE_PATCHES = option(
 ALLOWED_MEDIA_DOMAINS = option(
     "",
     _GROUP,
-    "Hosts, separated by commas, from which images may be fetched by URL; by default none. *.example.com is every host below example.com; an address "
-    "is written with its port.",
+    "Hosts, separated by commas, from which images may be fetched by URL; by default none. An address is written with its port.",
 )
 ALLOWED_LOCAL_MEDIA_PATH = option(
     None, _GROUP, "Folder below which images may be read by file: URL; by default none.", FILLED
@@ -29,3 +33,16 @@ IMAGE_CACHE_BYTES = option(
 ENCODER_CACHE_BYTES = option(
     256 << 20, _GROUP, "What the model's encoder made of images that is kept, in bytes.", POSITIVE
 )
+
+
+def blind_by_options(args: "ServerArgs", pools: bool) -> str:
+    """Why a model that could see does not with these options, or "". pools: it makes vectors instead of text."""
+    if pools:
+        return "it makes vectors of text alone"
+    if args.num_ranks > 1:
+        return "it is split over several ranks, and images need --tp-size 1 and --pp-size 1"
+    if args.model_impl == "transformers":
+        return "it runs transformers' code (--model-impl transformers)"
+    if args.skip_tokenizer_init:
+        return "it has no tokenizer (--skip-tokenizer-init)"
+    return ""

@@ -68,6 +68,11 @@ class PromptImages:
         self.loader = loader
         self.blind = blind
 
+    def without(self, model_class: str) -> "PromptImages":
+        """Of a model whose class does not see after all."""
+        self.close()
+        return PromptImages(blind=f"the model class {model_class} does not see")
+
     def check(self, prompts: Sequence[Sequence[ImageRef]]) -> None:
         """Raises RequestError for images that the model cannot see, and for too many of them. prompts: those of each prompt."""
         most = max(map(len, prompts), default=0)

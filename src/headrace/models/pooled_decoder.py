@@ -76,6 +76,7 @@ def pooled_spec(spec: ModelSpec, pooling: PoolingConfig) -> PooledSpec:
         model = spec.build(config, placement)
         assert isinstance(model, DecoderLM), spec.name
         model.drop_head()
+        model.encoder = None  # vectors are made of text alone
         head = _head(config, pooling, placement) if pooling.task == "classify" else ()
         return PooledDecoder(model, Pooler(pooling, config.hidden_size, placement, head))
 

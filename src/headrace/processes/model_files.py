@@ -6,14 +6,19 @@ Each process opens what it needs for itself. What takes long to import is import
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.names import resolve_model
+from headrace.config.media_options import blind_by_options
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
-from headrace.errors import RequestError
+from headrace.errors import ModelError, RequestError
+from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
+
+logger = get_logger(__name__)
 
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.checkpoint.pooling import PoolingConfig
+    from headrace.frontend.images import PromptImages
     from headrace.parsers.registry import OutputFormat
     from headrace.server.context import ServedModel
     from headrace.text.chat_templates import ChatTemplate
@@ -64,6 +69,28 @@ def open_tokenizer(args: ServerArgs) -> "Tokenizer":
     if args.skip_tokenizer_init:
         return NoTokenizer()
     return load_tokenizer(resolve_model(args.tokenizer_path or args.model_path))
+
+
+def open_images(
+    args: ServerArgs, tokenizer: "Tokenizer", model: "ModelConfig", pooling: "PoolingConfig | None"
+) -> "PromptImages":
+    """What makes the images of prompts; of a model that does not see, what says why not. Starts no process. Raises ConfigError for wrong options."""
+    from headrace.config.media_args import media_args
+    from headrace.frontend.images import PromptImages
+
+    limits = media_args(args)
+    if model.media is None:
+        return PromptImages(blind=model.blind)
+    if reason := blind_by_options(args, pooling is not None):
+        return PromptImages(blind=reason)
+    from headrace.multimodal.loader import make_loader
+
+    try:
+        loader = make_loader(resolve_model(args.model_path), model.media.family, tokenizer, limits)
+    except ModelError as error:
+        logger.warning("the model's images are not served: %s", error.message)
+        return PromptImages(blind=error.message)
+    return PromptImages(loader)
 
 
 def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
