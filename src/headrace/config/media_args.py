@@ -1,9 +1,10 @@
 """Options of models that see, taken apart: `MediaArgs`.
 
-Owns the checks of --allowed-media-domains and --allowed-local-media-path. Pure text, apart from looking whether a folder is there.
+Owns the checks of --allowed-media-domains and --allowed-local-media-path. Looks up no names.
 """
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +15,35 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from headrace.config.server_args import ServerArgs
 
+_BELOW = "*."
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaDomains:
+    """Hosts from which images may be fetched. names: (name, port), port None = the usual one of http and https; a name that begins with `*.` is every
+    host below it. addresses: (address, port): what the operator names so may be fetched from although it is not public."""
+
+    names: frozenset[tuple[str, int | None]] = frozenset()
+    addresses: frozenset[tuple[str, int]] = frozenset()
+
+    def allows_name(self, host: str, port: int, usual_port: int) -> bool:
+        """Whether a host (lower case, without the root's dot) may be asked at this port. usual_port: of the URL's scheme."""
+        ports = {port, None} if port == usual_port else {port}
+        parts = host.split(".")
+        above = (_BELOW + ".".join(parts[count:]) for count in range(1, len(parts)))
+        return any((name, each) in self.names for name in (host, *above) for each in ports)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaArgs:
-    """Options of models that see. allowed_domains: hosts whose images may be fetched. allowed_addresses: (address, port) of those that are named by
-    address and port. allowed_folder: images below it may be read, None = none. max_image_bytes: of a file. max_patches: of an image, where its
-    size decides. cache_bytes: of prepared images that are kept."""
+    """Options of models that see. folder: images below it may be read, None = none. max_image_bytes: of a file. max_patches: of an image, where
+    its size decides. cache_bytes: of prepared images that are kept. num_processes: that decode images."""
 
-    allowed_domains: frozenset[str] = frozenset()
-    allowed_addresses: frozenset[tuple[str, int]] = frozenset()
-    allowed_folder: Path | None = None
+    domains: MediaDomains = MediaDomains()
+    folder: Path | None = None
     max_images: int = 8
-    max_image_bytes: int = 20 << 20
+    max_image_bytes: int = 20_000_000
     max_patches: int = 4096
     cache_bytes: int = 256 << 20
     num_processes: int = 1
@@ -33,11 +51,9 @@ class MediaArgs:
 
 def media_args(args: "ServerArgs") -> MediaArgs:
     """Those of a server's options. Raises ConfigError."""
-    domains, addresses = parse_media_domains(args.allowed_media_domains)
     return MediaArgs(
-        allowed_domains=domains,
-        allowed_addresses=addresses,
-        allowed_folder=parse_media_folder(args.allowed_local_media_path),
+        domains=parse_media_domains(args.allowed_media_domains),
+        folder=parse_media_folder(args.allowed_local_media_path),
         max_images=args.max_images,
         max_image_bytes=args.max_image_bytes,
         max_patches=args.max_image_patches,
@@ -46,36 +62,42 @@ def media_args(args: "ServerArgs") -> MediaArgs:
     )
 
 
-def parse_media_domains(text: str) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-    """Names of hosts, and (address, port) of those that are given by address. Raises ConfigError."""
-    domains: set[str] = set()
+def parse_media_domains(text: str) -> MediaDomains:
+    """The hosts of --allowed-media-domains. Raises ConfigError."""
+    names: set[tuple[str, int | None]] = set()
     addresses: set[tuple[str, int]] = set()
     for item in filter(None, (item.strip() for item in text.split(","))):
-        split = split_authority(item)
+        below = _BELOW if item.startswith(_BELOW) else ""
+        split = split_authority(item.removeprefix(below))
         if split is None:
-            raise ConfigError(
-                f"--allowed-media-domains takes names of hosts such as images.example, or an address with a port, comma-separated; got {item!r:.80}"
-            )
+            raise _wrong(item)
         host, port = split
         address = _address(host)
-        if (address is None) != (port is None):
-            what = "a name without a port" if address is None else "an address with its port"
-            raise ConfigError(f"--allowed-media-domains takes {what}; got {item!r:.80}")
-        if port is None:
-            domains.add(host)
+        if address is None:
+            if not _NAME.fullmatch(host) or host.rpartition(".")[2].isdigit():
+                raise _wrong(item)
+            names.add((below + host, port))
+        elif below or port is None:
+            raise _wrong(item)
         else:
             addresses.add((str(address), port))
-    return frozenset(domains), frozenset(addresses)
+    return MediaDomains(frozenset(names), frozenset(addresses))
 
 
 def parse_media_folder(text: str | None) -> Path | None:
-    """The folder, without links in its path. Raises ConfigError."""
+    """The folder of --allowed-local-media-path, without links in its path. Raises ConfigError."""
     if text is None:
         return None
     folder = Path(text).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"--allowed-local-media-path: {text!r:.200} is not a folder")
     return folder.resolve()
+
+
+def _wrong(item: str) -> ConfigError:
+    return ConfigError(
+        f"--allowed-media-domains takes hosts such as images.example, *.example.com or 10.0.0.5:8000, comma-separated; got {item!r:.80}"
+    )
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

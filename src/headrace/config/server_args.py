@@ -13,6 +13,7 @@ from headrace.config import media_options
 from headrace.config.bounds import Bounds, check_option
 from headrace.config.combinations import check_combinations
 from headrace.config.kv_events import read_kv_events
+from headrace.config.media_args import parse_media_domains
 from headrace.config.option import COUNT as _COUNT
 from headrace.config.option import FILLED as _FILLED
 from headrace.config.option import POSITIVE as _POSITIVE
@@ -581,6 +582,7 @@ class ServerArgs:
             check_option(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
         parse_origins(self.allow_origins)
         parse_hosts(self.allowed_hosts or "")
+        parse_media_domains(self.allowed_media_domains)
         if read_kv_events(self.kv_events_config, self.num_replicas) is not None and self.disable_radix_cache:
             raise ConfigError(
                 "--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache"

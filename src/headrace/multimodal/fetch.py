@@ -1,15 +1,282 @@
-"""Fetches images over HTTP, of the hosts that the operator allows and of no other address."""
+"""Fetches images over HTTP, of the hosts that the operator allows and of no other address.
+
+Owns which URLs are asked, the look-up of names, and the limits of an answer. What a client names may be meant to reach what only the server can
+reach, so: a host has to be allowed by name; all of its addresses have to be public; the connection goes to exactly the addresses that were checked;
+a redirect stays at the host; nothing is decompressed; and there are no proxies, cookies or credentials. Of a refused URL no request leaves. Errors
+never tell an address. Runs in the main process's event loop.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from headrace.config.media_args import MediaArgs
+from headrace.errors import CapacityError
 from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.limits import FETCH_LIMIT_S
+from headrace.multimodal.sources import too_large
+from headrace.version import VERSION
+
+if TYPE_CHECKING:
+    from yarl import URL
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""(host, port) -> its addresses. Raises OSError if there are none."""
+
+MAX_REDIRECTS = 3
+AT_A_TIME = 32
+"""Images that are fetched at a time."""
+
+AT_A_TIME_OF_HOST = 8
+"""Those of them that are fetched from one host: a slow one leaves room for others."""
+
+_DNS_THREADS = 4
+_CHUNK_BYTES = 1 << 16
+_MOST_URL = 8192
+_USUAL_PORTS = {"http": 80, "https": 443}
+_HEADERS = {
+    "User-Agent": f"headrace/{VERSION}",
+    "Accept": "image/*",
+    "Accept-Encoding": "identity",
+}
+
+_WRAPPED = tuple(
+    map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96"))
+)
+"""IPv6 networks whose addresses stand for IPv4 addresses."""
 
 
 class Fetcher:
-    """See the module docstring."""
+    """See the module docstring. resolve: looks up names; by default as the system does."""
 
-    def __init__(self, args: MediaArgs) -> None:
-        self._args = args
+    def __init__(self, args: MediaArgs, resolve: Resolve | None = None, limit_s: float = FETCH_LIMIT_S) -> None:
+        self._domains = args.domains
+        self._max_bytes = args.max_image_bytes
+        self._limit_s = limit_s
+        self._resolve = resolve or self._look_up
+        self._dns_threads = ThreadPoolExecutor(_DNS_THREADS, "image-hosts")
+        self._places = _Places(AT_A_TIME, AT_A_TIME_OF_HOST)
 
     async def fetch(self, url: str) -> bytes:
-        """The bytes of an image. Raises ImageRefusedError."""
-        raise ImageRefusedError("this server fetches no images (--allowed-media-domains)", "url")
+        """The bytes of an image. Raises ImageRefusedError, or CapacityError if too many others are being fetched."""
+        target = self._checked(url)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._places.take(_host(target))
+        except TimeoutError:
+            raise CapacityError("too many images are being fetched from this host", retry_after_s=5) from None
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await self._fetched(target)
+        except TimeoutError:
+            raise ImageRefusedError(f"fetching the image takes longer than {self._limit_s:g} s", "time") from None
+        finally:
+            self._places.leave(_host(target))
+
+    def close(self) -> None:
+        """End its threads."""
+        self._dns_threads.shutdown(wait=False, cancel_futures=True)
+
+    def _checked(self, url: str) -> "URL":
+        """The URL, taken apart as it is asked. Raises ImageRefusedError if its host is not allowed."""
+        from yarl import URL
+
+        if not self._domains.names and not self._domains.addresses:
+            raise ImageRefusedError("this server fetches no images (--allowed-media-domains)", "url")
+        if len(url) > _MOST_URL or any(letter <= " " or letter in "\\\x7f" for letter in url):
+            raise ImageRefusedError("the URL is too long, or has characters that a URL cannot have", "url")
+        try:
+            target = URL(url).with_fragment(None)
+            host, port = _host(target), target.port
+        except ValueError:
+            raise ImageRefusedError("the URL cannot be read", "url") from None
+        if target.scheme not in _USUAL_PORTS or not host or not port:
+            raise ImageRefusedError("the URL has no host", "url")
+        if target.user is not None or target.password is not None:
+            raise ImageRefusedError("the URL has a user name or a password", "url")
+        if not self._allows(host, port, _USUAL_PORTS[target.scheme]):
+            raise ImageRefusedError(
+                f"images of {target.raw_authority!r:.200} are not fetched; the server's operator allows hosts (--allowed-media-domains)",
+                "url",
+            )
+        return target
+
+    def _allows(self, host: str, port: int, usual_port: int) -> bool:
+        address = _literal(host)
+        if address is not None:
+            return (str(address), port) in self._domains.addresses
+        return self._domains.allows_name(host.removesuffix("."), port, usual_port)
+
+    async def _addresses(self, target: "URL") -> list[str]:
+        """Where to connect to: what is checked, and nothing else. Raises ImageRefusedError."""
+        host, port = _host(target), target.port
+        assert port is not None, "_checked has refused it"
+        if _literal(host) is not None:
+            return [host]  # the operator's own word
+        try:
+            addresses = list(dict.fromkeys(await self._resolve(host, port)))
+        except OSError:
+            addresses = []
+        if not addresses:
+            raise ImageRefusedError(f"the host {host!r:.200} is not known", "fetch")
+        if not all(map(is_public, addresses)):
+            raise ImageRefusedError(f"the host {host!r:.200} is not a public one", "url")
+        return addresses
+
+    async def _fetched(self, target: "URL") -> bytes:
+        import aiohttp
+
+        addresses = await self._addresses(target)
+        known: Any = _Known(addresses)
+        connector = aiohttp.TCPConnector(resolver=known, use_dns_cache=False, force_close=True, limit=1)
+        async with aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+            auto_decompress=False,
+            headers=_HEADERS,
+            timeout=aiohttp.ClientTimeout(total=None),
+        ) as session:
+            for _ in range(MAX_REDIRECTS + 1):
+                try:
+                    async with session.get(target, allow_redirects=False) as response:
+                        if response.status not in (301, 302, 303, 307, 308):
+                            return await self._body(response)
+                        target = self._redirected(target, response.headers.get("Location", ""))
+                except aiohttp.ClientSSLError:
+                    raise ImageRefusedError("the host's certificate is not accepted", "fetch") from None
+                except (aiohttp.ClientError, OSError, ValueError):
+                    raise ImageRefusedError(
+                        "the image could not be fetched: the host does not answer as it should", "fetch"
+                    ) from None
+        raise ImageRefusedError(f"the image could not be fetched: more than {MAX_REDIRECTS} redirects", "fetch")
+
+    def _redirected(self, target: "URL", location: str) -> "URL":
+        """Where a redirect leads to. Raises ImageRefusedError if that is another host."""
+        from yarl import URL
+
+        try:
+            there = target.join(URL(location))
+        except ValueError:
+            raise ImageRefusedError("the host answers with a redirect that cannot be read", "fetch") from None
+        if _host(there) != _host(target) or (target.scheme, there.scheme) == ("https", "http"):
+            raise ImageRefusedError(
+                "the host answers with a redirect to another one, or to http:, which is not followed", "url"
+            )
+        return self._checked(str(there))
+
+    async def _body(self, response: Any) -> bytes:
+        """The bytes of an answer, as far as the limit. Raises ImageRefusedError."""
+        if response.status != 200:
+            raise ImageRefusedError(f"the image could not be fetched: the host answers {response.status}", "fetch")
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ImageRefusedError("the host answers with a compressed file, which was not asked for", "fetch")
+        if (response.content_length or 0) > self._max_bytes:
+            raise too_large(self._max_bytes)
+        data = bytearray()
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            data += chunk
+            if len(data) > self._max_bytes:
+                raise too_large(self._max_bytes)
+        return bytes(data)
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._dns_threads, _addresses_of, host, port)
+        return [str(address[0]) for _, _, _, _, address in found]
+
+
+class _Known:
+    """A resolver of aiohttp's that knows these addresses for every host, and asks nobody."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+
+    async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[dict[str, Any]]:
+        """See aiohttp's AbstractResolver."""
+        return [
+            {
+                "hostname": host,
+                "host": address,
+                "port": port,
+                "family": socket.AF_INET6 if ":" in address else socket.AF_INET,
+                "proto": 0,
+                "flags": socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            }
+            for address in self._addresses
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Places:
+    """How many are in at a time, in all and by host. Those who wait come in in order, but not before there is room for their host."""
+
+    def __init__(self, most: int, most_of_host: int) -> None:
+        self._most, self._most_of_host = most, most_of_host
+        self._inside: Counter[str] = Counter()
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+
+    async def take(self, host: str) -> None:
+        """Wait for a place."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((host, place))
+        self._let_in()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave(host)
+            raise
+
+    def leave(self, host: str) -> None:
+        """Give a place back."""
+        self._inside[host] -= 1
+        if not self._inside[host]:
+            del self._inside[host]
+        self._let_in()
+
+    def _let_in(self) -> None:
+        left = []
+        for host, place in self._waiting:
+            if place.done():
+                continue
+            if self._inside.total() < self._most and self._inside[host] < self._most_of_host:
+                self._inside[host] += 1
+                place.set_result(None)
+            else:
+                left.append((host, place))
+        self._waiting = left
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is one of the public Internet: not private, loopback, link-local, multicast, reserved or unspecified, and not an IPv6
+    address that stands for an IPv4 address."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:  # with a zone, for one
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and any(address in network for network in _WRAPPED):
+        return False
+    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+
+
+def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _host(target: "URL") -> str:
+    """In lower case and ASCII, without brackets."""
+    return (target.raw_host or "").lower()
+
+
+def _addresses_of(host: str, port: int) -> list[Any]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

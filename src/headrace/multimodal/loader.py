@@ -116,6 +116,7 @@ class MediaLoader:
         """End the children. What is being loaded fails."""
         self._closed = True
         self._pool.close()
+        self._fetcher.close()
         for threads in (self._pool_threads, self._threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -142,7 +143,7 @@ class MediaLoader:
                 self._fetch_s += time.perf_counter() - begun_s
         loop = asyncio.get_running_loop()
         if form == "file":
-            return await loop.run_in_executor(self._threads, file_bytes, ref.url, self._args.allowed_folder, most)
+            return await loop.run_in_executor(self._threads, file_bytes, ref.url, self._args.folder, most)
         return await loop.run_in_executor(self._threads, inline_bytes, ref, most)
 
     async def _prepare(self, key: bytes, data: bytes, low: bool) -> Loaded:
