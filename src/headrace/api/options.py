@@ -6,6 +6,7 @@ Owns no defaults and no checks: those are of the structs that the arguments beco
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from headrace.messages.media import ImageRef
 from headrace.sampling.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
@@ -255,11 +256,16 @@ Sampling = JsonSampling | SamplingParams
 """Sampling parameters of a prompt."""
 
 
+Image = ImageRef | bytes | str | dict[str, str]
+"""The bytes of a file, or what is sent over HTTP: a `data:`, `http(s):` or `file:` URL, base64, or these with a detail. See docs/images.md."""
+
+
 class GenerateOptions(TypedDict, total=False):
     """The other fields of `/generate`, see docs/http-api.md; a list has one value for each prompt."""
 
     text: str | list[str] | None
     input_embeds: bytes | list[bytes | list[float | list[float]]] | None
+    image_data: Image | Sequence[Image | Sequence[Image] | None] | None
     rid: str | list[str] | None
     return_logprob: bool | list[bool]
     logprob_start_len: int | list[int]

@@ -1,0 +1,132 @@
+"""Checkpoints of models that see, from the file of an image to greedy text: as transformers continues."""
+
+import asyncio
+import base64
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from headrace import Engine
+from headrace.config.media_args import MediaArgs
+from headrace.errors import RequestError
+from headrace.frontend.images import PromptImages
+from headrace.messages.media import ImageRef
+from headrace.messages.requests import PromptContent
+from headrace.multimodal.loader import make_loader
+from headrace.text.tokenizers import load_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import make_tiny_vlm
+
+FAMILIES = list(make_tiny_vlm.SPECIAL)
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+
+
+def png(width: int, height: int, seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+FILES = [png(120, 90, 0), png(60, 200, 1)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def written(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(family)
+    return folder, make_tiny_vlm.write(family, folder)
+
+
+@pytest.fixture(scope="module")
+def engine(written: tuple[Path, Any]):
+    options = {"dtype": "float32", "single_process": True, "max_total_tokens": 4096, "log_level": "error"}
+    with Engine(model_path=str(written[0]), num_threads=1, **options) as made:
+        yield made
+
+
+def prompt(family: str, num_images: int) -> str:
+    image = make_tiny_vlm.IN_A_PROMPT.get(family, "<image>")
+    return " and ".join(["see", *[image] * num_images]) + "?"
+
+
+def read(family: str, folder: Path, num_images: int) -> PromptContent:
+    """What the model reads of the prompt."""
+    tokenizer = load_tokenizer(folder)
+    images = PromptImages(make_loader(folder, family, tokenizer, MediaArgs()))
+    ids = tokenizer.encode(prompt(family, num_images), allow_special=True)
+    try:
+        return asyncio.run(images.add(ids, [ImageRef(data=file) for file in FILES[:num_images]]))
+    finally:
+        images.close()
+
+
+def continued(family: str, model: Any, content: PromptContent) -> list[int]:
+    """transformers' greedy continuation."""
+    values = [
+        torch.from_numpy(np.frombuffer(item.values, np.float32).reshape(item.shape).copy()) for item in content.media
+    ]
+    ids = torch.tensor([content.ids()])
+    inputs: dict[str, Any] = {} if family in ("pixtral", "mistral3") else {"pixel_values": torch.cat(values)}
+    is_image = torch.zeros_like(ids)
+    for span in content.spans:
+        is_image[0, span.start : span.end] = 1
+    match family:
+        case "qwen2_vl" | "qwen2_5_vl":
+            grids = torch.tensor([item.grid for item in content.media])
+            inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}
+        case "smolvlm":
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+        case "pixtral" | "mistral3":
+            sizes = torch.tensor([item.shape[2:] for item in content.media])
+            height, width = sizes.amax(0).tolist()
+            pads = [(0, width - one.shape[3], 0, height - one.shape[2]) for one in values]
+            padded = [torch.nn.functional.pad(one, pad) for one, pad in zip(values, pads, strict=True)]
+            inputs = {"pixel_values": torch.cat(padded), "image_sizes": sizes}
+        case "gemma3":
+            inputs["token_type_ids"] = is_image
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids, **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, written: tuple[Path, Any], num_images: int):
+    content = read(family, written[0], num_images)
+    want = continued(family, written[1], content)
+
+    cold = engine.generate(prompt(family, num_images), GREEDY, image_data=FILES[:num_images])
+    warm = engine.generate(prompt(family, num_images), GREEDY, image_data=FILES[:num_images])
+
+    assert cold["output_ids"] == warm["output_ids"] == want
+    assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
+    assert warm["meta_info"]["cached_tokens"] == content.num_tokens // 16 * 16
+
+
+def test_the_same_image_in_every_form_is_encoded_once(engine: Engine, family: str):
+    coded = base64.b64encode(FILES[0]).decode()
+    forms = [FILES[0], coded, f"data:image/png;base64,{coded}", {"url": coded, "detail": "auto"}]
+    answers = engine.generate([prompt(family, 1)] * len(forms), GREEDY, image_data=forms)
+
+    assert len({tuple(answer["output_ids"]) for answer in answers}) == 1
+    assert engine.internal_state().encodings.num_encoded <= len(FILES)
+
+
+def test_an_image_without_a_place_and_a_place_without_an_image_are_refused(engine: Engine, family: str):
+    with pytest.raises(RequestError, match="has 1 image, but the prompt has 0 image tokens"):
+        engine.generate("see?", GREEDY, image_data=FILES[0])
+    with pytest.raises(RequestError, match="neither a URL nor base64"):
+        engine.generate(prompt(family, 1), GREEDY, image_data="!!!!")
