@@ -141,6 +141,8 @@ def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Prepare
     if low:
         size = _within(size.shortest_edge, size.longest_edge, LOW_TOKENS * (patch * merge) ** 2)
     height, width = smart_size(height, width, patch * merge, size.shortest_edge, size.longest_edge)
+    if height * width > size.longest_edge:  # one square of patches high or wide, and still too long
+        raise ImageRefusedError(_too_long(image), "pixels")
     (pixels,) = _values([np.asarray(_resized(image, height, width, settings.resample))], settings)
     rows, columns = height // patch, width // patch
     # [channels, rows of squares, row in it, y, columns of squares, column in it, x]
