@@ -20,8 +20,8 @@ SPECIAL = [
 ]  # fmt: skip
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and the special tokens of all families."""
+def tokenizer(image_token: str = "<image_soft_token>") -> PreTrainedTokenizerFast:
+    """Bytes, runs of two line ends, and the special tokens of all families. image_token: which of them transformers takes for that of images."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     newline = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\n")[0][0]
     vocabulary = {letter: index for index, letter in enumerate(alphabet)} | {newline * 2: len(alphabet)}
@@ -34,7 +34,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         extra_special_tokens={
-            "image_token": "<image_soft_token>",
+            "image_token": image_token,
             "boi_token": "<start_of_image>",
             "eoi_token": "<end_of_image>",
         },

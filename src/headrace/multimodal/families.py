@@ -15,9 +15,10 @@ from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.errors import ModelError
 from headrace.messages.media import MediaInfo
-from headrace.multimodal.layout import TokenLayout, layout_of
+from headrace.multimodal.layout import PLAIN, Joints, TokenLayout, layout_of
 
 _CACHED_LAYOUTS = 256
+_LONGEST_RUN = 32
 
 Shape = tuple[int, ...]
 Grid = tuple[int, int, int]
@@ -36,11 +37,12 @@ class Vocabulary(Protocol):
 @dataclass(frozen=True, slots=True)
 class Family:
     """The tokens of a model that sees. image_token_id: what stands for an image in a prompt that a client sends. layout: what stands for it in
-    what the model reads, by the shape and the grid of its item."""
+    what the model reads, by the shape and the grid of its item. joints: put both together."""
 
     info: MediaInfo
     image_token_id: int
     layout: Callable[[Shape, Grid], TokenLayout]
+    joints: Joints = PLAIN
 
 
 def make_family(
@@ -58,7 +60,8 @@ def make_family(
         build, settings = _pixtral, _pixtral_settings(media, settings)
     image_token_id, layout = build(media, settings, tokens, config)
     info = MediaInfo(media.family, tokens.text(image_token_id))
-    return Family(info, image_token_id, lru_cache(_CACHED_LAYOUTS)(layout)), settings
+    joints = _line_ends(tokens) if media.family == "gemma3" else PLAIN
+    return Family(info, image_token_id, lru_cache(_CACHED_LAYOUTS)(layout), joints), settings
 
 
 class _Tokens:
@@ -178,6 +181,16 @@ _FAMILIES: dict[str, Callable[[MediaConfig, ImageSettings, _Tokens, dict[str, An
     "qwen2_5_vl": _qwen2_vl,
     "gemma3": _gemma3,
 }
+
+
+def _line_ends(tokens: _Tokens) -> Joints:
+    """Joins runs of line ends: Gemma has a token for each number of them up to 31."""
+    runs = {}
+    for count in range(1, _LONGEST_RUN + 1):
+        ids = tokens.ids("\n" * count)
+        if len(ids) == 1:
+            runs[ids[0]] = count
+    return Joints(runs, lambda count: tokens.ids("\n" * count))
 
 
 def _pixtral_settings(media: MediaConfig, settings: ImageSettings) -> ImageSettings:

@@ -1,9 +1,9 @@
 """What stands for an image in a prompt: tokens, and which of them are rows of the encoder's output.
 
-Owns `TokenLayout`. Which tokens a family takes, `families` says.
+Owns `TokenLayout`, and how its tokens join those of the text around an image. Which tokens a family takes, `families` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -32,3 +32,38 @@ def layout_of(tokens: Sequence[int], row_token: int) -> TokenLayout:
             row += index - start
         start = index + 1
     return TokenLayout(tuple(tokens), tuple(spans))
+
+
+class Joints:
+    """Puts layouts and text together, so that the tokens are those of the whole text.
+
+    letter_runs: of the tokens that are runs of one letter, such as line ends, the number of letters. encode: the tokens of a run of so many. Where a
+    layout and the text beside it have such runs, the text has one run, which the tokenizer may read as other tokens.
+    """
+
+    def __init__(self, letter_runs: Mapping[int, int], encode: Callable[[int], Sequence[int]]) -> None:
+        self._runs = letter_runs
+        self._encode = encode
+
+    def append(self, tokens: list[int], more: Sequence[int]) -> int:
+        """Append to the tokens of a text those of the text after it. Returns the index at which `more` would begin; it may be none of
+        theirs, if both meet in a run."""
+        before = 0
+        while before < len(tokens) and tokens[-1 - before] in self._runs:
+            before += 1
+        after = 0
+        while after < len(more) and more[after] in self._runs:
+            after += 1
+        if before and after:
+            run = [*tokens[len(tokens) - before :], *more[:after]]
+            tokens[len(tokens) - before :] = self._encode(sum(self._runs[token] for token in run))
+            more = more[after:]
+        else:
+            after = 0
+        start = len(tokens) - after
+        tokens += more
+        return start
+
+
+PLAIN = Joints({}, lambda count: ())
+"""Of layouts that begin and end with special tokens."""

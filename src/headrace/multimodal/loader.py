@@ -112,6 +112,10 @@ class MediaLoader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def append(self, tokens: list[int], more: Sequence[int]) -> int:
+        """See `frontend.images.ImageLoader`."""
+        return self._family.joints.append(tokens, more)
+
     def close(self) -> None:
         """End the children. What is being loaded fails."""
         self._closed = True

@@ -1,0 +1,203 @@
+"""Prompts with images: the ids are those of transformers' processors, and the spans say which of them are rows."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from seeing_checkpoints import CONFIG, PROCESSOR, file_of, picture, tokenizer, write_checkpoint
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from headrace.config.media_args import MediaArgs
+from headrace.errors import ModelError
+from headrace.frontend.images import PromptImages
+from headrace.messages.media import ImageRef
+from headrace.multimodal.layout import PLAIN, Joints, layout_of
+from headrace.multimodal.loader import make_loader
+
+IMAGES = [picture(50, 70), picture(20, 20, seed=1), picture(90, 33, seed=2)]
+
+
+def options(family: str) -> dict:
+    return {key: value for key, value in PROCESSOR[family].items() if key != "image_processor_type"}
+
+
+def llava(text: str) -> list[int]:
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(**options("llava")), tokenizer(image_token="<image>"), patch_size=14,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )  # fmt: skip
+    return processor(images=IMAGES, text=[text])["input_ids"][0]
+
+
+def idefics3(text: str) -> list[int]:
+    processor = Idefics3Processor(Idefics3ImageProcessorPil(**options("idefics3")), tokenizer(), image_seq_len=4)
+    return processor(images=[IMAGES], text=[text])["input_ids"][0]
+
+
+def smolvlm(text: str) -> list[int]:
+    # The processor itself needs num2words, for videos.
+    found = Idefics3ImageProcessorPil(**options("smolvlm"))([IMAGES], return_row_col_info=True)
+    for rows, columns in zip(found["rows"][0], found["cols"][0], strict=True):
+        special = ("<fake_token_around_image>", "<IMAGE>", "<global-img>")
+        text = text.replace("<image>", get_image_prompt_string(rows, columns, 4, *special), 1)
+    return tokenizer()(text.replace("<IMAGE>", "<image>"))["input_ids"]
+
+
+def qwen2_vl(text: str) -> list[int]:
+    # The processor itself needs torchvision, for videos.
+    images = Qwen2VLImageProcessorPil(**options("qwen2_vl"))
+    inputs = images(IMAGES, return_tensors="np")
+    processor = SimpleNamespace(image_processor=images, image_token="<|IMAGE|>")
+    for number in range(len(IMAGES)):
+        text = text.replace("<|image_pad|>", Qwen2VLProcessor.replace_image_token(processor, inputs, number), 1)
+    return tokenizer()(text.replace("<|IMAGE|>", "<|image_pad|>"))["input_ids"]
+
+
+def gemma3(text: str) -> list[int]:
+    processor = Gemma3Processor(Gemma3ImageProcessorPil(**options("gemma3")), tokenizer(), image_seq_length=4)
+    return processor(images=[IMAGES], text=[text])["input_ids"][0]
+
+
+def rows_of(merge: int):
+    def pixtral(text: str) -> list[int]:
+        # The processor itself needs torchvision.
+        for image in IMAGES:
+            ratio = max(max(image.size) / 64, 1)
+            columns, rows = (-(-int(side / ratio) // (8 * merge)) for side in image.size)
+            row = "[I]" * columns
+            text = text.replace("[IMG]", "[IMG_BREAK]".join([row] * rows) + "[IMG_END]", 1)
+        return tokenizer()(text.replace("[I]", "[IMG]"))["input_ids"]
+
+    return pixtral
+
+
+THEIRS = {
+    "llava": llava,
+    "idefics3": idefics3,
+    "smolvlm": smolvlm,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_vl,
+    "gemma3": gemma3,
+    "pixtral": rows_of(1),
+    "mistral3": rows_of(2),
+}
+TEXTS = ["a I b I\nc\n\nI", "III", "user\nI\nI\n\nI\n", "\n\n\nI\n\n\nI\n\n\n\n\nI\n x"]
+
+
+@pytest.mark.parametrize("family", THEIRS)
+async def test_ids_are_those_of_transformers(family: str, tmp_path):
+    ours = write_checkpoint(tmp_path, family)
+    loader = make_loader(tmp_path, family, ours, MediaArgs())
+    images = PromptImages(loader)
+    refs = [ImageRef(data=file_of(image)) for image in IMAGES]
+    try:
+        for text in TEXTS:
+            text = text.replace("I", loader.info.image_token)
+            content = await images.add(ours.encode(text, allow_special=True), refs)
+            ids = content.ids()
+            assert list(ids) == THEIRS[family](text), text
+            row_token = next(value for key, value in CONFIG[family].items() if key.startswith("image_token"))
+            rows = {index for span in content.spans for index in range(span.start, span.end)}
+            assert rows == {index for index, token in enumerate(ids) if token == row_token}
+            for number, item in enumerate(content.media):
+                spans = [span for span in content.spans if span.item == number]
+                covered = [row for span in spans for row in range(span.first_row, span.first_row + span.length)]
+                assert covered == list(range(item.num_tokens))
+                assert len(item.values) == 4 * np.prod(item.shape)
+    finally:
+        images.close()
+
+
+async def test_an_image_has_the_same_key_wherever_it_comes_from(tmp_path):
+    ours = write_checkpoint(tmp_path, "qwen2_vl")
+    loader = make_loader(tmp_path, "qwen2_vl", ours, MediaArgs())
+    png, bmp = file_of(IMAGES[0]), file_of(IMAGES[0], "BMP")
+    first, second, other = await loader.load([ImageRef(data=data) for data in (png, bmp, file_of(IMAGES[1]))])
+    loader.close()
+    assert first.item.key == second.item.key != other.item.key
+    assert first.item == second.item
+
+
+@pytest.mark.parametrize(
+    ("family", "vision", "config", "processor", "words"),
+    [
+        ("llava", {"image_size": 56}, {}, {}, "28 x 28 pixels, and the vision tower takes 56"),
+        ("llava", {"num_channels": 1}, {}, {}, "channels"),
+        ("llava", {}, {"image_token_index": 5000}, {}, "no token 5000"),
+        ("qwen2_vl", {"patch_size": 16}, {}, {}, "patch_size is 14"),
+        ("idefics3", {"image_size": 16}, {}, {}, "32 pixels"),
+        ("mistral3", {}, {}, PROCESSOR["llava"] | {"patch_size": None}, "Pixtral"),
+        ("gemma3", {}, {"eoi_token_index": 5000}, {}, "no token 5000"),
+    ],
+)
+def test_a_checkpoint_that_contradicts_itself_is_refused(family, vision, config, processor, words, tmp_path):
+    ours = write_checkpoint(tmp_path, family, **processor)
+    found = json.loads((tmp_path / "config.json").read_text())
+    found["vision_config"] |= vision
+    (tmp_path / "config.json").write_text(json.dumps(found | config))
+    with pytest.raises(ModelError, match=words):
+        make_loader(tmp_path, family, ours, MediaArgs())
+
+
+def test_a_model_without_eyes_has_no_loader(tmp_path):
+    ours = write_checkpoint(tmp_path, "llava")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="do not see"):
+        make_loader(tmp_path, "llama", ours, MediaArgs())
+
+
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_spans_cover_the_rows_in_order(tokens: list[int]):
+    layout = layout_of(tokens, 1)
+    covered = [(start + step, row + step) for start, length, row in layout.spans for step in range(length)]
+    assert covered == [(index, row) for row, index in enumerate(i for i, token in enumerate(tokens) if token == 1)]
+    assert layout.num_rows == tokens.count(1)
+    starts = [start for start, _, _ in layout.spans]
+    ends = [start + length for start, length, _ in layout.spans]
+    assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
+
+
+def run_ids(count: int) -> list[int]:
+    """Greedy, as tokens 100 + n of n line ends, n <= 3."""
+    return [103] * (count // 3) + ([100 + count % 3] if count % 3 else [])
+
+
+@given(st.lists(st.lists(st.sampled_from([1, 2, 101, 102, 103]), max_size=6), max_size=6))
+def test_parts_are_joined_as_the_whole_text_is_read(parts: list[list[int]]):
+    joints = Joints({101: 1, 102: 2, 103: 3}, run_ids)
+
+    def normal(tokens: list[int]) -> list[int]:
+        out: list[int] = []
+        run = 0
+        for token in [*tokens, 0]:
+            if token > 100:
+                run += token - 100
+            else:
+                out += [*run_ids(run), token]
+                run = 0
+        return out[:-1]
+
+    tokens: list[int] = []
+    for part in map(normal, parts):
+        begin = joints.append(tokens, part)
+        for index, token in enumerate(part):
+            if token < 100:
+                assert tokens[begin + index] == token
+    assert tokens == normal([token for part in parts for token in part])
+
+
+def test_plain_parts_are_not_changed():
+    tokens = [1, 198]
+    assert PLAIN.append(tokens, (198, 2)) == 2
+    assert tokens == [1, 198, 198, 2]
