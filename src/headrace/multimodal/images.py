@@ -40,6 +40,7 @@ _TURNS = {
 _CONVERTED = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"})
 _GREY_16 = {"I;16": "<u2", "I;16L": "<u2", "I;16B": ">u2", "I;16N": "=u2"}
 
+_SERVED_STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM")
 _OTHERS = (
     (b"%PDF-", "a PDF"),
     (b"II*\0", "a TIFF image"),
@@ -92,6 +93,8 @@ def _opened(data: bytes) -> Image.Image:
     except MemoryError:
         raise
     except UnidentifiedImageError:
+        if data.startswith(_SERVED_STARTS) or data[:4] + data[8:12] == b"RIFFWEBP":
+            raise ImageRefusedError("the image is broken: its header cannot be read", "broken") from None
         raise ImageRefusedError(f"it is {_name(data)}; {SERVED} images are read", "format") from None
     except Exception:
         raise ImageRefusedError("the image is broken: its header cannot be read", "broken") from None
