@@ -54,6 +54,9 @@ class ImageLoader(Protocol):
     def max_images(self) -> int:
         """Most images in a prompt."""
 
+    def append(self, tokens: list[int], more: Sequence[int]) -> int:
+        """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
+
     async def load(self, refs: Sequence[ImageRef]) -> Sequence[LoadedImage]:
         """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong."""
 
@@ -88,7 +91,7 @@ class PromptImages:
     @property
     def refusal(self) -> str:
         """Why the model does not see."""
-        return "this model does not see images" + (f": {self.blind}" if self.blind else "")
+        return blindness(self.blind)
 
     async def add(self, ids: Sequence[int], refs: Sequence[ImageRef]) -> PromptContent:
         """A prompt with images in place of its image tokens, in order. Raises RequestError."""
@@ -107,17 +110,22 @@ class PromptImages:
         spans: list[MediaSpan] = []
         end = 0
         for number, (place, image) in enumerate(zip(places, images, strict=True)):
-            tokens += ids[end:place]
-            spans += [MediaSpan(len(tokens) + start, length, number, row) for start, length, row in image.layout.spans]
-            tokens += image.layout.tokens
+            loader.append(tokens, ids[end:place])
+            begin = loader.append(tokens, image.layout.tokens)
+            spans += [MediaSpan(begin + start, length, number, row) for start, length, row in image.layout.spans]
             end = place + 1
-        tokens += ids[end:]
+        loader.append(tokens, ids[end:])
         return PromptContent(pack_int32(tokens), media=tuple(image.item for image in images), spans=tuple(spans))
 
     def close(self) -> None:
         """End what the loader runs."""
         if self.loader is not None:
             self.loader.close()
+
+
+def blindness(why: str) -> str:
+    """What clients are told of a model that does not see. why: "" = it has no eyes."""
+    return "this model does not see images" + (f": {why}" if why else "")
 
 
 NO_IMAGES = PromptImages()

@@ -51,6 +51,7 @@ from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
+from headrace.messages.media import ImageRef
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply
@@ -270,6 +271,11 @@ class TokenizerManager:
     ) -> AsyncGenerator[SampleUpdate, None]:
         """`generate_request` of a call whose inputs become vectors."""
         return self.generate_request(obj, is_disconnected, caller=caller)
+
+    async def num_prompt_tokens(self, input_ids: list[int], image_data: list[ImageRef]) -> int:
+        """Tokens of a prompt with images in place of its image tokens. Raises RequestError."""
+        self.images.check([image_data])
+        return (await self.images.add(input_ids, image_data)).num_tokens
 
     def _check_accepting(self) -> None:
         self.engine_loop.check()

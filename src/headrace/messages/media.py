@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+ImageDetail = Literal["auto", "low", "high"]
 MediaKind = Literal["image", "audio", "video"]
 
 MAX_BATCH_BYTES = 64 << 20
@@ -28,7 +29,7 @@ class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     url: str = ""
     data: bytes = b""
-    detail: Literal["auto", "low", "high"] = "auto"
+    detail: ImageDetail = "auto"
 
 
 ImageData = ImageRef | str | list[ImageRef | str | list[ImageRef | str] | None] | None

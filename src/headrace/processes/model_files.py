@@ -143,6 +143,11 @@ def served_model(
     from headrace.server.context import ServedModel
 
     tool_template = _open_tool_template(args, tokenizer)
+    images = open_images(args, tokenizer, model, pooling)
+    if ready.encoder is None and images.loader is not None:
+        images = images.without(ready.model_class)
+    info = None if images.loader is None else images.loader.info
+    images.close()
     return ServedModel(
         name=args.served_name,
         context_length=ready.context_length,
@@ -155,4 +160,6 @@ def served_model(
         architectures=model.architectures,
         sampling_defaults=sampling_defaults(args, model),
         pooling=pooling,
+        images=info,
+        blind=images.blind,
     )

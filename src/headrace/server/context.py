@@ -14,9 +14,11 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
+from headrace.frontend.images import blindness
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.tenants import Caller
 from headrace.messages.control import ReadyInfo
+from headrace.messages.media import MediaInfo
 from headrace.parsers.registry import OutputFormat
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
@@ -46,8 +48,8 @@ class ServedModel:
     """The model as clients see it.
 
     chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
-    calls and reasoning; None = it writes neither. pooling: what it makes of a text instead of more text; None = it generates. model_type,
-    architectures: as the checkpoint's config.json says.
+    calls and reasoning; None = it writes neither. images: of a model that sees; blind: why one with eyes does not. pooling: what it makes of a
+    text instead of more text; None = it generates. model_type, architectures: as the checkpoint's config.json says.
     """
 
     name: str
@@ -61,6 +63,8 @@ class ServedModel:
     architectures: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     pooling: PoolingConfig | None = None
+    images: MediaInfo | None = None
+    blind: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -129,6 +133,15 @@ class ServingContext:
         """Most characters of a text; longer ones are not even tokenized."""
         context = self.model.context_length
         return min(context * MAX_CHARS_PER_TOKEN, max(MAX_TEXT_CHARS, context * USUAL_CHARS_PER_TOKEN))
+
+    def check_images(self, num_images: int) -> None:
+        """Raises RequestError for images that the model cannot see, or too many of them."""
+        if self.model.images is None:
+            raise RequestError(blindness(self.model.blind), "messages", "unsupported_images")
+        if num_images > self.args.max_images:
+            raise RequestError(
+                f"there are {num_images} images; the limit is {self.args.max_images} (--max-images)", "messages"
+            )
 
     def check_tokenizer(self, param: str) -> None:
         """Raises RequestError if the server has no tokenizer, which `param` needs."""

@@ -15,6 +15,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
+from headrace.messages.media import ImageRef
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 from headrace.server.remote_calls import RemoteCalls
@@ -57,6 +58,11 @@ class RemoteFrontend:
         if caller is not None:
             arguments["caller"] = WireCaller.of(caller)
         return self._calls.stream("encode_request", _UPDATES.decode, arguments)
+
+    async def num_prompt_tokens(self, input_ids: list[int], image_data: list[ImageRef]) -> int:
+        """Raises RequestError."""
+        count: int = await self._calls.call("num_prompt_tokens", input_ids=input_ids, image_data=image_data)
+        return count
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
         """Waiting clients get the output so far."""

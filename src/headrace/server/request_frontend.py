@@ -12,6 +12,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
+from headrace.messages.media import ImageRef
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 
@@ -174,6 +175,10 @@ class RequestFrontend(Protocol):
 
         caller: its limits apply. Closing the generator early aborts what is unfinished. Raises RequestError, CapacityError, ExecutionError.
         """
+        ...
+
+    async def num_prompt_tokens(self, input_ids: list[int], image_data: list[ImageRef]) -> int:
+        """Tokens of a prompt with images in place of its image tokens. Raises RequestError."""
         ...
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:

@@ -19,7 +19,7 @@ NO_EFFECT = frozenset({"cache_control", "diagnostics", "metadata", "service_tier
 
 
 class InnerBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A block in the result of a tool. Only `text` is supported; others are refused by their type, with the fields they have.
+    """A block in the result of a tool: `text` or `image`; others are refused by their type, with the fields they have.
 
     cache_control and citations are accepted without effect.
     """

@@ -19,6 +19,7 @@ from headrace.server.anthropic.protocol import (
 )
 from headrace.server.anthropic.tools import choice_of, tools_of
 from headrace.server.chat.conversation import Conversation, Message, function_call
+from headrace.server.chat.images import base64_image, image_part
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""
@@ -29,6 +30,7 @@ _FIELDS_OF_TYPE = {
     "tool_result": {"tool_use_id", "content", "is_error"},
     "thinking": {"thinking", "signature"},
     "redacted_thinking": {"data"},
+    "image": {"source"},
 }
 """The fields of each supported type of block, beside those of all types."""
 
@@ -140,8 +142,8 @@ class _Messages:
             else:
                 others.append((place, block))
         if others:
-            texts = _texts([place for place, _ in others], [block for _, block in others], "user")
-            self.shown.append({"role": "user", "content": [{"type": "text", "text": text} for text in texts]})
+            parts = [_user_part(place, block) for place, block in others]
+            self.shown.append({"role": "user", "content": parts})
 
     def _result(self, where: str, block: Block) -> Message:
         if not block.tool_use_id:
@@ -152,10 +154,13 @@ class _Messages:
                 f"{where} is the result of a tool call, but no tool_use block before it has the id {block.tool_use_id[:100]!r}",
                 f"{where}.tool_use_id",
             )
-        text = _result_text(f"{where}.content", block.content)
+        content = _result_content(f"{where}.content", block.content)
         if block.is_error:
-            text = f"Error: {text}" if text else "Error"
-        return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name}
+            if isinstance(content, list):
+                content = [{"type": "text", "text": "Error:"}, *content]
+            else:
+                content = f"Error: {content}" if content else "Error"
+        return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id, "name": name}
 
     def _add_assistant(self, places: Sequence[str], blocks: Sequence[Block]) -> None:
         texts: list[str] = []
@@ -242,19 +247,52 @@ def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
     return function_call(block.id, block.name, block.input or {})
 
 
-def _result_text(where: str, content: str | Sequence[InnerBlock] | dict[str, object] | None) -> str:
-    """The text of a result: a string, or blocks of text."""
+def _user_part(where: str, block: Block) -> Message:
+    """A part of what the user says: text or an image."""
+    if block.type == "image":
+        return _image(where, block.source)
+    (text,) = _texts([where], [block], "user")
+    return {"type": "text", "text": text}
+
+
+def _image(where: str, source: object) -> Message:
+    """Raises RequestError."""
+    match source:
+        case {"type": "base64", "data": str(data), **others} if others.keys() <= {"media_type"}:
+            return base64_image(f"{where}.source.data", data)
+        case {"type": "url", "url": str(url), **others} if url and not others:
+            return image_part(url)
+        case {"type": "file"}:
+            raise RequestError(
+                f"{where}.source: there are no files here; send base64 or url",
+                f"{where}.source",
+                "unsupported_parameter",
+            )
+        case _:
+            raise RequestError(
+                f'{where}.source must be {{"type": "base64", "media_type": ..., "data": ...}} or {{"type": "url", "url": ...}}',
+                f"{where}.source",
+            )
+
+
+def _result_content(where: str, content: str | Sequence[InnerBlock] | dict[str, object] | None) -> str | list[Message]:
+    """The content of a result: a text, of blocks of text, too; or parts, if there are images among them."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, dict):
         raise RequestError(f"{where} must be a string or a list of blocks", where)
     places = [f"{where}[{place}]" for place in range(len(content))]
     for place, block in zip(places, content, strict=True):
-        if block.type != "text":
+        if block.type not in ("text", "image"):
             raise RequestError(
                 f"{place}: blocks of type {block.type[:50]!r} are not supported yet in the result of a tool",
                 f"{place}.type",
                 "unsupported_parameter",
             )
         _check_block(place, block)
+    if any(block.type == "image" for block in content):
+        return [
+            _image(place, block.source) if block.type == "image" else {"type": "text", "text": _text(place, block)}
+            for place, block in zip(places, content, strict=True)
+        ]
     return "\n".join(_text(place, block) for place, block in zip(places, content, strict=True))

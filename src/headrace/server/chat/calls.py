@@ -4,6 +4,7 @@ Owns what tools, reasoning and the requested grammar mean for the sampling of a 
 thread; the rest in the event loop that serves HTTP.
 """
 
+import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from headrace.parsers.registry import OutputFormat
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
+from headrace.server.chat.images import images_renamed
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
 from headrace.server.chat.thinking import check_reasoning, with_thinking_budget
@@ -71,7 +73,7 @@ class ChatCall:
             if self.by_grammar and exc.param == "structural_tag":
                 exc.param = "tools" if self.conversation.tools else "response_format"
                 exc.message = exc.message.replace("structural_tag", exc.param).replace("the structural tag", exc.param)
-            raise
+            raise images_renamed(exc) from None
 
     def reason(self, finish: FinishReason, choice: ChoiceStream) -> str:
         """Why a choice ended: stop, length, tool_calls or abort.
@@ -105,7 +107,12 @@ async def chat_call(
     def prepared() -> tuple[ChatPrompt, BoundReply]:
         prompt = chat_prompt(context, conversation)
         if shorten is not None:
-            prompt = ChatPrompt(shorten(prompt.ids), prompt.tail)
+            shorter = shorten(prompt.ids)
+            if prompt.images and len(shorter) < len(prompt.ids):
+                raise RequestError(
+                    "truncate_prompt_tokens: a prompt with images cannot be cut", "truncate_prompt_tokens"
+                )
+            prompt = dataclasses.replace(prompt, ids=shorter)
         if output_format is None:
             return prompt, BoundReply(sampling)
         prompt = prompt.with_marks(output_format.mark_ids)
@@ -121,7 +128,9 @@ async def chat_call(
     limit, room = params.max_new_tokens, context.model.context_length - len(prompt.ids)
     if clamps_limit and limit is not None and limit > room > 0:
         params = msgspec.structs.replace(params, max_new_tokens=room)
-    call = GenerateReqInput(input_ids=list(prompt.ids), sampling_params=params, **fields)
+    call = GenerateReqInput(
+        input_ids=list(prompt.ids), image_data=[*prompt.images] or None, sampling_params=params, **fields
+    )
     return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar)
 
 

@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Protocol, Self
 
 from headrace.errors import RequestError
+from headrace.messages.media import ImageRef
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Conversation, Message, Tool, calls_of, with_arguments_as_text
+from headrace.server.chat.images import ImageMark, images_in, images_renamed, without_values
 from headrace.server.context import ServingContext
 from headrace.text.batch_tokenizer import refuse_too_long
 from headrace.text.chat_templates import RESERVED_KWARGS, ChatTemplate
@@ -27,11 +29,22 @@ _THINKING = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """ids: of the rendered conversation. tail: the end of its text. marks: of the ids, those that mean something to the model's output format."""
+    """ids: of the rendered conversation. tail: the end of its text. marks: of the ids, those that mean something to the model's output format.
+    images: for each image token of the ids one."""
 
     ids: list[int]
     tail: str
     marks: tuple[int, ...] = ()
+    images: tuple[ImageRef, ...] = ()
+
+    async def num_tokens(self, context: ServingContext) -> int:
+        """Tokens of the prompt, those of its images included. Raises RequestError."""
+        if not self.images:
+            return len(self.ids)
+        try:
+            return await context.frontend.num_prompt_tokens(list(self.ids), list(self.images))
+        except RequestError as error:
+            raise images_renamed(error) from None
 
     def with_marks(self, mark_ids: frozenset[int]) -> Self:
         """The same with the marks among `mark_ids`."""
@@ -48,24 +61,63 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
     context.check_text_length(
         "messages", _num_chars(conversation.messages) + sum(map(_num_tool_chars, conversation.tools))
     )
-    messages = [_for_template(message, template.content_parts) for message in conversation.messages]
-    if (tools or any(map(calls_of, messages))) and not template.uses_tools:
-        messages, tools = _written_out(messages, conversation.tools), []
     kwargs = _template_kwargs(template, conversation)
 
-    def render(messages: Sequence[Message]) -> RenderedPrompt:
-        return template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=conversation.opens_reply and not conversation.continues_last,
-            continue_final_message=conversation.continues_last,
-            kwargs=kwargs,
-        )
+    def encoded(messages: Sequence[Message], keep_parts: bool, mark: ImageMark | None = None) -> ChatPrompt:
+        messages, shown_tools = [_for_template(message, keep_parts) for message in messages], tools
+        if (tools or any(map(calls_of, messages))) and not template.uses_tools:
+            messages, shown_tools = _written_out(messages, conversation.tools), []
 
-    rendered = _first_rendered(render, messages)
-    context.check_text_length("messages", len(rendered.text))
-    refuse_too_long(model.tokenizer, rendered.text, model.context_length, "messages")
-    return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text[-TAIL_CHARS:])
+        def render(messages: Sequence[Message]) -> RenderedPrompt:
+            return template.render(
+                messages,
+                tools=shown_tools,
+                add_generation_prompt=conversation.opens_reply and not conversation.continues_last,
+                continue_final_message=conversation.continues_last,
+                kwargs=kwargs,
+            )
+
+        rendered = _first_rendered(render, messages)
+        if mark is not None:
+            rendered = mark.replaced(rendered)
+        context.check_text_length("messages", len(rendered.text))
+        refuse_too_long(model.tokenizer, rendered.text, model.context_length, "messages")
+        return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text[-TAIL_CHARS:])
+
+    images = images_in(conversation.messages)
+    if not images:
+        return encoded(conversation.messages, template.content_parts)
+    return replace(_with_images(context, conversation.messages, len(images), template, encoded), images=tuple(images))
+
+
+class _Encoded(Protocol):
+    """Renders messages, as parts or as texts, and tokenizes what comes out."""
+
+    def __call__(self, messages: Sequence[Message], keep_parts: bool, mark: ImageMark | None = None) -> ChatPrompt: ...
+
+
+def _with_images(
+    context: ServingContext, messages: Sequence[Message], num_images: int, template: ChatTemplate, encoded: _Encoded
+) -> ChatPrompt:
+    """The prompt of messages with images: as the template writes them, or, of a template that does not, with a token in their place. Raises
+    RequestError."""
+    context.check_images(num_images)
+    info = context.model.images
+    assert info is not None, "checked"
+    token_id = context.model.tokenizer.token_to_id(info.image_token)
+    assert token_id is not None, info
+    if template.content_parts:
+        prompt = encoded(without_values(messages), keep_parts=True)
+        if prompt.ids.count(token_id) == num_images:
+            return prompt
+    mark = ImageMark.beside(messages, info.image_token)
+    prompt = encoded(mark.as_text(messages), keep_parts=False, mark=mark)
+    found = prompt.ids.count(token_id)
+    if found != num_images:
+        raise RequestError(
+            f"the chat template leaves {found} of the {num_images} images: it does not show all messages", "messages"
+        )
+    return prompt
 
 
 def _first_rendered(
@@ -108,7 +160,7 @@ def _late_system_as_user(messages: Sequence[Message]) -> list[Message]:
     return shown
 
 
-def _parts(content: object) -> list[object]:
+def _parts(content: object) -> list[Any]:
     return content if isinstance(content, list) else [{"type": "text", "text": str(content or "")}]
 
 
@@ -189,12 +241,16 @@ def _written_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mes
 
 
 def _call_written_out(message: Message) -> Message:
+    content = message.get("content")
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+        if isinstance(content, list):
+            begin, end = ({"type": "text", "text": text} for text in ("<tool_response>\n", "\n</tool_response>"))
+            return {"role": "user", "content": [begin, *content, end]}
+        return {"role": "user", "content": f"<tool_response>\n{content or ''}\n</tool_response>"}
     calls = calls_of(message)
     if not calls:
         return message
-    texts = [str(message["content"])] if message.get("content") else []
+    texts = [str(part["text"]) for part in _parts(content)] if content else []
     for call in calls:
         texts.append(f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>")
     return {"role": message["role"], "content": "\n".join(texts)}

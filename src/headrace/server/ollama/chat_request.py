@@ -17,6 +17,7 @@ from headrace.server.chat.conversation import (
     function_call,
     function_tool,
 )
+from headrace.server.chat.images import base64_image
 from headrace.server.ollama.protocol import OllamaMessage
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -92,10 +93,6 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
     role = message.role
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role[:50]!r}", f"{where}.role")
-    if message.images:
-        raise RequestError(
-            f"{where}.images are not supported yet, only text", f"{where}.images", "unsupported_parameter"
-        )
     for name, owner in (
         ("thinking", "assistant"),
         ("tool_calls", "assistant"),
@@ -104,9 +101,12 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
     ):
         if role != owner and not is_empty(getattr(message, name)):
             raise RequestError(f"{where}.{name} belongs to the role {owner}", f"{where}.{name}")
-    if message.content is None and not (role == "assistant" and message.tool_calls):
+    if message.content is None and not message.images and not (role == "assistant" and message.tool_calls):
         raise RequestError(f"{where}.content is missing", f"{where}.content")
     shown: Message = {"role": role, "content": message.content or ""}
+    if message.images:
+        images = [base64_image(f"{where}.images[{number}]", image) for number, image in enumerate(message.images)]
+        shown["content"] = [*images, *([{"type": "text", "text": message.content}] if message.content else [])]
     if message.thinking:
         shown["reasoning_content"] = message.thinking
     if message.tool_calls:

@@ -42,12 +42,11 @@ _NAMES = {
     "response_format": "format",
 }
 _NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b")
-_NOT_SUPPORTED = ("template", "suffix", "context", "images", "width", "height", "steps")
+_NOT_SUPPORTED = ("template", "suffix", "context", "width", "height", "steps")
 _INSTEAD = {
     "template": "; raw takes a prompt that is complete",
     "context": "; send the conversation to /api/chat",
     "suffix": ": this server does not fill in the middle",
-    "images": " yet, only text",
 }
 _JSON_OBJECT: dict[str, object] = {"type": "object"}
 
@@ -93,11 +92,13 @@ class OllamaGenerationAPI:
         is_raw = body.raw or (self.context.model.chat_template is None and not body.system)
         try:
             self.context.check_tokenizer("prompt")
+            if is_raw and body.images:
+                raise RequestError("images: a raw prompt takes none; they need a chat template", "images")
             if is_raw:
                 run = await self._raw_run(exchange, body, body.prompt)
             else:
                 messages = [OllamaMessage(role="system", content=body.system)] if body.system else []
-                messages.append(OllamaMessage(role="user", content=body.prompt))
+                messages.append(OllamaMessage(role="user", content=body.prompt, images=body.images))
                 run = await self._chat_run(exchange, body, messages, [])
             await self._answer(exchange, body, "generate", run)
         except RequestError as error:

@@ -158,7 +158,13 @@ class OllamaModelsAPI:
             return ["embedding"] if model.pooling.task == "embed" else []
         has_chat = found is not None and model.chat_template is not None
         tools = ["tools"] if has_chat and found is not None and found.has_tools else []
-        return ["completion", *tools, *(["thinking"] if has_chat and found is not None and found.has_reasoning else [])]
+        vision = ["vision"] if model.images is not None else []
+        return [
+            "completion",
+            *vision,
+            *tools,
+            *(["thinking"] if has_chat and found is not None and found.has_reasoning else []),
+        ]
 
 
 def _one_name(model: str, name: str) -> str:

@@ -189,7 +189,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message. Only `text` parts are supported; others are refused by their type, with the fields they have.
+    """A part of a message: of type `text` or `image_url`; others are refused by their type, with the fields they have.
 
     cache_control, prompt_cache_breakpoint: hints for caches that work by marks; accepted without effect.
     """

@@ -10,6 +10,7 @@ from headrace.errors import RequestError
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Message, calls_of, function_call
 from headrace.server.chat.custom_tools import custom_call
+from headrace.server.chat.images import image_detail, image_part
 from headrace.server.responses.tools import shown_name
 
 Item = Mapping[str, object]
@@ -42,7 +43,7 @@ class _Messages:
         # The tool of each call, by its id.
         self.asked: dict[str, str] = {}
         # Of the last message: its content, its reasoning, and the ids of its calls.
-        self._contents: list[str] = []
+        self._contents: list[str | list[Message]] = []
         self._thoughts: list[str] = []
         self._call_ids: set[str] = set()
 
@@ -52,7 +53,7 @@ class _Messages:
             return
         last = self.messages[-1]
         if self._contents:
-            last["content"] = ("\n\n" if last["role"] == "system" else "\n").join(self._contents)
+            last["content"] = _joined_contents(self._contents, "\n\n" if last["role"] == "system" else "\n")
         if self._thoughts:
             last["reasoning_content"] = "\n".join(self._thoughts)
 
@@ -80,7 +81,7 @@ class _Messages:
             )
         reader(where, item)
 
-    def text(self, role: str, content: str) -> None:
+    def text(self, role: str, content: str | list[Message]) -> None:
         """A message, which joins the one before it within a turn of the assistant, and within the system messages at the beginning."""
         last = self._last()
         joins = last is not None and last["role"] == role
@@ -112,7 +113,9 @@ class _Messages:
             raise RequestError(
                 f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:50]!r}", f"{where}.role"
             )
-        content = content_text(f"{where}.content", item.get("content"))
+        content = content_parts(f"{where}.content", item.get("content"))
+        if role != "user" and isinstance(content, list):
+            raise RequestError(f"{where}.content: images belong to the role user", f"{where}.content")
         self.text("system" if role == "developer" else str(role), content)
 
     def _reasoning(self, where: str, item: Item) -> None:
@@ -152,8 +155,47 @@ class _Messages:
                 f"{where} is the output of a tool call, but no call before it has the id {call_id[:100]!r}",
                 f"{where}.call_id",
             )
-        output = content_text(f"{where}.output", item.get("output"), may_be_empty=True)
+        output = content_parts(f"{where}.output", item.get("output"), may_be_empty=True)
         self._open({"role": "tool", "content": output, "tool_call_id": call_id, "name": self.asked[call_id]})
+
+
+def _joined_contents(contents: Sequence[str | list[Message]], between: str) -> str | list[Message]:
+    """The contents of several messages as that of one."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return between.join(texts)
+    parts: list[Message] = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def content_parts(where: str, content: object, may_be_empty: bool = False) -> str | list[Message]:
+    """A content as one text or, with images, as parts. Raises RequestError for parts of other types."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return content_text(where, content, may_be_empty)
+    return [
+        _image(f"{where}[{number}]", part)
+        if _is_image(part)
+        else {"type": "text", "text": _part(f"{where}[{number}]", part)}
+        for number, part in enumerate(content)
+    ]
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image(where: str, part: Mapping[str, object]) -> Message:
+    """Raises RequestError."""
+    if not is_empty(part.get("file_id")):
+        raise RequestError(
+            f"{where}.file_id: there are no files here; send image_url", f"{where}.file_id", "unsupported_parameter"
+        )
+    url = part.get("image_url")
+    if not isinstance(url, str) or not url:
+        raise RequestError(f"{where}.image_url must be a URL", f"{where}.image_url")
+    return image_part(url, image_detail(f"{where}.detail", part.get("detail")))
 
 
 def content_text(where: str, content: object, may_be_empty: bool = False) -> str:
