@@ -44,10 +44,9 @@ _HEADERS = {
     "Accept-Encoding": "identity",
 }
 
-_WRAPPED = tuple(
-    map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96"))
-)
-"""IPv6 networks whose addresses stand for IPv4 addresses."""
+_UNICAST = ipaddress.ip_network("2000::/3")
+_WRAPPED = tuple(map(ipaddress.ip_network, ("2001::/32", "2002::/16")))
+"""Global IPv6 addresses, and those of them that stand for IPv4 addresses."""
 
 
 class Fetcher:
@@ -261,7 +260,9 @@ def is_public(text: str) -> bool:
         address = ipaddress.ip_address(text)
     except ValueError:  # with a zone, for one
         return False
-    if isinstance(address, ipaddress.IPv6Address) and any(address in network for network in _WRAPPED):
+    if isinstance(address, ipaddress.IPv6Address) and (
+        address not in _UNICAST or any(address in network for network in _WRAPPED)
+    ):
         return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
