@@ -125,10 +125,15 @@ async def test_an_image_is_fetched_without_anything_of_the_servers(host: Host, m
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     client, url = at_its_address(host)
     for _ in range(2):
-        assert await client.fetch(f"{url}/image.png?size=1#part") == PNG
+        assert await get(client, f"{url}/image.png?size=1#part") == PNG
     headers = host.asked[1][1]
     assert headers.keys() == {"Host", "User-Agent", "Accept", "Accept-Encoding", "Connection"}
     assert headers["Accept-Encoding"] == "identity"
+
+
+async def get(client: Fetcher, url: str) -> bytes:
+    async with client.fetched(url) as data:
+        return data
 
 
 PRIVATE = [
@@ -154,7 +159,7 @@ def test_an_address_is_public(address: str):
 async def test_a_name_for_a_private_address_is_refused(address: str, beside: list[str], host: Host):
     client = fetcher(f"images.example:{host.port}", {"images.example": [*beside, address]})
     with pytest.raises(ImageRefusedError, match="not a public one") as error:
-        await client.fetch(f"http://images.example:{host.port}/image.png")
+        await get(client, f"http://images.example:{host.port}/image.png")
     assert address not in error.value.message
     assert host.asked == []
 
@@ -199,13 +204,13 @@ async def test_no_request_leaves_for_a_url(url: str, words: str, host: Host):
     domains = parse_media_domains(f"images.example,127.0.0.1:{host.port}")
     client = Fetcher(MediaArgs(domains=domains), resolve)
     with pytest.raises(ImageRefusedError, match=words):
-        await client.fetch(url.replace("PORT", str(host.port)))
+        await get(client, url.replace("PORT", str(host.port)))
     assert looked_up == host.asked == []
 
 
 async def test_by_default_nothing_is_fetched(host: Host):
     with pytest.raises(ImageRefusedError, match="allowed-media-domains"):
-        await Fetcher(MediaArgs()).fetch(f"http://127.0.0.1:{host.port}/image.png")
+        await get(Fetcher(MediaArgs()), f"http://127.0.0.1:{host.port}/image.png")
     assert host.asked == []
 
 
@@ -218,10 +223,10 @@ async def test_the_address_that_was_checked_is_asked(host: Host, monkeypatch):
         return answers.pop(0)
 
     client = Fetcher(MediaArgs(domains=parse_media_domains(f"images.example:{host.port}")), resolve)
-    assert await client.fetch(f"http://{name}/image.png") == PNG
+    assert await get(client, f"http://{name}/image.png") == PNG
     assert host.asked[0][1]["Host"].lower() == f"images.example:{host.port}"
     with pytest.raises(ImageRefusedError, match="not a public one"):
-        await client.fetch(f"http://{name}/image.png")
+        await get(client, f"http://{name}/image.png")
     assert len(host.asked) == 1
 
 
@@ -247,21 +252,21 @@ ANSWERS = {
 async def test_an_answer_is_refused(path: str, host: Host):
     client, url = at_its_address(host)
     with pytest.raises(ImageRefusedError, match=ANSWERS[path]) as error:
-        await client.fetch(url + path.format(port=host.port))
+        await get(client, url + path.format(port=host.port))
     assert not {"10.0.0.1", "metadata", "passwd"} & set(error.value.message.replace("/", " ").replace(":", " ").split())
     assert all(asked[0].startswith(path.partition("?")[0]) for asked in host.asked)
 
 
 async def test_a_redirect_at_the_host_is_followed(host: Host):
     client, url = at_its_address(host)
-    assert await client.fetch(f"{url}/to?at=/to%3Fat%3D/image.png") == PNG
+    assert await get(client, f"{url}/to?at=/to%3Fat%3D/image.png") == PNG
 
 
 @pytest.mark.parametrize("path", ["/slow", "/drip"])
 async def test_what_takes_too_long_is_given_up(path: str, host: Host):
     client, url = at_its_address(host, limit_s=0.3)
     with pytest.raises(ImageRefusedError, match=r"longer than 0\.3 s"):
-        await client.fetch(url + path)
+        await get(client, url + path)
 
 
 async def test_nobody_answers():
@@ -270,22 +275,22 @@ async def test_nobody_answers():
         port = taken.getsockname()[1]
         client = fetcher(f"127.0.0.1:{port},gone.example")
         with pytest.raises(ImageRefusedError, match="does not answer"):
-            await client.fetch(f"http://127.0.0.1:{port}/")
+            await get(client, f"http://127.0.0.1:{port}/")
         with pytest.raises(ImageRefusedError, match="does not answer"):
-            await client.fetch(f"https://127.0.0.1:{port}/")
+            await get(client, f"https://127.0.0.1:{port}/")
     with pytest.raises(ImageRefusedError, match="not known"):
-        await client.fetch("http://gone.example/")
+        await get(client, "http://gone.example/")
 
 
 async def test_a_server_without_tls_is_no_https_server(host: Host):
     client, url = at_its_address(host)
     with pytest.raises(ImageRefusedError):
-        await client.fetch(url.replace("http:", "https:") + "/image.png")
+        await get(client, url.replace("http:", "https:") + "/image.png")
 
 
 async def test_a_slow_host_leaves_places_for_others(host: Host):
     client, url = at_its_address(host)
-    slow = [asyncio.create_task(client.fetch(f"{url}/slow")) for _ in range(fetch.AT_A_TIME_OF_HOST + 5)]
+    slow = [asyncio.create_task(get(client, f"{url}/slow")) for _ in range(fetch.AT_A_TIME_OF_HOST + 5)]
     await host.is_full.wait()
     slow[-1].cancel()
     await asyncio.wait(slow[-1:])
@@ -302,7 +307,7 @@ async def test_who_finds_no_place_is_told_to_come_again(host: Host):
     for _ in range(fetch.AT_A_TIME_OF_HOST):
         await client._places.take("127.0.0.1")
     with pytest.raises(CapacityError):
-        await client.fetch(f"{url}/image.png")
+        await get(client, f"{url}/image.png")
 
 
 def test_a_cancelled_wait_takes_no_place():

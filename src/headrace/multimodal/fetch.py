@@ -10,8 +10,9 @@ import asyncio
 import ipaddress
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from headrace.config.media_args import MediaArgs
@@ -29,10 +30,10 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_REDIRECTS = 3
 AT_A_TIME = 32
-"""Images that are fetched at a time."""
+"""Images that are fetched, or have been and are yet to be prepared, at a time."""
 
 AT_A_TIME_OF_HOST = 8
-"""Those of them that are fetched from one host: a slow one leaves room for others."""
+"""Those of them that are of one host: a slow one leaves room for others."""
 
 _DNS_THREADS = 4
 _CHUNK_BYTES = 1 << 16
@@ -60,8 +61,10 @@ class Fetcher:
         self._dns_threads = ThreadPoolExecutor(_DNS_THREADS, "image-hosts")
         self._places = _Places(AT_A_TIME, AT_A_TIME_OF_HOST)
 
-    async def fetch(self, url: str) -> bytes:
-        """The bytes of an image. Raises ImageRefusedError, or CapacityError if too many others are being fetched."""
+    @asynccontextmanager
+    async def fetched(self, url: str) -> AsyncIterator[bytes]:
+        """The bytes of an image, for which there is a place as long as they are needed. Raises ImageRefusedError, or CapacityError if too many others
+        have one."""
         target = self._checked(url)
         try:
             async with asyncio.timeout(self._limit_s):
@@ -69,12 +72,16 @@ class Fetcher:
         except TimeoutError:
             raise CapacityError("too many images are being fetched from this host", retry_after_s=5) from None
         try:
+            yield await self._in_time(target)
+        finally:
+            self._places.leave(_host(target))
+
+    async def _in_time(self, target: "URL") -> bytes:
+        try:
             async with asyncio.timeout(self._limit_s):
                 return await self._fetched(target)
         except TimeoutError:
             raise ImageRefusedError(f"fetching the image takes longer than {self._limit_s:g} s", "time") from None
-        finally:
-            self._places.leave(_host(target))
 
     def close(self) -> None:
         """End its threads."""

@@ -12,8 +12,9 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,9 @@ FIELD = "image_data"
 
 _AT_A_TIME = 4
 """Images of one request that are fetched or decoded at a time."""
+
+_FILES = 8
+"""Files that have been read and are yet to be prepared, at a time."""
 
 _THREADS = 2
 """That decode base64 and read files."""
@@ -62,6 +66,7 @@ class MediaLoader:
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "images")
         self._threads = ThreadPoolExecutor(_THREADS, "image-files")
         self._fetcher = Fetcher(args)
+        self._files = asyncio.Semaphore(_FILES)
         self._cache: PreparedCache[Loaded] = PreparedCache(args.cache_bytes, _num_bytes)
         self._flights: Flights[Loaded] = Flights()
         self._num_loaded = self._num_hits = 0
@@ -125,8 +130,7 @@ class MediaLoader:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load_one(self, ref: ImageRef, places: asyncio.Semaphore) -> Loaded:
-        async with places:
-            data = await self._bytes(ref)
+        async with places, self._bytes(ref) as data:
             low = ref.detail == "low" and self._has_low
             key = hashlib.blake2b(data, digest_size=32, person=b"low" if low else b"").digest()
             loaded = self._cache.get(key)
@@ -137,18 +141,21 @@ class MediaLoader:
             self._num_loaded += 1
             return loaded
 
-    async def _bytes(self, ref: ImageRef) -> bytes:
+    @asynccontextmanager
+    async def _bytes(self, ref: ImageRef) -> AsyncIterator[bytes]:
+        """The bytes of an image. How many there are at a time is bounded, but for those that are in requests."""
         form, most = form_of(ref), self._args.max_image_bytes
-        if form == "web":
-            begun_s = time.perf_counter()
-            try:
-                return await self._fetcher.fetch(ref.url)
-            finally:
-                self._fetch_s += time.perf_counter() - begun_s
         loop = asyncio.get_running_loop()
-        if form == "file":
-            return await loop.run_in_executor(self._threads, file_bytes, ref.url, self._args.folder, most)
-        return await loop.run_in_executor(self._threads, inline_bytes, ref, most)
+        if form == "inline":
+            yield await loop.run_in_executor(self._threads, inline_bytes, ref, most)
+        elif form == "file":
+            async with self._files:
+                yield await loop.run_in_executor(self._threads, file_bytes, ref.url, self._args.folder, most)
+        else:
+            begun_s = time.perf_counter()
+            async with self._fetcher.fetched(ref.url) as data:
+                self._fetch_s += time.perf_counter() - begun_s
+                yield data
 
     async def _prepare(self, key: bytes, data: bytes, low: bool) -> Loaded:
         begun_s = time.perf_counter()

@@ -18,6 +18,9 @@ from headrace.multimodal.images import ImageRefusedError
 
 Form = Literal["inline", "file", "web"]
 
+_LEAST_BYTES = 26
+"""No image file is smaller."""
+
 _WHITESPACE = b" \t\r\n"
 
 
@@ -46,6 +49,8 @@ def inline_bytes(ref: ImageRef, max_bytes: int) -> bytes:
         data = _of_data_uri(ref.url, max_bytes)
     else:
         data = _of_base64(ref.url, max_bytes)
+        if len(data) < _LEAST_BYTES:  # the letters of a path can be those of base64
+            raise _no_base64()
     if len(data) > max_bytes:
         raise too_large(max_bytes)
     return data
@@ -100,6 +105,10 @@ def _of_base64(text: str, max_bytes: int) -> bytes:
         data = text.encode("ascii").translate(None, _WHITESPACE)
         return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except (UnicodeEncodeError, binascii.Error):
-        raise ImageRefusedError(
-            "it is neither a URL nor base64; give an https: or data: URL, or the base64 text of a file", "url"
-        ) from None
+        raise _no_base64() from None
+
+
+def _no_base64() -> ImageRefusedError:
+    return ImageRefusedError(
+        "it is neither a URL nor base64; give an https: or data: URL, or the base64 text of a file", "url"
+    )
