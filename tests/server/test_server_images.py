@@ -1,0 +1,204 @@
+"""Images in every chat API: the same prompt, with one image token for each, and the images beside it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_frontend import IMAGE_TOKENS, MODEL, TEMPLATE, Running, running_server
+
+from headrace.messages.media import ImageRef, MediaInfo
+
+INFO = MediaInfo("llava", "<image>")
+URL = "data:image/png;base64,aGVsbG8="
+PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NO_IMAGES = PARTS.replace("<image>", "")
+
+
+def server_with(template: str) -> Iterator[Running]:
+    with running_server(template, special_tokens=("<image>",), images=INFO, max_images=3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=[TEMPLATE, PARTS, NO_IMAGES], ids=["texts", "parts", "no images"])
+def server(request: pytest.FixtureRequest) -> Iterator[Running]:
+    yield from server_with(request.param)
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    server.frontend.reset()
+    with httpx.Client(base_url=server.url, timeout=20) as made:
+        yield made
+
+
+def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": list(parts)}], **fields}
+
+
+def image(url: str = URL, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def asked(server: Running) -> tuple[str, list[ImageRef]]:
+    """The text of the last prompt, and its images."""
+    call = server.frontend.calls[-1]
+    return server.frontend.tokenizer.decode(call.input_ids, skip_special_tokens=False), call.image_data
+
+
+CODED = "aGVsbG8="
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat completions": ("/v1/chat/completions", chat(image(), text("what?"))),
+    "a bare url": ("/v1/chat/completions", chat({"type": "image_url", "image_url": URL}, text("what?"))),
+    "responses": (
+        "/v1/responses",
+        {
+            "model": MODEL,
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None},
+                        {"type": "input_text", "text": "what?"},
+                    ],
+                }
+            ],
+        },
+    ),
+    "messages": (
+        "/v1/messages",
+        {
+            "model": MODEL,
+            "max_tokens": 5,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "url", "url": URL}},
+                        {"type": "text", "text": "what?"},
+                    ],
+                }
+            ],
+        },
+    ),
+    "ollama": (
+        "/api/chat",
+        {"messages": [{"role": "user", "content": "what?", "images": [CODED]}], "stream": False},
+    ),
+    "ollama's generate": ("/api/generate", {"prompt": "what?", "images": [CODED], "stream": False}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_every_api_gives_the_same_prompt(server: Running, client: httpx.Client, name: str):
+    path, body = BODIES[name]
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+
+    prompt, images = asked(server)
+    assert prompt.replace("<image>\nwhat?", "<image>what?") == "<|user|><image>what?\n<|assistant|>"
+    assert images in ([ImageRef(url=URL)], [ImageRef(url=CODED)])
+    token = server.frontend.tokenizer.token_to_id("<image>")
+    assert server.frontend.calls[-1].input_ids.count(token) == 1
+
+
+def test_what_a_user_writes_is_no_image(server: Running, client: httpx.Client):
+    reply = client.post("/v1/chat/completions", json=chat(text("<image> is "), image(detail="low"), text("<image>")))
+    assert reply.status_code == 200, reply.text
+
+    assert server.frontend.calls[-1].input_ids.count(server.frontend.tokenizer.token_to_id("<image>")) == 1
+    assert asked(server)[1] == [ImageRef(url=URL, detail="low")]
+
+
+def test_images_of_several_messages_keep_their_order(server: Running, client: httpx.Client):
+    messages = [
+        {"role": "user", "content": [image("data:,a"), text("one")]},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [text("two"), image("data:,b"), image("data:,c")]},
+    ]
+    assert client.post("/v1/chat/completions", json={"model": MODEL, "messages": messages}).status_code == 200
+
+    prompt, images = asked(server)
+    assert [one.url for one in images] == ["data:,a", "data:,b", "data:,c"]
+    assert prompt.count("<image>") == 3
+    assert prompt.index("one") < prompt.index("two") < prompt.rindex("<image>")
+
+
+def test_the_result_of_a_tool_may_be_an_image(server: Running, client: httpx.Client):
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": CODED}}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "see", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [shown]}]},
+    ]
+    reply = client.post("/v1/messages", json={"model": MODEL, "max_tokens": 5, "messages": messages})
+    assert reply.status_code == 200, reply.text
+
+    prompt, images = asked(server)
+    assert prompt.count("<image>") == 1
+    assert images == [ImageRef(url=CODED)]
+
+
+def test_counts_have_the_tokens_of_images(server: Running, client: httpx.Client):
+    path, body = BODIES["messages"]
+    body = {name: value for name, value in body.items() if name != "max_tokens"}
+    counted = client.post(f"{path}/count_tokens", json=body).json()["input_tokens"]
+
+    ids, images = server.frontend.counted
+    assert counted == len(ids) - 1 + IMAGE_TOKENS
+    assert images == [ImageRef(url=URL)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (chat(*[image()] * 4), "messages", "there are 4 images; the limit is 3"),
+        (chat(image(detail="huge")), "messages[0].content[0].image_url.detail", "must be auto, low or high"),
+        (chat(image("")), "messages[0].content[0].image_url", "must be a URL"),
+        (chat(image(size=5)), "messages[0].content[0].image_url", "must be a URL"),
+        (chat(image() | {"text": "a"}), "messages[0].content[0].text", "does not belong"),
+        (chat({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0].type", "not supported"),
+        (chat(image(), truncate_prompt_tokens=2), "truncate_prompt_tokens", "cannot be cut"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_refused(client: httpx.Client, body: dict[str, Any], param: str, words: str):
+    reply = client.post("/v1/chat/completions", json=body)
+
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert words in reply.json()["error"]["message"]
+
+
+def test_empty_lists_of_images_ask_for_nothing(client: httpx.Client):
+    body = {"messages": [{"role": "user", "content": "a", "images": []}], "stream": False}
+    assert client.post("/api/chat", json=body).status_code == 200
+    assert client.post("/api/generate", json={"prompt": "a", "images": None, "stream": False}).status_code == 200
+
+
+def test_clients_are_told_that_the_model_sees(client: httpx.Client):
+    info = client.get("/get_model_info").json()
+    assert (info["has_image_understanding"], info["image_token"]) == (True, "<image>")
+    assert "vision" in client.post("/api/show", json={"model": MODEL}).json()["capabilities"]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_model_without_eyes_says_so(name: str, blind: httpx.Client):
+    path, body = BODIES[name]
+    reply = blind.post(path, json=body)
+
+    assert reply.status_code == 400
+    assert "this model does not see images" in reply.text
+
+
+@pytest.fixture(scope="module")
+def blind() -> Iterator[httpx.Client]:
+    with running_server() as running, httpx.Client(base_url=running.url, timeout=20) as made:
+        yield made
