@@ -113,6 +113,7 @@ def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, writt
 
     assert cold["output_ids"] == warm["output_ids"] == want
     assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
+    assert cold["meta_info"]["image_tokens"] == sum(span.length for span in content.spans)
     assert warm["meta_info"]["cached_tokens"] == content.num_tokens // 16 * 16
 
 

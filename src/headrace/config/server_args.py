@@ -14,10 +14,7 @@ from headrace.config.bounds import Bounds, check_option
 from headrace.config.combinations import check_combinations
 from headrace.config.kv_events import read_kv_events
 from headrace.config.media_args import parse_media_domains
-from headrace.config.option import COUNT as _COUNT
-from headrace.config.option import FILLED as _FILLED
-from headrace.config.option import POSITIVE as _POSITIVE
-from headrace.config.option import SECONDS as _SECONDS
+from headrace.config.option import COUNT, FILLED, POSITIVE, SECONDS
 from headrace.config.option import option as _opt
 from headrace.config.process_options import check_processes
 from headrace.config.speculation import check_speculation
@@ -36,7 +33,7 @@ class ServerArgs:
         "smollm2",
         _M,
         "A known name, a model of the Hugging Face cache (`org/name`, see `headrace models`), a Hugging Face folder, or a GGUF file.",
-        _FILLED,
+        FILLED,
     )
     tokenizer_path: str | None = _opt(
         None, _M, "Folder, file or model whose tokenizer to use instead of the model's own."
@@ -93,14 +90,14 @@ class ServerArgs:
         "Let requests shorten embeddings (dimensions) of models that do not say that they were made for it (Matryoshka).",
     )
     context_length: int | None = _opt(
-        None, _M, "Longest prompt plus output, in tokens; default: the model's own limit.", _POSITIVE
+        None, _M, "Longest prompt plus output, in tokens; default: the model's own limit.", POSITIVE
     )
     sampling_defaults: Literal["model", "openai"] = _opt(
         "model",
         _M,
         "Sampling parameters that a request leaves out: the model's own defaults, or OpenAI's (temperature 1, no filters).",
     )
-    random_seed: int = _opt(0, _M, "Seed for dummy weights, and for requests that set no seed.", _COUNT)
+    random_seed: int = _opt(0, _M, "Seed for dummy weights, and for requests that set no seed.", COUNT)
     json_model_override_args: str = _opt(
         "{}", _M, "JSON object whose fields override those of the model's config.json."
     )
@@ -110,20 +107,18 @@ class ServerArgs:
         _L,
         "LoRA adapters to load at start, comma-separated: name=path. Requests select an adapter by its name.",
     )
-    max_loras: int = _opt(8, _L, "Most adapters in memory; loading one more evicts the least recently used.", _COUNT)
-    max_lora_rank: int = _opt(64, _L, "Highest rank of an adapter; adapters of a higher rank are refused.", _POSITIVE)
+    max_loras: int = _opt(8, _L, "Most adapters in memory; loading one more evicts the least recently used.", COUNT)
+    max_lora_rank: int = _opt(64, _L, "Highest rank of an adapter; adapters of a higher rank are refused.", POSITIVE)
 
-    host: str = _opt("127.0.0.1", _S, "Address to listen on.", _FILLED)
+    host: str = _opt("127.0.0.1", _S, "Address to listen on.", FILLED)
     port: int = _opt(30000, _S, "Port to listen on; 0 = any free port.", Bounds(least=0, most=65535))
-    api_key: str | None = _opt(None, _S, "Key that every route needs, except health, readiness and metrics.", _FILLED)
-    admin_api_key: str | None = _opt(
-        None, _S, "Key for the control routes; default: --api-key opens them too.", _FILLED
-    )
+    api_key: str | None = _opt(None, _S, "Key that every route needs, except health, readiness and metrics.", FILLED)
+    admin_api_key: str | None = _opt(None, _S, "Key for the control routes; default: --api-key opens them too.", FILLED)
     api_key_file: str | None = _opt(
         None,
         _S,
         "TOML or JSON file of further keys, each with a name, a weight and limits; read again on SIGHUP.",
-        _FILLED,
+        FILLED,
     )
     allow_origins: str = _opt(
         "",
@@ -136,7 +131,7 @@ class ServerArgs:
         _S,
         "Host names that requests may use besides localhost and --host, comma-separated; * = any. Default: no others when --host is a "
         "loopback address, otherwise any.",
-        _FILLED,
+        FILLED,
     )
     warmups: str = _opt(
         "", _S, "Warm-up routines to run before the server reports ready, comma-separated: generate, chat."
@@ -180,7 +175,7 @@ class ServerArgs:
         10.0,
         _S,
         "With --tp-size or --pp-size, restart the ranks when one keeps the others waiting for more than N seconds.",
-        _SECONDS,
+        SECONDS,
     )
     nnodes: int | None = _opt(
         None,
@@ -199,13 +194,13 @@ class ServerArgs:
         None,
         _S,
         "With --nnodes, HOST:PORT at which node 0 listens for the others. Default: LWS_LEADER_ADDRESS and port 20000.",
-        _FILLED,
+        FILLED,
     )
     dist_timeout: float = _opt(
-        300.0, _S, "With --nnodes, wait at most this many seconds for the other nodes when starting.", _SECONDS
+        300.0, _S, "With --nnodes, wait at most this many seconds for the other nodes when starting.", SECONDS
     )
     dist_secret_file: str | None = _opt(
-        None, _S, "File with the secret that all nodes share; default: the variable HEADRACE_DIST_SECRET.", _FILLED
+        None, _S, "File with the secret that all nodes share; default: the variable HEADRACE_DIST_SECRET.", FILLED
     )
     dp_size: int = _opt(
         1,
@@ -227,53 +222,53 @@ class ServerArgs:
     disable_recovery: bool = _opt(
         False, _S, "Do not restart a scheduler or detokenizer that died: fail the requests in flight and exit."
     )
-    max_restarts: int = _opt(5, _S, "Exit when more than N restarts are needed within ten minutes.", _COUNT)
-    max_n: int = _opt(64, _S, "Most samples (`n`) of one prompt.", _POSITIVE)
-    max_batch_prompts: int = _opt(1024, _S, "Most prompts in one request.", _POSITIVE)
-    max_body_bytes: int = _opt(32 << 20, _S, "Largest request body, in bytes.", _POSITIVE)
-    stream_interval: int = _opt(1, _S, "Send a chunk of a stream every N tokens.", _POSITIVE)
+    max_restarts: int = _opt(5, _S, "Exit when more than N restarts are needed within ten minutes.", COUNT)
+    max_n: int = _opt(64, _S, "Most samples (`n`) of one prompt.", POSITIVE)
+    max_batch_prompts: int = _opt(1024, _S, "Most prompts in one request.", POSITIVE)
+    max_body_bytes: int = _opt(32 << 20, _S, "Largest request body, in bytes.", POSITIVE)
+    stream_interval: int = _opt(1, _S, "Send a chunk of a stream every N tokens.", POSITIVE)
     incremental_streaming_output: bool = _opt(
         False, _S, "Send only new output in each chunk of a /generate stream, not all output so far."
     )
     drain_timeout_s: float = _opt(
-        30.0, _S, "After SIGTERM, wait at most this many seconds for running requests to finish.", _SECONDS
+        30.0, _S, "After SIGTERM, wait at most this many seconds for running requests to finish.", SECONDS
     )
     request_timeout_s: float = _opt(
         0.0,
         _S,
         "Abort a request that takes longer than this many seconds: 408 before its first token, later it ends with its output so far; 0 = never.",
-        _SECONDS,
+        SECONDS,
     )
     queue_timeout_s: float = _opt(
-        0.0, _S, "Refuse a request (503) that has waited in the queue for this many seconds; 0 = never.", _SECONDS
+        0.0, _S, "Refuse a request (503) that has waited in the queue for this many seconds; 0 = never.", SECONDS
     )
     max_stream_buffer_bytes: int = _opt(
         1 << 20,
         _S,
         "Abort a stream when its client leaves more than N bytes unread, not counting the socket's own buffers.",
-        _POSITIVE,
+        POSITIVE,
     )
-    max_sessions: int = _opt(1000, _S, "Most sessions open at once.", _COUNT)
-    max_session_tokens: int = _opt(4_000_000, _S, "Most tokens held by all sessions together.", _COUNT)
+    max_sessions: int = _opt(1000, _S, "Most sessions open at once.", COUNT)
+    max_session_tokens: int = _opt(4_000_000, _S, "Most tokens held by all sessions together.", COUNT)
     session_timeout_s: float = _opt(
-        3600.0, _S, "Close a session that has not been used for this many seconds; 0 = never.", _SECONDS
+        3600.0, _S, "Close a session that has not been used for this many seconds; 0 = never.", SECONDS
     )
     max_stored_responses: int = _opt(
         0,
         _S,
         "Keep the last N responses of /v1/responses in memory, at most 64 MiB, for previous_response_id and later reading; 0 = none.",
-        _COUNT,
+        COUNT,
     )
     ssl_certfile: str | None = _opt(
         None,
         _S,
         "Serve HTTPS with this certificate (PEM, with its intermediate certificates). A proxy is the usual way, see docs/proxies.md.",
-        _FILLED,
+        FILLED,
     )
     ssl_keyfile: str | None = _opt(
-        None, _S, "Private key of --ssl-certfile (PEM, not encrypted); default: the key is in the same file.", _FILLED
+        None, _S, "Private key of --ssl-certfile (PEM, not encrypted); default: the key is in the same file.", FILLED
     )
-    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after this many seconds.", _SECONDS)
+    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after this many seconds.", SECONDS)
     custom_logit_processors: str = _opt(
         "",
         _S,
@@ -303,11 +298,11 @@ class ServerArgs:
         None,
         _Q,
         "Size of the KV cache, in tokens, with --enable-dp-attention of all ranks together; default: what --mem-fraction-static leaves.",
-        _POSITIVE,
+        POSITIVE,
     )
-    max_running_requests: int | None = _opt(None, _Q, "Most running samples; default: 64, encoders 256.", _POSITIVE)
-    max_inputs: int = _opt(1 << 14, _Q, "Most inputs of one embedding, rerank, score or classify request.", _POSITIVE)
-    max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", _POSITIVE)
+    max_running_requests: int | None = _opt(None, _Q, "Most running samples; default: 64, encoders 256.", POSITIVE)
+    max_inputs: int = _opt(1 << 14, _Q, "Most inputs of one embedding, rerank, score or classify request.", POSITIVE)
+    max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", POSITIVE)
     max_images: int = media_options.MAX_IMAGES
     max_image_bytes: int = media_options.MAX_IMAGE_BYTES
     max_image_patches: int = media_options.MAX_IMAGE_PATCHES
@@ -325,7 +320,7 @@ class ServerArgs:
         2048,
         _Q,
         "Most tokens in one step, over all requests; one token per running request is always allowed.",
-        _POSITIVE,
+        POSITIVE,
     )
     max_step_ms: int | None = _opt(
         None,
@@ -348,13 +343,13 @@ class ServerArgs:
         4096,
         _Q,
         "When admitting a request, reserve KV cache for at most N output tokens, even if it may generate more.",
-        _POSITIVE,
+        POSITIVE,
     )
     priority_ageing_s: float = _opt(
         10.0,
         _Q,
         "With --schedule-policy priority: raise the priority of a waiting request by one every this many seconds; 0 = never.",
-        _SECONDS,
+        SECONDS,
     )
     enable_priority_preemption: bool = _opt(
         False,
@@ -362,7 +357,7 @@ class ServerArgs:
         "With --schedule-policy priority: a waiting request may displace running requests of much lower priority.",
     )
     priority_scheduling_preemption_threshold: int = _opt(
-        10, _Q, "With --enable-priority-preemption: displace requests whose priority is lower by at least N.", _POSITIVE
+        10, _Q, "With --enable-priority-preemption: displace requests whose priority is lower by at least N.", POSITIVE
     )
     page_size: int | None = _opt(
         None,
@@ -395,7 +390,7 @@ class ServerArgs:
         Bounds(least=0, most=1 << 18),
     )
     speculative_draft_model_path: str | None = _opt(
-        None, _Q, "The model of draft, which has the vocabulary of the model, or the head of eagle3.", _FILLED
+        None, _Q, "The model of draft, which has the vocabulary of the model, or the head of eagle3.", FILLED
     )
     speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
         "auto", _Q, "As --quantization, of the draft model; auto: the same."
@@ -409,7 +404,7 @@ class ServerArgs:
         False, _K, "On a GPU, make results independent of the batch, at some cost in speed. On CPU they always are."
     )
     num_threads: int | None = _opt(
-        None, _K, "Compute threads on CPU; default: the cores that this process may use.", _POSITIVE
+        None, _K, "Compute threads on CPU; default: the cores that this process may use.", POSITIVE
     )
     numa_bind: bool = _opt(
         False,
@@ -439,7 +434,7 @@ class ServerArgs:
         None,
         _K,
         "Largest batch size to capture as a CUDA graph; default: --max-running-requests, at most 256.",
-        _POSITIVE,
+        POSITIVE,
     )
     enable_torch_compile: bool = _opt(
         False,
@@ -457,7 +452,7 @@ class ServerArgs:
         "With --log-requests: 1 adds the sampling parameters, 2 the first 2,048 characters of input and output, 3 all of input and output. "
         "Levels 2 and 3 log what users wrote.",
     )
-    decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every N steps; 0 = never.", _COUNT)
+    decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every N steps; 0 = never.", COUNT)
     disable_metrics: bool = _opt(False, _O, "Do not serve /metrics.")
     metrics_compat: Literal["none", "vllm", "sglang", "underscore"] = _opt(
         "none",
@@ -466,19 +461,19 @@ class ServerArgs:
         "`headrace_` instead of `headrace:`.",
     )
     timeline_requests: int = _opt(
-        1000, _O, "Keep the timelines of the last N finished requests for /v1/requests/{rid}; 0 = none.", _COUNT
+        1000, _O, "Keep the timelines of the last N finished requests for /v1/requests/{rid}; 0 = none.", COUNT
     )
     profile_dir: str | None = _opt(
-        None, _O, "Folder for the traces of /start_profile; without it, profiling is off.", _FILLED
+        None, _O, "Folder for the traces of /start_profile; without it, profiling is off.", FILLED
     )
     crash_dump_dir: str | None = _opt(
-        None, _O, "Write a dump of the most recent requests to this folder when a process of the engine dies.", _FILLED
+        None, _O, "Write a dump of the most recent requests to this folder when a process of the engine dies.", FILLED
     )
     dump_requests_dir: str | None = _opt(
         None,
         _O,
         "Folder for the dumps of /dump_requests; without it, the route is off.",
-        _FILLED,
+        FILLED,
     )
     crash_dump_prompts: bool = _opt(
         False,
@@ -486,31 +481,31 @@ class ServerArgs:
         "Include the beginnings of prompts in crash and request dumps. Off by default, since prompts are private.",
     )
     otlp_traces_endpoint: str | None = _opt(
-        None, _O, "Send one span per request to this OTLP/HTTP URL; needs the `otel` extra.", _FILLED
+        None, _O, "Send one span per request to this OTLP/HTTP URL; needs the `otel` extra.", FILLED
     )
     kv_events_config: str | None = _opt(
         None,
         _O,
         "JSON that says where to publish what the prefix cache stores and evicts, for routers; see docs/kv-events.md.",
-        _FILLED,
+        FILLED,
     )
     save_dir: str | None = _opt(
-        None, _S, "Folder below which /save_sharded_state may write the weights; without it, the route is off.", _FILLED
+        None, _S, "Folder below which /save_sharded_state may write the weights; without it, the route is off.", FILLED
     )
     weight_update_timeout_s: float = _opt(
         600.0,
         _S,
         "Give up on a weight update or an adapter that takes longer than this many seconds to read or receive; 0 = never.",
-        _SECONDS,
+        SECONDS,
     )
     watchdog_timeout_s: float = _opt(
-        300.0, _O, "Kill and restart a scheduler whose step takes longer than this many seconds; 0 = never.", _SECONDS
+        300.0, _O, "Kill and restart a scheduler whose step takes longer than this many seconds; 0 = never.", SECONDS
     )
     soft_watchdog_timeout_s: float = _opt(
         30.0,
         _O,
         "Log a warning when the detokenizer or the front end makes no progress for this many seconds; 0 = never.",
-        _SECONDS,
+        SECONDS,
     )
     enable_fault_injection: bool = _opt(False, _O, "For tests only: serve /inject_fault.")
 
@@ -523,7 +518,7 @@ class ServerArgs:
         None,
         _R,
         "Cluster to join, e.g. auto or 10.0.0.1:6379; default: the one in RAY_ADDRESS, else one that is started on this machine.",
-        _FILLED,
+        FILLED,
     )
     ray_min_replicas: int = _opt(1, _R, "Fewest replicas.", Bounds(least=1, most=10_000))
     ray_max_replicas: int = _opt(1, _R, "Most replicas.", Bounds(least=1, most=10_000))
@@ -537,9 +532,9 @@ class ServerArgs:
         None,
         _R,
         "CPUs that a replica reserves, and its compute threads; default: --num-threads, else the cores of this machine over --ray-max-replicas.",
-        _POSITIVE,
+        POSITIVE,
     )
-    ray_num_gpus: int = _opt(0, _R, "GPUs that a replica reserves.", _COUNT)
+    ray_num_gpus: int = _opt(0, _R, "GPUs that a replica reserves.", COUNT)
     ray_placement: Literal["pack", "strict_spread"] = _opt(
         "pack",
         _R,

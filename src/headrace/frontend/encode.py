@@ -179,7 +179,7 @@ class Encoder:
         )
         samples = iter(state.samples)
         for content, prompt in zip(contents, call.prompts, strict=True):
-            self._table.hold_media(list(itertools.islice(samples, prompt.num_samples)), content.media_bytes)
+            self._table.hold_media(list(itertools.islice(samples, prompt.num_samples)), content)
         return contents
 
     def close(self) -> None:

@@ -95,6 +95,8 @@ def _meta_info(update: SampleUpdate) -> dict[str, Any]:
         "ttft": times.ttft_s,
         "decode_throughput": times.decode_throughput,
     }
+    if usage.image_tokens:
+        meta["image_tokens"] = usage.image_tokens
     if update.speculation is not None:
         meta |= _speculation(update.speculation)
     return meta

@@ -39,7 +39,7 @@ class ReqState:
     request: as it was first sent. replica: the replica that has it, -1 = none. routed_replica: the only one that may have it.
     num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
     number of outputs at the last death; see `engine_link`.
-    media_bytes: of the images that its request carries.
+    media_bytes, media_tokens: of the images that its request carries.
     _num_taken_texts etc.: how much of its output earlier updates contained.
     """
 
@@ -56,6 +56,7 @@ class ReqState:
     first_logprob_id: int | None = None
     num_prompt_tokens: int = 0
     media_bytes: int = 0
+    media_tokens: int = 0
     leader: "ReqState | None" = None
     logged_input: str = ""
     dumped_prompt: str = ""
@@ -201,7 +202,12 @@ class ReqState:
             "".join(self._texts[self._num_taken_texts :]),
             self.output_ids[self._num_taken_ids :],
             self.finish,
-            SampleUsage(self.num_prompt_tokens, num_ids, min(stats.cached_tokens, self.num_prompt_tokens)),
+            SampleUsage(
+                self.num_prompt_tokens,
+                num_ids,
+                min(stats.cached_tokens, self.num_prompt_tokens),
+                self.media_tokens,
+            ),
             SampleTimes(
                 stats.queue_time_s,
                 self.first_token_s - self.created_s if self.first_token_s else None,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from headrace.errors import CapacityError, HeadraceError, RequestError
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
+from headrace.messages.requests import PromptContent
 
 MAX_MEDIA_BYTES = 1 << 30
 """Most bytes of decoded images of all live samples: they are kept until a sample has ended, to be sent again after a death."""
@@ -73,14 +74,15 @@ class SampleTable:
             self.queue.begin(now_s)
             sample.call.tenant.leave_queue()
 
-    def hold_media(self, samples: Sequence[ReqState], num_bytes: int) -> None:
-        """Each of these live samples of a prompt keeps images of so many bytes until it is forgotten. Raises CapacityError if that is too much."""
+    def hold_media(self, samples: Sequence[ReqState], content: PromptContent) -> None:
+        """Each of these live samples of a prompt keeps its images until it is forgotten. Raises CapacityError if that is too much."""
+        num_bytes = content.media_bytes
         live = [sample for sample in samples if self._by_rid.get(sample.rid) is sample]
         if self._media_bytes + num_bytes * len(live) > MAX_MEDIA_BYTES:
             raise CapacityError("the images of all requests take too much memory now; try again when others have ended")
         self._media_bytes += num_bytes * len(live)
         for sample in live:
-            sample.media_bytes = num_bytes
+            sample.media_bytes, sample.media_tokens = num_bytes, content.num_media_tokens
 
     def leave(self, call: CallState, now_s: float) -> None:
         """The client of the call has its answer or has left. The samples stay until each is forgotten."""

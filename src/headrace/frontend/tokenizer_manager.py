@@ -468,7 +468,6 @@ class TokenizerManager:
         self.fail_all(STOPPED)
         self.engine_loop.close()
         self.encoder.close()
-        self.images.close()
 
     def _broken(self) -> None:
         """The engine's messages are no longer received."""

@@ -38,10 +38,11 @@ _OUR_NAMES = {
 _OUR_NAME = re.compile(rf"\b({'|'.join(_OUR_NAMES)}|input_ids)\b")
 
 
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """`cached_tokens`: prompt tokens whose KV was found in the prefix cache."""
+class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`cached_tokens`: prompt tokens whose KV was found in the prefix cache. `image_tokens`: those of images, if there are any."""
 
-    cached_tokens: int
+    cached_tokens: int | None = None
+    image_tokens: int | None = None
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +72,7 @@ class UsageCount:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int = 0
     guessed: SpeculationCounts | None = None
 
     def add(self, update: SampleUpdate) -> None:
@@ -80,12 +82,16 @@ class UsageCount:
         if update.index % self.num_samples == 0:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
+            self.image_tokens += usage.image_tokens
         if update.speculation is not None:
             self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
         """The counts so far."""
-        details = PromptTokensDetails(self.cached_tokens) if self.report_cached else None
+        details = None
+        if self.report_cached or self.image_tokens:
+            cached = self.cached_tokens if self.report_cached else None
+            details = PromptTokensDetails(cached, self.image_tokens or None)
         guesses = None
         if self.guessed is not None:
             right = self.guessed.num_right
