@@ -17,7 +17,6 @@ from headrace.sampling.thinking_budget import ThinkingBudget
 
 LIMITS = CallLimits(vocab_size=VOCAB_SIZE, hidden_size=2, max_n=4, max_prompts=3, max_samples=100, context_length=64)
 NOT_YET = {
-    "image_data": "x",
     "audio_data": "x",
     "video_data": "x",
     "bootstrap_host": "h",
