@@ -201,6 +201,7 @@ CARRIED = {
     "prediction": (["ab", None], "task.predicted_ids", [b"a\0\0\0b\0\0\0"] * 2 + [b""] * 2),
 }
 SEEN_ELSEWHERE = {
+    "image_data",
     "lora_path",
     "routed_dp_rank",
     "data_parallel_rank",

@@ -1,0 +1,150 @@
+"""The images of prompts: every shape of `image_data`, and prompts with images in place of their image tokens."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from headrace.errors import RequestError
+from headrace.frontend.images import (
+    MAX_MEDIA_BYTES,
+    PromptImages,
+    add_images,
+    check_media_bytes,
+    images_of,
+)
+from headrace.messages.media import ImageRef, MediaInfo, MediaItem, MediaSpan
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import PromptContent
+
+A, B = ImageRef(url="a"), ImageRef(data=b"b")
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, [()]),
+        ([], [()]),
+        ([None, ""], [()]),
+        ("a", [(A,)]),
+        (A, [(A,)]),
+        (["a", B], [(A, B)]),
+        ([["a", B]], [(A, B)]),
+    ],
+)
+def test_the_images_of_one_prompt(data: Any, expected: list[Any]):
+    assert images_of(data, 1, is_batch=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, [(), ()]),
+        ([None, "a"], [(), (A,)]),
+        ([["a", B], None], [(A, B), ()]),
+        (["a", [B]], [(A,), (B,)]),
+    ],
+)
+def test_the_images_of_several_prompts(data: Any, expected: list[Any]):
+    assert images_of(data, 2, is_batch=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "num_prompts", "words"),
+    [
+        ("a", 2, "must equal that of the prompts"),
+        (["a"], 2, "must equal that of the prompts"),
+        ([ImageRef()], 1, "either url or data"),
+        ([ImageRef(url="a", data=b"b")], 1, "either url or data"),
+        ([["a"], ["b"]], 1, "there is one prompt"),
+    ],
+)
+def test_other_shapes_are_refused(data: Any, num_prompts: int, words: str):
+    with pytest.raises(RequestError, match=words):
+        images_of(data, num_prompts, is_batch=num_prompts > 1)
+
+
+@dataclass
+class Loaded:
+    """An image of three tokens, of which the middle one is a token of text."""
+
+    item: MediaItem
+    tokens = (7, 8, 7)
+    spans = ((0, 1, 0), (2, 1, 1))
+
+    @property
+    def layout(self) -> "Loaded":
+        return self
+
+
+class Loader:
+    info = MediaInfo("llava", "<image>")
+    image_token_id = 5
+    max_images = 2
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def append(self, tokens, more):
+        tokens += more
+        return len(tokens) - len(more)
+
+    async def load(self, refs):
+        await asyncio.sleep(0)
+        return [Loaded(MediaItem(ref.url.encode().ljust(16, b"."), 2, bytes(8), (2,))) for ref in refs]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def content(*ids: int) -> PromptContent:
+    return PromptContent(pack_int32(ids))
+
+
+async def test_images_take_the_place_of_their_tokens():
+    prompts = [content(1, 5, 2, 5), content(1, 2), content(5)]
+    images = [[ImageRef(url="a"), ImageRef(url="b")], [], [ImageRef(url="a")]]
+
+    first, text, last = await add_images(PromptImages(Loader()), prompts, images)
+
+    assert first.ids() == [1, 7, 8, 7, 2, 7, 8, 7]
+    assert first.spans == (MediaSpan(1, 1, 0), MediaSpan(3, 1, 0, 1), MediaSpan(5, 1, 1), MediaSpan(7, 1, 1, 1))
+    assert first.num_media_tokens == 4
+    first.check_media()
+    assert text is prompts[1]
+    assert last.media == first.media[:1]
+    # The same image has the same key, and another one has another.
+    assert last.cache_key(last.token_ids)[:4] == first.cache_key(first.token_ids)[4:8]
+    assert first.cache_key(first.token_ids)[4:8] != first.cache_key(first.token_ids)[20:24]
+
+
+async def test_places_and_images_must_be_as_many():
+    images = PromptImages(Loader())
+    for ids in ([1], [5, 5]):
+        with pytest.raises(RequestError, match=r"write <image> once where each image belongs"):
+            await images.add(ids, [ImageRef(url="a")])
+
+
+def test_too_many_images_and_models_without_eyes_are_refused():
+    with pytest.raises(RequestError, match="3 images in one prompt; the limit is 2"):
+        PromptImages(Loader()).check([[], [A, A, A]])
+    with pytest.raises(RequestError, match=r"does not see images$"):
+        PromptImages().check([[A]])
+    with pytest.raises(RequestError, match="does not see images: it is split"):
+        PromptImages(blind="it is split").check([[A]])
+    PromptImages().check([[], []])
+
+
+def test_what_a_call_holds_is_bounded():
+    large = PromptContent(b"", media=(MediaItem(bytes(16), 1, bytes(MAX_MEDIA_BYTES // 4), (1,)),))
+    check_media_bytes([(large, 4)])
+    with pytest.raises(RequestError, match="reduce n"):
+        check_media_bytes([(large, 4), (large, 1)])
+
+
+def test_closing_ends_the_loader():
+    loader = Loader()
+    PromptImages(loader).close()
+    assert loader.closed
+    PromptImages().close()
