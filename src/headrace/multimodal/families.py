@@ -56,6 +56,7 @@ def make_family(
     if build is None:
         raise ModelError(f"images of model type {media.family!r:.80} cannot be prepared")
     tokens = _Tokens(vocabulary, media.image_token_id)
+    tokens.text(tokens.row)  # a server without a tokenizer has no tokens
     if media.vision.tower == "pixtral":
         build, settings = _pixtral, _pixtral_settings(media, settings)
     image_token_id, layout = build(media, settings, tokens, config)
