@@ -14,7 +14,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch
 from headrace.multimodal.fetch import Fetcher, is_public
-from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.refused import ImageRefusedError
 
 PNG = file_of(picture(9, 9))
 MOST = 10_000

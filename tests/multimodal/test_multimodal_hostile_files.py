@@ -17,7 +17,8 @@ from headrace.checkpoint.image_processors import image_settings
 from headrace.child_pool.child_side import MIB
 from headrace.errors import ExecutionError
 from headrace.multimodal.image_pool import ImagePool
-from headrace.multimodal.images import ImageRefusedError, read_image
+from headrace.multimodal.images import read_image
+from headrace.multimodal.refused import ImageRefusedError
 
 SETTINGS = image_settings(PROCESSOR["llava"], "llava")
 PNG, JPEG = file_of(picture(60, 80)), file_of(picture(60, 80), "JPEG")

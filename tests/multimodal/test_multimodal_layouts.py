@@ -1,29 +1,37 @@
 """Prompts with images: the ids are those of transformers' processors, and the spans say which of them are rows."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from seeing_checkpoints import CONFIG, PROCESSOR, file_of, picture, tokenizer, write_checkpoint
+from seeing_checkpoints import CONFIG, PROCESSOR, file_of, picture, token_id, tokenizer, write_checkpoint
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from headrace.checkpoint.image_processors import image_settings
+from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.config.media_args import MediaArgs
 from headrace.errors import ModelError
 from headrace.frontend.images import PromptImages
 from headrace.messages.media import ImageRef
+from headrace.multimodal.families import make_family
 from headrace.multimodal.layout import PLAIN, Joints, layout_of
 from headrace.multimodal.loader import make_loader
+from headrace.multimodal.processors import prepare
 
 IMAGES = [picture(50, 70), picture(20, 20, seed=1), picture(90, 33, seed=2)]
 
@@ -148,6 +156,58 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(family, vision, config,
     (tmp_path / "config.json").write_text(json.dumps(found | config))
     with pytest.raises(ModelError, match=words):
         make_loader(tmp_path, family, ours, MediaArgs())
+
+
+def media(family: str, **vision) -> MediaConfig:
+    options = {
+        "tower": "siglip",
+        "hidden_size": 8,
+        "num_layers": 1,
+        "num_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 8,
+        "hidden_act": "gelu",
+    }
+    options |= {"norm_eps": 1e-6, "image_size": 32, "patch_size": 8} | vision
+    return MediaConfig(family=family, image_token_id=token_id("<image>"), vision=VisionConfig(**options))
+
+
+def layouts(family: str, processor: dict, config: dict, tmp_path, **vision):
+    ours = write_checkpoint(tmp_path, "llava")
+    found = make_family(media(family, **vision), image_settings(processor, family), ours, config)
+    return found, [prepare(image, found[1]) for image in IMAGES]
+
+
+@pytest.mark.parametrize("most", [2, 9])
+def test_tokens_of_llava_onevision(most: int, tmp_path):
+    pinpoints = [[32 * rows, 32 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+    options = {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": pinpoints}
+    config = {"vision_aspect_ratio": f"anyres_max_{most}"}
+    (family, _), prepared = layouts("llava_onevision", options, config, tmp_path)
+    images = LlavaOnevisionImageProcessorPil(**options)
+    theirs = SimpleNamespace(
+        image_processor=images, num_image_tokens=16, vision_feature_select_strategy="full", image_token="I",
+        vision_aspect_ratio=config["vision_aspect_ratio"],
+    )  # fmt: skip
+    theirs._get_unpadded_features = partial(LlavaOnevisionProcessor._get_unpadded_features, theirs)
+    theirs._get_number_of_features = partial(LlavaOnevisionProcessor._get_number_of_features, theirs)
+    for height, width in [(50, 70), (20, 20), (300, 41), (33, 500), (128, 128), (127, 95), (1, 64)]:
+        inputs = images([picture(height, width)])
+        expected = len(LlavaOnevisionProcessor.replace_image_token(theirs, inputs, 0))
+        layout = family.layout((1,), (0, height, width))
+        assert (layout.num_rows, len(layout.tokens)) == (expected, expected)
+    assert prepared[0].grid == (0, 50, 70)
+
+
+def test_tokens_of_internvl(tmp_path):
+    options = {"size": {"height": 32, "width": 32}, "crop_to_patches": False, "max_patches": 6}
+    (family, settings), prepared = layouts("internvl", options, {}, tmp_path)
+    assert settings.splits
+    found = GotOcr2ImageProcessorPil(**options)(IMAGES, crop_to_patches=True)["num_patches"]
+    for number, image in zip(found, prepared, strict=True):
+        layout = family.layout(image.values.shape, image.grid)
+        assert layout.tokens == (token_id("<img>"), *[token_id("<image>")] * (4 * number), token_id("</img>"))
+        assert layout.spans == ((1, 4 * number, 0),)
 
 
 def test_a_model_without_eyes_has_no_loader(tmp_path):

@@ -15,10 +15,10 @@ from seeing_checkpoints import file_of, picture, write_checkpoint
 from headrace.config.media_args import MediaArgs, parse_media_domains
 from headrace.errors import ExecutionError, RequestError
 from headrace.messages.media import ImageRef
-from headrace.multimodal.image_child import Done
-from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.image_messages import Done
 from headrace.multimodal.loader import MediaLoader, make_loader
 from headrace.multimodal.prepared_cache import PreparedCache
+from headrace.multimodal.refused import ImageRefusedError
 
 PNG = file_of(picture(40, 40))
 TEXT = base64.b64encode(PNG).decode()

@@ -11,8 +11,10 @@ from seeing_checkpoints import PROCESSOR, file_of, picture
 
 from headrace.checkpoint.image_processors import ImageSettings, image_settings, read_image_settings
 from headrace.errors import ModelError
-from headrace.multimodal.images import ImageRefusedError, read_image
-from headrace.multimodal.processors import bounded, prepare
+from headrace.multimodal.images import read_image
+from headrace.multimodal.processors import prepare
+from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.resolutions import bounded
 
 TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
 CASES = {
@@ -32,6 +34,14 @@ CASES = {
     "idefics3, whole": ("idefics3", "Idefics3", "idefics3", TILES | {"do_image_splitting": False}),
     "idefics3, no resize": ("idefics3", "Idefics3", "idefics3", TILES | {"do_resize": False}),
     "smolvlm": ("smolvlm", "SmolVLM", "smolvlm", {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}),
+    "anyres": ("llava_onevision", "LlavaOnevision", "llava_onevision", {
+        "size": {"height": 32, "width": 32}, "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64], [96, 32], [160, 64], [64, 192]],
+    }),
+    "tiled": ("got_ocr2", "GotOcr2", "internvl", {"size": {"height": 32, "width": 32}, "crop_to_patches": True}),
+    "tiled, not square": ("got_ocr2", "GotOcr2", "internvl", {
+        "size": {"height": 24, "width": 40}, "crop_to_patches": True, "min_patches": 2, "max_patches": 9,
+    }),
+    "tiled, whole": ("got_ocr2", "GotOcr2", "internvl", {"size": {"height": 24, "width": 40}}),
     "qwen2_vl": ("qwen2_vl", "Qwen2VL", "qwen2_vl", {"min_pixels": 3136, "max_pixels": 50176}),
     "qwen, patch 16": ("qwen2_vl", "Qwen2VL", "qwen2_5_vl", {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 131072}}),
 }  # fmt: skip
@@ -53,7 +63,7 @@ def test_values_are_those_of_transformers(case: str):
         image = picture(height, width, seed=number)
         found = processor(image, return_tensors="np", **more)
         expected = np.asarray(found["pixel_values"])
-        if settings.recipe == "idefics3":
+        if settings.recipe in ("idefics3", "anyres"):
             expected = expected[0]
 
         ours = prepare(image, settings)
@@ -64,6 +74,10 @@ def test_values_are_those_of_transformers(case: str):
         assert np.array_equal(ours.values, expected), (height, width)
         if settings.recipe == "idefics3":
             assert ours.grid == (0, found["rows"][0][0], found["cols"][0][0])
+        elif settings.recipe == "tiled":
+            assert max(ours.grid[1] * ours.grid[2], 1) in (len(expected), len(expected) - 1)
+        elif settings.recipe == "anyres":
+            assert ours.grid == (0, height, width) == (0, *found["image_sizes"][0])
         elif settings.recipe == "qwen2_vl":
             assert ours.grid == tuple(found["image_grid_thw"][0])
         else:

@@ -13,10 +13,11 @@ import msgspec
 from headrace.checkpoint.json_file import read_json_object
 from headrace.errors import ModelError
 
-Recipe = Literal["fixed", "pixtral", "idefics3", "qwen2_vl"]
+Recipe = Literal["fixed", "pixtral", "idefics3", "qwen2_vl", "anyres", "tiled"]
 
 _MOST_PIXELS = 1 << 26
 _LONGEST_SIDE = 1 << 14
+_MOST_TILES = 64
 
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -36,11 +37,13 @@ class Size(msgspec.Struct, frozen=True, omit_defaults=True):
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What makes the values of an image.
 
-    recipe: the steps, by the processor of transformers: fixed = CLIP, SigLIP, LLaVA, Gemma 3. resample: Pillow's number of the filter.
+    recipe: the steps, by the processor of transformers: fixed = CLIP, SigLIP, LLaVA, Gemma 3; anyres = LLaVA-OneVision; tiled = InternVL.
+    resample: Pillow's number of the filter.
     resizes: whether the image is resized at all. size: to what, or within what. crop: (height, width) that are cut from the middle, or None.
     squares: the image is first made square by a border. scale: factor of the values 0 .. 255, 0 = none. mean, std: of red, green and blue, empty =
     values are not normalised. patch_size, temporal_patch_size, merge_size: of Qwen and Pixtral. max_side: pixels of a side of a tile (Idefics3).
-    splits: large images are cut into tiles.
+    splits: large images are cut into tiles. min_tiles, max_tiles: how many (InternVL). pinpoints: (height, width) of which the one that fits best is
+    filled with tiles (LLaVA-OneVision).
     """
 
     recipe: Recipe
@@ -57,6 +60,9 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     merge_size: int = 1
     max_side: int = 0
     splits: bool = False
+    min_tiles: int = 1
+    max_tiles: int = 1
+    pinpoints: tuple[tuple[int, int], ...] = ()
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +118,23 @@ _KINDS = {
         temporal_patch_size=2,
         merge_size=2,
     ),
+    "LlavaOnevision": _kind(
+        "anyres",
+        _CLIP,
+        "image_grid_pinpoints",
+        size={"height": 384, "width": 384},
+        default_to_square=False,
+        image_grid_pinpoints=[[height * 384, width * 384] for height in range(1, 7) for width in range(1, 7)],
+    ),
+    "GotOcr2": _kind(
+        "tiled",
+        _CLIP,
+        "crop_to_patches min_patches max_patches",
+        size={"height": 384, "width": 384},
+        crop_to_patches=False,
+        min_patches=1,
+        max_patches=12,
+    ),
 }
 """By the name of transformers' class without `ImageProcessor` and what follows."""
 
@@ -123,6 +146,9 @@ _KIND_OF_FAMILY = {
     "qwen2_5_vl": "Qwen2VL",
     "gemma3": "Gemma3",
     "mistral3": "Pixtral",
+    "llava_onevision": "LlavaOnevision",
+    "internvl": "GotOcr2",
+    "qwen3_vl": "Qwen2VL",
 }
 """What transformers takes where the file does not say it."""
 
@@ -198,7 +224,10 @@ def _settings(keys: "_Keys", kind: _Kind, name: str) -> ImageSettings:
         temporal_patch_size=keys.count("temporal_patch_size", 1, most=16),
         merge_size=keys.count("merge_size", 1, most=16),
         max_side=keys.size("max_image_size", square=True).longest_edge,
-        splits=keys.flag("do_image_splitting"),
+        splits=keys.flag("do_image_splitting") or keys.flag("crop_to_patches"),
+        min_tiles=keys.count("min_patches", 1, most=_MOST_TILES),
+        max_tiles=keys.count("max_patches", 1, most=_MOST_TILES),
+        pinpoints=keys.pinpoints("image_grid_pinpoints"),
     )
     _check_size(settings)
     if 0.0 in settings.std:
@@ -214,6 +243,8 @@ def _check_size(settings: ImageSettings) -> None:
         "pixtral": (("longest_edge",),),
         "idefics3": (("longest_edge",),),
         "qwen2_vl": (("shortest_edge", "longest_edge"),),
+        "anyres": (("height", "width"),),
+        "tiled": (("height", "width"),),
     }[settings.recipe]
     if edges not in served:
         raise ModelError(
@@ -224,6 +255,12 @@ def _check_size(settings: ImageSettings) -> None:
         raise ModelError("the image processor's max_image_size has no longest_edge")
     if settings.recipe in ("pixtral", "qwen2_vl") and not (settings.patch_size and settings.resizes):
         raise ModelError("the image processor needs a patch_size and do_resize")
+    if settings.recipe == "anyres" and (not settings.pinpoints or not settings.resizes or size.height != size.width):
+        raise ModelError("the image processor needs image_grid_pinpoints, do_resize and a square size")
+    if settings.min_tiles > settings.max_tiles:
+        raise ModelError(
+            f"the image processor's min_patches is {settings.min_tiles}, and max_patches {settings.max_tiles}"
+        )
     if settings.recipe != "fixed" and settings.crop is not None:
         raise ModelError("the image processor's do_center_crop is not served")
 
@@ -285,6 +322,16 @@ class _Keys:
         if len(parts) != 3:
             raise _wrong(name, value, "three numbers")
         return tuple(_Keys({name: part}).number(name) for part in parts)
+
+    def pinpoints(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Pairs of height and width."""
+        value = self.config.get(name) or []
+        if not isinstance(value, list | tuple) or len(value) > 1000:
+            raise _wrong(name, value, "a list of sizes")
+        sizes = [_Keys({name: pair}).size(name, square=True) for pair in value]
+        if not all(size.height and size.width for size in sizes):
+            raise _wrong(name, value, "a list of sizes")
+        return tuple((size.height, size.width) for size in sizes)
 
     def size(self, name: str, *, square: bool) -> Size:
         """A size; one number is a square, or else its shortest edge. Absent = nothing given."""

@@ -1,9 +1,10 @@
 """What stands for one image in a prompt, by family: the tokens that transformers' processors write.
 
 Owns the families' texts and counts of tokens. Does not prepare values (`processors`), and knows no prompts. Sources: the processors of transformers
-5 for LLaVA, Pixtral, Mistral 3, Idefics3, SmolVLM, Qwen2-VL, Qwen2.5-VL and Gemma 3.
+5 for LLaVA, LLaVA-OneVision, Pixtral, Mistral 3, Idefics3, SmolVLM, Qwen2-VL to Qwen3-VL, InternVL and Gemma 3.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.errors import ModelError
 from headrace.messages.media import MediaInfo
 from headrace.multimodal.layout import PLAIN, Joints, TokenLayout, layout_of
+from headrace.multimodal.resolutions import best_resolution
 
 _CACHED_LAYOUTS = 256
 _LONGEST_RUN = 32
@@ -59,6 +61,8 @@ def make_family(
     tokens.text(tokens.row)  # a server without a tokenizer has no tokens
     if media.vision.tower == "pixtral":
         build, settings = _pixtral, _pixtral_settings(media, settings)
+    if media.family == "internvl":  # transformers' processor asks for tiles, whatever the file says
+        settings = msgspec.structs.replace(settings, splits=True)
     image_token_id, layout = build(media, settings, tokens, config)
     info = MediaInfo(media.family, tokens.text(image_token_id))
     joints = _line_ends(tokens) if media.family == "gemma3" else PLAIN
@@ -162,6 +166,58 @@ def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
     return tokens.row, layout
 
 
+def _llava_onevision(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+    """The whole image, and a larger one without the black around it, with a token at the end of each row."""
+    vision = media.vision
+    if settings.recipe != "anyres" or settings.size.height != vision.image_size:
+        raise ModelError(f"the image processor does not make tiles of {vision.image_size} x {vision.image_size} pixels")
+    side = vision.image_size // vision.patch_size
+    tiles = _most_tiles(config)
+
+    def layout(shape: Shape, grid: Grid) -> TokenLayout:
+        tall, wide = best_resolution(grid[1], grid[2], settings.pinpoints)
+        rows, columns = (each // vision.image_size * side for each in (tall, wide))
+        rows, columns = without_border(grid[1], grid[2], rows, columns)
+        shrink = math.sqrt(rows * columns / (tiles * side**2))
+        if shrink > 1.1:
+            rows, columns = int(rows // shrink), int(columns // shrink)
+        return tokens.layout([tokens.row] * (side * side + rows * columns + rows))
+
+    return tokens.row, layout
+
+
+def without_border(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    """What is left of rows x columns, in which an image of this size is centred, without those that are wholly border (LLaVA-NeXT)."""
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    return rows, columns
+
+
+def _most_tiles(config: dict[str, Any]) -> int:
+    aspect = config.get("vision_aspect_ratio", "anyres_max_9")
+    digits = str(aspect).removeprefix("anyres_max_")
+    if not isinstance(aspect, str) or not digits.isdecimal() or digits == aspect or int(digits) < 1:
+        raise ModelError(f"config.json: vision_aspect_ratio is {aspect!r:.80}; only anyres_max_N is served")
+    return int(digits)
+
+
+def _internvl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+    vision = media.vision
+    size = settings.size
+    if settings.recipe != "tiled" or (size.height, size.width) != (vision.image_size, vision.image_size):
+        raise ModelError(f"the image processor does not make tiles of {vision.image_size} x {vision.image_size} pixels")
+    ratio = config.get("downsample_ratio", 0.5)
+    num_tokens = int((vision.image_size // vision.patch_size) ** 2 * ratio**2)
+    begin, end = tokens.id("<img>"), tokens.id("</img>")
+
+    def layout(shape: Shape, grid: Grid) -> TokenLayout:
+        return tokens.layout([begin, *[tokens.row] * (num_tokens * shape[0]), end])
+
+    return tokens.row, layout
+
+
 def _gemma3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
     _check_side(settings, media.vision.image_size)
     begin, end = (
@@ -180,7 +236,10 @@ _FAMILIES: dict[str, Callable[[MediaConfig, ImageSettings, _Tokens, dict[str, An
     "smolvlm": _idefics3,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_vl,
+    "qwen3_vl": _qwen2_vl,
     "gemma3": _gemma3,
+    "llava_onevision": _llava_onevision,
+    "internvl": _internvl,
 }
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config.media_args import MediaArgs
 from headrace.errors import CapacityError
-from headrace.multimodal.images import ImageRefusedError
 from headrace.multimodal.limits import FETCH_LIMIT_S
+from headrace.multimodal.refused import ImageRefusedError
 from headrace.multimodal.sources import too_large
 from headrace.version import VERSION
 

@@ -1,7 +1,7 @@
 """A child that decodes and prepares images: `python -m headrace.multimodal.image_child`. What costs too much costs it its life, not the server's.
 
-Owns what the child is asked and answers; `image_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints
-nothing and answers each `ImageJob` with a `Verdict`.
+Owns the child's work; `image_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each
+`ImageJob` with a `Verdict` (`image_messages`).
 """
 
 import hashlib
@@ -13,47 +13,14 @@ from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_by
 from headrace.child_pool.frames import Frames
 from headrace.garbage import give_back_free_memory
 from headrace.messages.media import KEY_BYTES
-from headrace.multimodal.images import ImageRefusedError, read_image
+from headrace.multimodal.image_messages import Done, ImageJob, Refused, Setup, Verdict
+from headrace.multimodal.images import read_image
 from headrace.multimodal.processors import prepare
+from headrace.multimodal.refused import ImageRefusedError
 
 STACK_BYTES = 8 * MIB
 
 
-class Setup(msgspec.Struct, frozen=True):
-    """What a child is told first. memory_bytes: what it may allocate beyond what it needs itself."""
-
-    settings: ImageSettings
-    memory_bytes: int
-
-
-class ImageJob(msgspec.Struct, frozen=True):
-    """An image to prepare. data: of the file. low: few tokens, where there is a choice."""
-
-    data: bytes
-    low: bool = False
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """See `MediaItem`. left_bytes: by how much the child has grown since it was ready, once the image is gone."""
-
-    key: bytes
-    values: bytes
-    shape: tuple[int, ...]
-    grid: tuple[int, int, int]
-    left_bytes: int = 0
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """An image that is not taken, and why, in words for the client; kind: a word for metrics."""
-
-    message: str
-    kind: str
-    left_bytes: int = 0
-
-
-Verdict = Done | Refused
-
-VERDICTS: msgspec.msgpack.Decoder[Verdict] = msgspec.msgpack.Decoder(Verdict)
 _SETUPS = msgspec.msgpack.Decoder(Setup)
 _JOBS = msgspec.msgpack.Decoder(ImageJob)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from headrace.checkpoint.image_processors import ImageSettings
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
-from headrace.multimodal.image_child import VERDICTS, Done, ImageJob, Refused, Setup, Verdict
-from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.image_messages import VERDICTS, Done, ImageJob, Refused, Setup, Verdict
 from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S
+from headrace.multimodal.refused import ImageRefusedError
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.image_child")
 

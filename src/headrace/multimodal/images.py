@@ -1,7 +1,8 @@
 """From the bytes of an image file to its pixels in RGB.
 
 Owns which formats and which pixels are read, and what is refused, in words for clients. The content decides what a file is, never its name or its
-declared type. Does not fetch, and does not prepare pixels for a model (`processors`). Runs in a child process, since a file may be hostile.
+declared type. Does not fetch, and does not prepare pixels for a model (`processors`). Runs in a child process, since a file may be hostile; it sets
+Pillow's own limits, which are those of a process.
 
 - PNG, JPEG, WEBP, GIF and BMP, of one frame. What follows the image in a file is not looked at.
 - An image is turned as its EXIF or XMP orientation says, as transformers' `load_image` does.
@@ -21,6 +22,7 @@ from PIL import PngImagePlugin as _png  # noqa: F401
 from PIL import WebPImagePlugin as _webp  # noqa: F401
 
 from headrace.multimodal.limits import MAX_PIXELS, MAX_SIDE
+from headrace.multimodal.refused import ImageRefusedError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 SERVED = "PNG, JPEG, WEBP, GIF and BMP"
@@ -64,15 +66,6 @@ _BRANDS = {
 
 Image.MAX_IMAGE_PIXELS = None  # the size is checked here, before anything is decoded
 ImageFile.LOAD_TRUNCATED_IMAGES = False
-
-
-class ImageRefusedError(Exception):
-    """The image is not taken. message: why, as the end of "image_data[0]: ". kind: a word for metrics."""
-
-    def __init__(self, message: str, kind: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.kind = kind
 
 
 def read_image(data: bytes) -> Image.Image:

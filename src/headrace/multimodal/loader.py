@@ -28,10 +28,10 @@ from headrace.messages.media import ImageRef, MediaInfo, MediaItem
 from headrace.multimodal.families import Family, Vocabulary, make_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.image_pool import ImagePool
-from headrace.multimodal.images import ImageRefusedError
 from headrace.multimodal.layout import TokenLayout
 from headrace.multimodal.prepared_cache import Flights, PreparedCache
-from headrace.multimodal.processors import bounded
+from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import file_bytes, form_of, inline_bytes
 
 FIELD = "image_data"

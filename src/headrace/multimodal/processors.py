@@ -1,8 +1,8 @@
 """From the pixels of an image to the values that a model's encoder takes, bit by bit those of transformers' image processors (with Pillow).
 
 Owns the steps of each recipe of `ImageSettings`, for one image. Does not read files (`images`) or settings (`checkpoint.image_processors`). Runs in
-a child process. Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, Gemma 3, Pixtral, Idefics3, SmolVLM and Qwen2-VL, in their
-variants for Pillow and NumPy.
+a child process. Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, LLaVA-OneVision, Gemma 3, Pixtral, Idefics3, SmolVLM, Qwen2-VL
+and GOT-OCR2 (InternVL), in their variants for Pillow and NumPy.
 """
 
 import math
@@ -12,21 +12,26 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 from PIL import Image
 
-from headrace.checkpoint.image_processors import ImageSettings, Size
-from headrace.multimodal.images import ImageRefusedError
+from headrace.checkpoint.image_processors import ImageSettings
 from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS
+from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.resolutions import (
+    best_resolution,
+    best_tiles,
+    by_longest,
+    by_shortest,
+    in_tiles,
+    smart_size,
+    within,
+)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 LOW_TOKENS = 256
 """Tokens of an image with `detail: low`, at most, where its size decides."""
-
-_MOST_OF_A_SIDE = 4096
-"""Idefics3 makes no image larger than this."""
 
 _MOST_ASPECT = 200
 """Qwen refuses images that are longer than wide, or wider than long, by more than this factor."""
@@ -51,31 +56,10 @@ def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> P
             return _idefics3(image, settings, low)
         case "qwen2_vl":
             return _qwen2_vl(image, settings, low)
-
-
-def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:
-    """The settings such that an image has at most so many patches, where its size decides: then it is made smaller."""
-    size = settings.size
-    if settings.recipe == "qwen2_vl":
-        most = max_patches * settings.patch_size**2
-        size = _within(size.shortest_edge, size.longest_edge, most)
-    elif settings.recipe == "pixtral":
-        side = settings.patch_size * settings.merge_size
-        most = max(1, math.isqrt(max_patches) // settings.merge_size) * side
-        size = Size(longest_edge=min(size.longest_edge, most))
-    return replace(settings, size=size)
-
-
-def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """(height, width) near those given, multiples of `factor`, with `least` to `most` pixels together (Qwen's smart_resize)."""
-    tall, wide = (round(side / factor) * factor for side in (height, width))
-    if tall * wide > most:
-        shrink = math.sqrt(height * width / most)
-        tall, wide = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
-    elif tall * wide < least:
-        grow = math.sqrt(least / (height * width))
-        tall, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
-    return tall, wide
+        case "anyres":
+            return _anyres(image, settings)
+        case "tiled":
+            return _tiled(image, settings, low)
 
 
 def _fixed(image: Image.Image, settings: ImageSettings) -> Prepared:
@@ -85,7 +69,7 @@ def _fixed(image: Image.Image, settings: ImageSettings) -> Prepared:
     if settings.resizes:
         size = settings.size
         if size.shortest_edge:
-            image = _resized(image, *_by_shortest(image.height, image.width, size.shortest_edge), settings.resample)
+            image = _resized(image, *by_shortest(image.height, image.width, size.shortest_edge), settings.resample)
         else:
             image = _resized(image, size.height, size.width, settings.resample)
     pixels = np.asarray(image)
@@ -114,10 +98,10 @@ def _idefics3(image: Image.Image, settings: ImageSettings, low: bool) -> Prepare
     """Tiles row by row, and after them the whole image in the size of a tile; or that alone."""
     side = settings.max_side
     if settings.resizes:
-        image = _resized(image, *_by_longest(image.height, image.width, settings.size.longest_edge), settings.resample)
+        image = _resized(image, *by_longest(image.height, image.width, settings.size.longest_edge), settings.resample)
     if low or not settings.splits:
         return Prepared(_values([np.asarray(_resized(image, side, side, settings.resample))], settings))
-    image = _resized(image, *_in_tiles(image.height, image.width, side), settings.resample)
+    image = _resized(image, *in_tiles(image.height, image.width, side), settings.resample)
     rows, columns = image.height // side, image.width // side
     pixels = np.asarray(image)
     if rows <= 1 and columns <= 1:
@@ -139,7 +123,7 @@ def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Prepare
     patch, merge, frames = settings.patch_size, settings.merge_size, settings.temporal_patch_size
     size = settings.size
     if low:
-        size = _within(size.shortest_edge, size.longest_edge, LOW_TOKENS * (patch * merge) ** 2)
+        size = within(size.shortest_edge, size.longest_edge, LOW_TOKENS * (patch * merge) ** 2)
     height, width = smart_size(height, width, patch * merge, size.shortest_edge, size.longest_edge)
     if height * width > size.longest_edge:  # one square of patches high or wide, and still too long
         raise ImageRefusedError(_too_long(image), "pixels")
@@ -150,6 +134,44 @@ def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Prepare
     parts = parts.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
     parts = np.broadcast_to(parts, (*parts.shape[:5], frames, patch, patch))
     return Prepared(np.ascontiguousarray(parts).reshape(rows * columns, -1), (1, rows, columns))
+
+
+def _anyres(image: Image.Image, settings: ImageSettings) -> Prepared:
+    """The whole image in the size of a tile, and after it, row by row, the tiles of a larger one with black around it. The grid has the image's own
+    size, of which the encoder finds where the black is."""
+    side = settings.size.height
+    tall, wide = best_resolution(image.height, image.width, settings.pinpoints)
+    by_width, by_height = wide / image.width, tall / image.height
+    if by_width < by_height:
+        width, height = wide, min(math.ceil(image.height * by_width), tall)
+    else:
+        width, height = min(math.ceil(image.width * by_height), wide), tall
+    if tall * wide > MAX_PIXELS:
+        raise ImageRefusedError(_too_long(image), "pixels")
+    pixels = np.zeros((tall, wide, 3), np.uint8)
+    top, left = (tall - height) // 2, (wide - width) // 2
+    pixels[top : top + height, left : left + width] = np.asarray(_resized(image, height, width, settings.resample))
+    tiles = [np.asarray(_resized(image, side, side, settings.resample))]
+    tiles += [pixels[y : y + side, x : x + side] for y in range(0, tall, side) for x in range(0, wide, side)]
+    return Prepared(_values(tiles, settings), (0, image.height, image.width))
+
+
+def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
+    """Tiles row by row, as many as have nearly the shape of the image, and after them the whole image in the size of a tile."""
+    height, width = settings.size.height, settings.size.width
+    if low or not settings.splits or settings.max_tiles < 2:
+        whole = _resized(image, height, width, settings.resample) if settings.resizes else image
+        return Prepared(_values([np.asarray(whole)], settings))
+    rows, columns = best_tiles(image.height, image.width, settings)
+    pixels = np.asarray(_resized(image, rows * height, columns * width, settings.resample))
+    tiles = [
+        pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    if len(tiles) > 1:
+        tiles.append(np.asarray(_resized(image, height, width, settings.resample)))
+    return Prepared(_values(tiles, settings), (0, rows, columns))
 
 
 def _values(images: Sequence[Bytes], settings: ImageSettings) -> Floats:
@@ -206,45 +228,6 @@ def _cropped(pixels: Bytes, height: int, width: int) -> Bytes:
     larger[above : above + tall, before : before + wide] = pixels
     top, left = max(0, top + above), max(0, left + before)
     return larger[top : top + height, left : left + width]
-
-
-def _by_shortest(height: int, width: int, shortest: int) -> tuple[int, int]:
-    if width <= height:
-        return int(shortest * height / width), shortest
-    return shortest, int(shortest * width / height)
-
-
-def _by_longest(height: int, width: int, longest: int) -> tuple[int, int]:
-    """The longest edge becomes `longest`, the other one even (Idefics3)."""
-    aspect = width / height
-    if width >= height:
-        wide, tall = longest, int(longest / aspect)
-        tall += tall % 2
-    else:
-        tall, wide = longest, int(longest * aspect)
-        wide += wide % 2
-    tall, wide = max(tall, 1), max(wide, 1)
-    aspect = wide / tall
-    if wide >= tall and wide > _MOST_OF_A_SIDE:
-        wide, tall = _MOST_OF_A_SIDE, int(_MOST_OF_A_SIDE / aspect)
-    elif tall > wide and tall > _MOST_OF_A_SIDE:
-        tall, wide = _MOST_OF_A_SIDE, int(_MOST_OF_A_SIDE * aspect)
-    return max(tall, 1), max(wide, 1)
-
-
-def _in_tiles(height: int, width: int, side: int) -> tuple[int, int]:
-    """The longer edge up to a multiple of a tile's side, then the other one (Idefics3)."""
-    aspect = width / height
-    if width >= height:
-        wide = math.ceil(width / side) * side
-        return math.ceil(int(wide / aspect) / side) * side, wide
-    tall = math.ceil(height / side) * side
-    return tall, math.ceil(int(tall * aspect) / side) * side
-
-
-def _within(least: int, most: int, bound: int) -> Size:
-    most = min(most, bound)
-    return Size(shortest_edge=min(least, most), longest_edge=most)
 
 
 def _too_long(image: Image.Image) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 from headrace.messages.media import ImageRef
-from headrace.multimodal.images import ImageRefusedError
+from headrace.multimodal.refused import ImageRefusedError
 
 Form = Literal["inline", "file", "web"]
 
