@@ -15,10 +15,12 @@ from seeing_checkpoints import file_of, picture, write_checkpoint
 from headrace.config.media_args import MediaArgs, parse_media_domains
 from headrace.errors import ExecutionError, RequestError
 from headrace.messages.media import ImageRef
+from headrace.multimodal import sources
 from headrace.multimodal.image_messages import Done
 from headrace.multimodal.loader import MediaLoader, make_loader
 from headrace.multimodal.prepared_cache import PreparedCache
 from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.sources import inline_bytes
 
 PNG = file_of(picture(40, 40))
 TEXT = base64.b64encode(PNG).decode()
@@ -126,7 +128,7 @@ async def test_an_image_is_one_however_it_comes(loaders, tmp_path):
         f"DATA:;BASE64,{TEXT}",
         f"data:application/pdf;x=y;base64,{TEXT}",
         f"data:image/png;base64,{quote(TEXT)}",
-        f"data:image/png,{quote(PNG)}",
+        f"data:image/png;base64,{quote(TEXT, safe='')}",
     ],
     ids=range(8),
 )
@@ -153,7 +155,7 @@ async def test_forms_of_the_same_bytes(url: str, loaders):
         ("file:///etc/passwd", "allowed-local-media-path"),
         (base64.b64encode(bytes(20_001)).decode(), "larger than 20000"),
         (base64.b64encode(bytes(90_001)).decode(), "larger than 20000"),
-        ("data:image/png," + "%00" * 20_001, "larger than 20000"),
+        (f"data:image/png,{quote(PNG)}", "not in base64"),
     ],
     ids=lambda value: value[:30],
 )
@@ -204,6 +206,18 @@ async def test_files_of_other_hosts_and_large_files_are_refused(loaders, tmp_pat
     ):
         with pytest.raises(RequestError, match=words):
             await loader.load(refs(url))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 10, 11, 12, 13, 40, 41])
+def test_base64_is_decoded_in_pieces(size: int, monkeypatch):
+    monkeypatch.setattr(sources, "_PIECE", 7)
+    data = os.urandom(30 + size)
+    text = base64.b64encode(data).decode()
+    for form in (text, text.rstrip("="), "\n".join(text), text + "\n" * 20):
+        assert inline_bytes(ImageRef(url=f"data:;base64,{form}"), 100) == data
+    for form in (text + "=" * 9 + text, "ä" + text, text + "-", "*" + text):
+        with pytest.raises(ImageRefusedError, match="base64"):
+            inline_bytes(ImageRef(url=f"data:;base64,{form}"), 1000)
 
 
 async def test_few_tokens_are_another_image(loaders):

@@ -137,6 +137,10 @@ REAL = {
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
         "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
     }),
+    "Qwen2-VL, saved again": ("qwen2_vl", {
+        "size": {"max_pixels": 12845056, "min_pixels": 3136}, "max_pixels": 12845056, "min_pixels": 3136, "patch_size": 14,
+        "image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    }),
     "Gemma 3": ("gemma3", {
         "do_convert_rgb": None, "do_normalize": True, "do_pan_and_scan": None, "do_rescale": True, "do_resize": True, "image_mean": [0.5, 0.5, 0.5],
         "image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 256, "image_std": [0.5, 0.5, 0.5],

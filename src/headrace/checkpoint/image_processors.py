@@ -163,12 +163,6 @@ _OF_NO_EFFECT = frozenset({
 """Settings that do not change the values of one image. What a file says of videos belongs to another processor."""
 
 
-def read_processor(folder: Path) -> dict[str, Any]:
-    """`processor_config.json` without its nested processors; empty if there is none. Raises ModelError."""
-    found = _read_if_there(folder / "processor_config.json")
-    return {name: value for name, value in found.items() if not isinstance(value, dict)}
-
-
 def read_image_settings(folder: Path, family: str) -> ImageSettings:
     """The settings of a checkpoint's folder. family: its model type. Raises ModelError, with the reason if images cannot be prepared."""
     nested = _read_if_there(folder / "processor_config.json").get("image_processor")
@@ -347,7 +341,9 @@ class _Keys:
                 value = {"height": height, "width": width}
         if not isinstance(value, dict):
             raise _wrong(name, value, "a size")
-        given = {key: part for key, part in value.items() if part is not None}
+        # Edges of Qwen are numbers of pixels, and some files call them so.
+        names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+        given = {names.get(key, key): part for key, part in value.items() if part is not None}
         if not given.keys() <= set(Size.__struct_fields__):
             raise _wrong(name, value, f"a size with {', '.join(Size.__struct_fields__)}")
         return Size(**{key: _Keys(given).count(key, most=_MOST_PIXELS) for key in given})

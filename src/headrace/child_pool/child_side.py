@@ -18,21 +18,19 @@ from headrace.child_pool.frames import Frames
 
 MIB = 1 << 20
 
-_NICE = 10
-
 
 class Ready(msgspec.Struct, frozen=True):
     """The first answer of a child: it can work."""
 
 
-def run(serve: Callable[[Frames], None], stack_bytes: int, name: str) -> None:
+def run(serve: Callable[[Frames], None], stack_bytes: int, name: str, nice: int = 10) -> None:
     """Serve the socket that is stdin in a thread, until that returns or the parent ends. Never returns.
 
-    stack_bytes: of the thread. name: of the thread.
+    stack_bytes: of the thread. name: of the thread. nice: by how much less of a busy processor the child gets.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its parent tells it when to end
-    os.nice(_NICE)
+    os.nice(nice)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=0)
     parent_pid = os.getppid()

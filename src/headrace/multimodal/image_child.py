@@ -20,6 +20,8 @@ from headrace.multimodal.refused import ImageRefusedError
 
 STACK_BYTES = 8 * MIB
 
+NICE = 5
+"""A request waits for its images, and others for the steps of the model."""
 
 _SETUPS = msgspec.msgpack.Decoder(Setup)
 _JOBS = msgspec.msgpack.Decoder(ImageJob)
@@ -67,7 +69,7 @@ def _num_bytes(verdict: Verdict) -> int:
 
 def main() -> None:
     """Entry of the child."""
-    run(serve, STACK_BYTES, "images")
+    run(serve, STACK_BYTES, "images", NICE)
 
 
 if __name__ == "__main__":

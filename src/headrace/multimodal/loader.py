@@ -132,7 +132,7 @@ class MediaLoader:
     async def _load_one(self, ref: ImageRef, places: asyncio.Semaphore) -> Loaded:
         async with places, self._bytes(ref) as data:
             low = ref.detail == "low" and self._has_low
-            key = hashlib.blake2b(data, digest_size=32, person=b"low" if low else b"").digest()
+            key = await asyncio.get_running_loop().run_in_executor(self._threads, _content_key, data, low)
             loaded = self._cache.get(key)
             if loaded is not None or key in self._flights:
                 self._num_hits += 1
@@ -190,6 +190,10 @@ def make_loader(folder: Path, model_type: str, tokenizer: Vocabulary, args: Medi
         raise ModelError(blind or f"models of type {model_type!r:.80} do not see")
     family, settings = make_family(media, read_image_settings(folder, model_type), tokenizer, config)
     return MediaLoader(family, bounded(settings, args.max_patches), args)
+
+
+def _content_key(data: bytes, low: bool) -> bytes:
+    return hashlib.blake2b(data, digest_size=32, person=b"low" if low else b"").digest()
 
 
 def _num_bytes(loaded: Loaded) -> int:

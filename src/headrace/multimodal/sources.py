@@ -9,7 +9,7 @@ import binascii
 import os
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
@@ -21,7 +21,19 @@ Form = Literal["inline", "file", "web"]
 _LEAST_BYTES = 26
 """No image file is smaller."""
 
+_PIECE = 1 << 20
 _WHITESPACE = b" \t\r\n"
+_ESCAPED = (
+    ("%2B", "+"),
+    ("%2b", "+"),
+    ("%2F", "/"),
+    ("%2f", "/"),
+    ("%3D", "="),
+    ("%3d", "="),
+    ("%0A", ""),
+    ("%0a", ""),
+)
+"""What encoders of URLs make of the letters of base64."""
 
 
 def form_of(ref: ImageRef) -> Form:
@@ -90,22 +102,31 @@ def _of_data_uri(url: str, max_bytes: int) -> bytes:
     head, found, text = url.partition(",")
     if not found:
         raise ImageRefusedError("the data: URL has no comma, after which its data should be", "url")
-    kind = head[len("data:") :]
-    if not kind.lower().endswith(";base64"):
-        if len(text) > 3 * max_bytes:
-            raise too_large(max_bytes)
-        return unquote_to_bytes(text)
-    return _of_base64(unquote(text) if "%" in text else text, max_bytes)
+    if not head.lower().endswith(";base64"):
+        raise ImageRefusedError("the data: URL is not in base64", "url")
+    for escaped, letter in _ESCAPED:
+        text = text.replace(escaped, letter)
+    return _of_base64(text, max_bytes)
 
 
 def _of_base64(text: str, max_bytes: int) -> bytes:
+    """Piece by piece, so that other threads run in between."""
     if len(text) > 2 * max_bytes + 1024:  # with room for line ends; the bytes are counted once decoded
         raise too_large(max_bytes)
+    data = bytearray()
+    rest, is_over = b"", False
     try:
-        data = text.encode("ascii").translate(None, _WHITESPACE)
-        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
+        for start in range(0, len(text), _PIECE):
+            rest += text[start : start + _PIECE].encode("ascii").translate(None, _WHITESPACE)
+            is_last = start + _PIECE >= len(text)
+            whole = rest + b"=" * (-len(rest) % 4) if is_last else rest[: len(rest) // 4 * 4]
+            if not is_last and whole.endswith(b"="):
+                raise _no_base64()
+            data += base64.b64decode(whole, validate=True)
+            rest = rest[len(whole) :]
     except (UnicodeEncodeError, binascii.Error):
         raise _no_base64() from None
+    return bytes(data)
 
 
 def _no_base64() -> ImageRefusedError:
