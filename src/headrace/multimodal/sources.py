@@ -120,8 +120,9 @@ def _of_base64(text: str, max_bytes: int) -> bytes:
             rest += text[start : start + _PIECE].encode("ascii").translate(None, _WHITESPACE)
             is_last = start + _PIECE >= len(text)
             whole = rest + b"=" * (-len(rest) % 4) if is_last else rest[: len(rest) // 4 * 4]
-            if not is_last and whole.endswith(b"="):
+            if whole and is_over:
                 raise _no_base64()
+            is_over = is_over or whole.endswith(b"=")
             data += base64.b64decode(whole, validate=True)
             rest = rest[len(whole) :]
     except (UnicodeEncodeError, binascii.Error):
