@@ -195,9 +195,9 @@ class FakeFrontend:
         self.own_counters = {"num_unknown_outputs": 0}
         self.replies: list[tuple[str, int]] = []
 
-    async def num_prompt_tokens(self, input_ids: list[int], image_data: list[ImageRef]) -> int:
+    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
         self.counted = [*input_ids], [*image_data]
-        return len(input_ids) + IMAGE_TOKENS * len(image_data) - len(image_data)
+        return [*input_ids, *[0] * (IMAGE_TOKENS - 1) * len(image_data)]
 
     async def generate_request(
         self,

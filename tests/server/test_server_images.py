@@ -1,13 +1,19 @@
 """Images in every chat API: the same prompt, with one image token for each, and the images beside it."""
 
+import asyncio
+import base64
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from fake_frontend import IMAGE_TOKENS, MODEL, TEMPLATE, Running, running_server
+from fake_frontend import IMAGE_TOKENS, MODEL, TEMPLATE, Running, running_server, served_model
 
+from headrace.api.chat_reply import chat_fields
+from headrace.api.engine_chat import EngineChat
+from headrace.config.server_args import ServerArgs
 from headrace.messages.media import ImageRef, MediaInfo
+from headrace.server.context import ServerStatus, ServingContext
 
 INFO = MediaInfo("llava", "<image>")
 URL = "data:image/png;base64,aGVsbG8="
@@ -20,7 +26,9 @@ NO_IMAGES = PARTS.replace("<image>", "")
 
 
 def server_with(template: str) -> Iterator[Running]:
-    with running_server(template, special_tokens=("<image>",), images=INFO, max_images=3) as running:
+    with running_server(
+        template, 1024, special_tokens=("<image>",), images=INFO, max_images=3, max_stored_responses=9
+    ) as running:
         yield running
 
 
@@ -157,6 +165,48 @@ def test_counts_have_the_tokens_of_images(server: Running, client: httpx.Client)
     assert images == [ImageRef(url=URL)]
 
 
+def test_tokenizing_messages_gives_the_tokens_of_images_too(server: Running, client: httpx.Client):
+    body = {"messages": chat(image(), text("what?"))["messages"]}
+    reply = client.post("/tokenize", json=body).json()
+
+    ids, images = server.frontend.counted
+    assert reply["count"] == len(reply["tokens"]) == len(ids) - 1 + IMAGE_TOKENS
+    assert images == [ImageRef(url=URL)]
+
+
+def test_the_output_of_a_tool_may_be_an_image_in_responses(server: Running, client: httpx.Client):
+    shown = [{"type": "input_text", "text": "the screen"}, {"type": "input_image", "image_url": URL, "detail": "low"}]
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "a", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": shown},
+    ]
+    first = client.post("/v1/responses", json={"model": MODEL, "input": items})
+    assert first.status_code == 200, first.text
+    assert asked(server)[1] == [ImageRef(url=URL, detail="low")]
+
+    body = {"model": MODEL, "input": "and now?", "previous_response_id": first.json()["id"]}
+    second = client.post("/v1/responses", json=body)
+    assert second.status_code == 200, second.text
+    prompt, images = asked(server)
+    assert images == [ImageRef(url=URL, detail="low")]
+    assert prompt.index("the screen") < prompt.index("<image>") < prompt.index("and now?")
+
+
+def test_bytes_are_images_in_chats_of_the_engine(server: Running):
+    file = b"\x89PNG of some bytes"
+    parts = [{"type": "image_url", "image_url": {"url": file, "detail": "low"}}, text("what?")]
+    context = ServingContext(
+        server.frontend,
+        served_model(server.frontend.tokenizer, images=INFO),
+        ServerArgs(max_images=3),
+        ServerStatus(started=True),
+    )
+    asyncio.run(EngineChat(context).whole(chat_fields([{"role": "user", "content": parts}], None, False, {})))
+
+    assert asked(server)[1] == [ImageRef(url=base64.b64encode(file).decode(), detail="low")]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -181,6 +231,24 @@ def test_empty_lists_of_images_ask_for_nothing(client: httpx.Client):
     body = {"messages": [{"role": "user", "content": "a", "images": []}], "stream": False}
     assert client.post("/api/chat", json=body).status_code == 200
     assert client.post("/api/generate", json={"prompt": "a", "images": None, "stream": False}).status_code == 200
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.png", "file:///etc/passwd", 5, ""])
+def test_base64_is_no_url(client: httpx.Client, url: object):
+    source = {"type": "base64", "media_type": "image/png", "data": url}
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    for path, body in (
+        ("/v1/messages", {"model": MODEL, "max_tokens": 5, "messages": messages}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": [url]}], "stream": False}),
+    ):
+        assert client.post(path, json=body).status_code == 400
+
+
+def test_a_body_above_the_limit_names_the_option():
+    with running_server(max_body_bytes=1 << 16) as running:
+        reply = httpx.post(f"{running.url}/v1/chat/completions", json=chat(image("data:," + "a" * (1 << 16))))
+    assert reply.status_code == 413
+    assert "--max-body-bytes" in reply.json()["error"]["message"]
 
 
 def test_clients_are_told_that_the_model_sees(client: httpx.Client):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.api.images import messages_as_json
 from headrace.errors import RequestError
 
 
@@ -87,7 +88,7 @@ def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[
     for name in ONE_REPLY:
         if options.get(name) not in (None, False, 0) and (name, options[name]) != ("n", 1):
             raise RequestError(f"{name} is not for chat: use generate, or the HTTP API", name, "unsupported_parameter")
-    given = {"messages": messages, "tools": tools, "stream": stream, **options}
+    given = {"messages": messages_as_json(messages), "tools": tools, "stream": stream, **options}
     if stream:
         given["stream_options"] = {"include_usage": True}
     return {name: value for name, value in given.items() if value is not None}

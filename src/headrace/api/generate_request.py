@@ -5,9 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from headrace.api.images import image_structs
 from headrace.errors import RequestError
 from headrace.messages.field_errors import field_error
-from headrace.messages.media import ImageRef
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 
@@ -34,7 +34,7 @@ def generate_request(
     given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
     given = {name: value for name, value in given.items() if value is not None}
     if "image_data" in given:
-        given["image_data"] = _images(given["image_data"])
+        given["image_data"] = image_structs(given["image_data"])
     try:
         return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
     except msgspec.ValidationError as error:
@@ -61,13 +61,6 @@ def encode_request(prompt: object, input_ids: object, others: dict[str, Any]) ->
         return msgspec.convert(without_neutral(given, EmbeddingReqInput), EmbeddingReqInput)
     except msgspec.ValidationError as error:
         raise field_error(str(error), EmbeddingReqInput) from None
-
-
-def _images(given: object) -> object:
-    """`image_data` with files as structs; the rest is checked later."""
-    if isinstance(given, list | tuple):
-        return [_images(item) for item in given]
-    return ImageRef(data=bytes(given)) if isinstance(given, bytes | bytearray | memoryview) else given
 
 
 def _plain_ids(ids: object) -> list[object]:

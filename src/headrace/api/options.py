@@ -10,7 +10,7 @@ from headrace.messages.media import ImageRef
 from headrace.sampling.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
-"""Messages of a chat completion: `{"role": ..., "content": ...}`."""
+"""Messages of a chat completion: `{"role": ..., "content": ...}`. The URL of an image may also be the bytes of a file."""
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools of a chat completion: `{"type": "function", "function": {"name", "description", "parameters"}}`."""

@@ -272,10 +272,10 @@ class TokenizerManager:
         """`generate_request` of a call whose inputs become vectors."""
         return self.generate_request(obj, is_disconnected, caller=caller)
 
-    async def num_prompt_tokens(self, input_ids: list[int], image_data: list[ImageRef]) -> int:
-        """Tokens of a prompt with images in place of its image tokens. Raises RequestError."""
+    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
+        """The tokens of a prompt with those of images in place of its image tokens. Raises RequestError."""
         self.images.check([image_data])
-        return (await self.images.add(input_ids, image_data)).num_tokens
+        return list((await self.images.add(input_ids, image_data)).ids())
 
     def _check_accepting(self) -> None:
         self.engine_loop.check()

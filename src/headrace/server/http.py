@@ -246,7 +246,7 @@ class Exchange:
         is_usual = limit <= self.bodies.max_body_bytes
         declared = self.header(b"content-length")
         if declared is not None and declared.isdigit() and int(declared[:19]) > limit:
-            raise _too_large(limit)
+            raise _too_large(limit, is_usual)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -256,7 +256,7 @@ class Exchange:
             part = message.get("body", b"")
             size += len(part)
             if size > limit:
-                raise _too_large(limit)
+                raise _too_large(limit, is_usual)
             if is_usual:
                 self.bodies.take(len(part))
                 self._num_held += len(part)
@@ -307,8 +307,9 @@ class Exchange:
             watcher.cancel()
 
 
-def _too_large(limit: int) -> TooLargeError:
-    return TooLargeError(f"the body is larger than the limit of {limit} bytes", code="body_too_large")
+def _too_large(limit: int, is_usual: bool) -> TooLargeError:
+    option = " (--max-body-bytes)" if is_usual else ""
+    return TooLargeError(f"the body is larger than the limit of {limit} bytes{option}", code="body_too_large")
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

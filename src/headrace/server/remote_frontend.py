@@ -59,10 +59,10 @@ class RemoteFrontend:
             arguments["caller"] = WireCaller.of(caller)
         return self._calls.stream("encode_request", _UPDATES.decode, arguments)
 
-    async def num_prompt_tokens(self, input_ids: list[int], image_data: list[ImageRef]) -> int:
+    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
         """Raises RequestError."""
-        count: int = await self._calls.call("num_prompt_tokens", input_ids=input_ids, image_data=image_data)
-        return count
+        ids: list[int] = await self._calls.call("ids_with_images", input_ids=input_ids, image_data=image_data)
+        return ids
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
         """Waiting clients get the output so far."""

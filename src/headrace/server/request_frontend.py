@@ -177,8 +177,8 @@ class RequestFrontend(Protocol):
         """
         ...
 
-    async def num_prompt_tokens(self, input_ids: list[int], image_data: list[ImageRef]) -> int:
-        """Tokens of a prompt with images in place of its image tokens. Raises RequestError."""
+    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
+        """The tokens of a prompt with those of images in place of its image tokens. Raises RequestError."""
         ...
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:

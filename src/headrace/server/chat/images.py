@@ -35,8 +35,8 @@ def image_detail(where: str, detail: object) -> ImageDetail:
 
 
 def base64_image(where: str, data: object) -> Message:
-    """The part of an image that is given in base64. Raises RequestError unless it is a text."""
-    if not isinstance(data, str) or not data:
+    """The part of an image that is given in base64, or as a `data:` URL of it. Raises RequestError for any other URL, and unless it is a text."""
+    if not isinstance(data, str) or not data or (":" in data[:32] and data[:5].lower() != "data:"):
         raise RequestError(f"{where} must be the base64 text of an image", where)
     return image_part(data)
 

@@ -37,12 +37,12 @@ class ChatPrompt:
     marks: tuple[int, ...] = ()
     images: tuple[ImageRef, ...] = ()
 
-    async def num_tokens(self, context: ServingContext) -> int:
-        """Tokens of the prompt, those of its images included. Raises RequestError."""
+    async def ids_with_images(self, context: ServingContext) -> list[int]:
+        """The tokens that the model reads: those of images in place of the image tokens. Raises RequestError."""
         if not self.images:
-            return len(self.ids)
+            return self.ids
         try:
-            return await context.frontend.num_prompt_tokens(list(self.ids), list(self.images))
+            return await context.frontend.ids_with_images(list(self.ids), list(self.images))
         except RequestError as error:
             raise images_renamed(error) from None
 

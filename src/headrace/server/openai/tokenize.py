@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.inputs import check_token_ids
+from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
@@ -56,7 +57,12 @@ class TokenizeAPI:
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if isinstance(body.prompt, list):
             self._check_count("prompt", "texts", len(body.prompt))
-        reply = await self.context.in_text_thread(lambda: self._tokenized(body))
+        if body.messages is not None:
+            chat = await self.context.in_text_thread(lambda: chat_prompt(self.context, self._conversation(body)))
+            tokens = [await chat.ids_with_images(self.context)]
+        else:
+            tokens = await self.context.in_text_thread(lambda: self._tokens(body))
+        reply = await self.context.in_text_thread(lambda: self._reply(tokens, isinstance(body.prompt, list)))
         await send_response(exchange.send, 200, reply, b"application/json")
 
     def _check_count(self, param: str, what: str, count: int) -> None:
@@ -64,10 +70,8 @@ class TokenizeAPI:
         if count > limit:
             raise RequestError(f"{param}: at most {limit} {what} in one request, got {count}", param)
 
-    def _tokenized(self, body: TokenizeBody) -> bytes:
+    def _reply(self, tokens: list[list[int]], is_list: bool) -> bytes:
         """The reply, which may hold millions of ids: in a thread, in pieces."""
-        tokens = self._tokens(body)
-        is_list = isinstance(body.prompt, list)
         counts = [len(ids) for ids in tokens]
         ids = [encode_ids(ids) for ids in tokens]
         fields = {
@@ -77,19 +81,20 @@ class TokenizeAPI:
         }
         return encode_json(fields)
 
+    def _conversation(self, body: TokenizeBody) -> Conversation:
+        assert body.messages is not None, "the body has them"
+        chat = ChatCompletionRequest(
+            model=self.context.model.name,
+            messages=body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            reasoning_effort=body.reasoning_effort,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return conversation_of(chat, self.context.model.context_length)
+
     def _tokens(self, body: TokenizeBody) -> list[list[int]]:
-        if body.messages is not None:
-            chat = ChatCompletionRequest(
-                model=self.context.model.name,
-                messages=body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                tools=body.tools,
-                reasoning_effort=body.reasoning_effort,
-                chat_template_kwargs=body.chat_template_kwargs,
-            )
-            conversation = conversation_of(chat, self.context.model.context_length)
-            return [chat_prompt(self.context, conversation).ids]
         assert body.prompt is not None, "one of prompt and messages is given"
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self.context.check_text_length("prompt", sum(map(len, texts)), whole=True)

@@ -26,7 +26,7 @@ async def fitting(context: ServingContext, conversation: Conversation, max_outpu
             prompt = await context.in_text_thread(lambda: chat_prompt(context, shorter))
         except ContextLengthError:
             return False
-        return await prompt.num_tokens(context) <= most
+        return len(await prompt.ids_with_images(context)) <= most
 
     if await fits(conversation):
         return conversation
