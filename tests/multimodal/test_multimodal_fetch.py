@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import socket
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 import pytest
 from aiohttp import web
@@ -30,6 +31,9 @@ class Host:
         self.most_running = 0
         self.is_full = asyncio.Event()
         self.let_go = asyncio.Event()
+
+    async def signed(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=request.raw_path.encode())
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.path, dict(request.headers)))
@@ -206,6 +210,14 @@ async def test_no_request_leaves_for_a_url(url: str, words: str, host: Host):
     with pytest.raises(ImageRefusedError, match=words):
         await get(client, url.replace("PORT", str(host.port)))
     assert looked_up == host.asked == []
+
+
+async def test_a_url_is_asked_for_as_it_is_written(host: Host):
+    client, url = at_its_address(host)
+    path = "/signed/a%2Fb%7Ec+d~e?X-Signature=%2b%2B+%7e'()&x=%41"
+    assert (await get(client, url + path)).decode() == path
+    assert (await get(client, f"{url}/to?at={quote(path, safe='')}")).decode() == path
+    assert (await get(client, f"{url}/signed/ü")).decode() == "/signed/%C3%BC"
 
 
 async def test_by_default_nothing_is_fetched(host: Host):

@@ -18,7 +18,7 @@ from headrace.messages.media import ImageRef
 from headrace.multimodal import sources
 from headrace.multimodal.image_messages import Done
 from headrace.multimodal.loader import MediaLoader, make_loader
-from headrace.multimodal.prepared_cache import PreparedCache
+from headrace.multimodal.prepared_cache import PreparedCache, RecentRefusals
 from headrace.multimodal.refused import ImageRefusedError
 from headrace.multimodal.sources import inline_bytes
 
@@ -43,6 +43,8 @@ class Pool:
         self.going.acquire()
         if self.is_closed:
             raise ExecutionError("the server is stopping")
+        if data.startswith(b"costly"):
+            raise ImageRefusedError("it takes too long", "time")
         if data.startswith(b"bad"):
             raise ImageRefusedError("it is bad", "broken")
         return Done(data.ljust(16)[:16], data.ljust(64)[:64], (1, 1, 4, 4), (0, 0, 0))
@@ -255,6 +257,20 @@ async def test_an_image_that_is_refused_is_refused_for_all_who_wait_and_not_kept
         await loader.load(refs(b"bad"))
     assert pool.asked == [b"bad", b"bad"]
     assert loader.stats().num_refused == {"broken": 4}
+
+
+async def test_a_file_that_took_all_it_may_is_not_tried_again_at_once(slow):
+    loader, pool = slow
+    pool.going.release(10)
+    for _ in range(3):
+        with pytest.raises(RequestError, match="too long"):
+            await loader.load(refs(b"costly"))
+    assert pool.asked == [b"costly"]
+    loader._costly = RecentRefusals(seconds=0)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="too long"):
+            await loader.load(refs(b"costly"))
+    assert pool.asked == [b"costly"] * 3
 
 
 async def test_what_nobody_waits_for_is_not_decoded(slow):

@@ -96,7 +96,8 @@ class Fetcher:
         if len(url) > _MOST_URL or any(letter <= " " or letter in "\\\x7f" for letter in url):
             raise ImageRefusedError("the URL is too long, or has characters that a URL cannot have", "url")
         try:
-            target = URL(url).with_fragment(None)
+            # What a signature of the URL covers must be asked for as it is written.
+            target = URL(url, encoded=url.isascii()).with_fragment(None)
             host, port = _host(target), target.port
         except ValueError:
             raise ImageRefusedError("the URL cannot be read", "url") from None
@@ -166,7 +167,7 @@ class Fetcher:
         from yarl import URL
 
         try:
-            there = target.join(URL(location))
+            there = target.join(URL(location, encoded=location.isascii()))
         except ValueError:
             raise ImageRefusedError("the host answers with a redirect that cannot be read", "fetch") from None
         if _host(there) != _host(target) or (target.scheme, there.scheme) == ("https", "http"):

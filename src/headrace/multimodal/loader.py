@@ -29,7 +29,7 @@ from headrace.multimodal.families import Family, Vocabulary, make_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.image_pool import ImagePool
 from headrace.multimodal.layout import TokenLayout
-from headrace.multimodal.prepared_cache import Flights, PreparedCache
+from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.refused import ImageRefusedError
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import file_bytes, form_of, inline_bytes
@@ -43,7 +43,7 @@ _FILES = 8
 """Files that have been read and are yet to be prepared, at a time."""
 
 _THREADS = 2
-"""That decode base64 and read files."""
+"""That decode base64 and hash files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,14 @@ class MediaLoader:
         self._has_low = settings.recipe != "fixed"
         self._pool = ImagePool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "images")
-        self._threads = ThreadPoolExecutor(_THREADS, "image-files")
+        self._threads = ThreadPoolExecutor(_THREADS, "image-bytes")
+        # A file system that does not answer holds these only.
+        self._file_threads = ThreadPoolExecutor(_FILES, "image-files")
         self._fetcher = Fetcher(args)
         self._files = asyncio.Semaphore(_FILES)
         self._cache: PreparedCache[Loaded] = PreparedCache(args.cache_bytes, _num_bytes)
         self._flights: Flights[Loaded] = Flights()
+        self._costly = RecentRefusals()
         self._num_loaded = self._num_hits = 0
         self._fetch_s = self._decode_s = 0.0
         self._refused: Counter[str] = Counter()
@@ -126,7 +129,7 @@ class MediaLoader:
         self._closed = True
         self._pool.close()
         self._fetcher.close()
-        for threads in (self._pool_threads, self._threads):
+        for threads in (self._pool_threads, self._threads, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load_one(self, ref: ImageRef, places: asyncio.Semaphore) -> Loaded:
@@ -150,7 +153,7 @@ class MediaLoader:
             yield await loop.run_in_executor(self._threads, inline_bytes, ref, most)
         elif form == "file":
             async with self._files:
-                yield await loop.run_in_executor(self._threads, file_bytes, ref.url, self._args.folder, most)
+                yield await loop.run_in_executor(self._file_threads, file_bytes, ref.url, self._args.folder, most)
         else:
             begun_s = time.perf_counter()
             async with self._fetcher.fetched(ref.url) as data:
@@ -159,9 +162,14 @@ class MediaLoader:
 
     async def _prepare(self, key: bytes, data: bytes, low: bool) -> Loaded:
         begun_s = time.perf_counter()
+        self._costly.check(key)
         try:
             loop = asyncio.get_running_loop()
             done = await loop.run_in_executor(self._pool_threads, self._pool.prepare, data, low)
+        except ImageRefusedError as error:
+            if error.kind in ("time", "memory"):
+                self._costly.add(key, error)
+            raise
         except asyncio.CancelledError:
             if self._closed:
                 raise ExecutionError("the server is stopping") from None

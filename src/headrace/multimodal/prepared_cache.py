@@ -1,13 +1,16 @@
 """Prepared images by the content of their files, bounded in bytes, and work that several requests share.
 
-Owns `PreparedCache` and `Flights`. Knows nothing of images. Runs in the main process's event loop.
+Owns `PreparedCache`, `Flights` and `RecentRefusals`. Knows nothing of how images are prepared. Runs in the main process's event loop.
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from headrace.multimodal.refused import ImageRefusedError
 
 T = TypeVar("T")
 
@@ -40,6 +43,31 @@ class PreparedCache(Generic[T]):
         while self.num_bytes > self._max_bytes:
             _, dropped = self._values.popitem(last=False)
             self.num_bytes -= self._size_of(dropped)
+
+
+class RecentRefusals:
+    """Refusals of files that took all that an image may take, so that sending one again and again does not hold up others. Each is remembered for a
+    while only: that it took so much may have been another's doing."""
+
+    def __init__(self, seconds: float = 60.0, max_refusals: int = 256) -> None:
+        self._seconds = seconds
+        self._max_refusals = max_refusals
+        self._refusals: OrderedDict[bytes, tuple[float, ImageRefusedError]] = OrderedDict()
+
+    def check(self, key: bytes) -> None:
+        """Raises ImageRefusedError for a file that was refused a short time ago."""
+        if (found := self._refusals.get(key)) is None:
+            return
+        until_s, error = found
+        if time.monotonic() < until_s:
+            raise ImageRefusedError(error.message, error.kind)
+        del self._refusals[key]
+
+    def add(self, key: bytes, error: ImageRefusedError) -> None:
+        """Remember a refusal."""
+        self._refusals[key] = time.monotonic() + self._seconds, error
+        if len(self._refusals) > self._max_refusals:
+            self._refusals.popitem(last=False)
 
 
 @dataclass(slots=True)
