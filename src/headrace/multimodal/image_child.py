@@ -36,8 +36,7 @@ def prepare_job(job: ImageJob, settings: ImageSettings, settings_key: bytes) -> 
     except MemoryError:
         return Refused("decoding the image takes too much memory", "memory")
     values = done.values.astype("<f4", copy=False).tobytes()
-    key = hashlib.blake2b(values, key=settings_key, digest_size=KEY_BYTES)
-    key.update(repr((done.values.shape, done.grid)).encode())
+    key = hashlib.blake2b(done.digest + repr(done.grid).encode(), key=settings_key, digest_size=KEY_BYTES)
     return Done(key.digest(), values, done.values.shape, done.grid)
 
 

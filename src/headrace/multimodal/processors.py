@@ -5,6 +5,7 @@ a child process. Sources: the processors of transformers 5 for CLIP, SigLIP, LLa
 and GOT-OCR2 (InternVL), in their variants for Pillow and NumPy.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from headrace.multimodal.resolutions import (
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
+NO_GRID = (0, 0, 0)
+
 LOW_TOKENS = 256
 """Tokens of an image with `detail: low`, at most, where its size decides."""
 
@@ -37,16 +40,34 @@ _MOST_ASPECT = 200
 """Qwen refuses images that are longer than wide, or wider than long, by more than this factor."""
 
 
+Grid: TypeAlias = tuple[int, int, int]
+Pixels: TypeAlias = tuple[list[Bytes], Grid]
+"""Images [height, width, 3] of one size, and the grid."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """values: float32 [tiles, 3, height, width], or [patches, size] of Qwen. grid: see `MediaItem`; of tiles (0, rows, columns)."""
+    """values: float32 [tiles, 3, height, width], or [patches, size] of Qwen. grid: see `MediaItem`; of tiles (0, rows, columns). digest: of the
+    pixels of which the values are made; they are equal for the same digest, grid and settings."""
 
     values: Floats
-    grid: tuple[int, int, int] = (0, 0, 0)
+    grid: Grid
+    digest: bytes
 
 
 def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> Prepared:
     """The values of one image in mode RGB. low: few tokens, where there is a choice. Raises ImageRefusedError."""
+    pixels, grid = _pixels(image, settings, low)
+    values = _values(pixels, settings)
+    if settings.recipe == "qwen2_vl":
+        values = _patches(values[0], settings)
+    digest = hashlib.blake2b(repr(values.shape).encode())
+    for each in pixels:  # a quarter of the values' bytes, or less
+        digest.update(np.ascontiguousarray(each).data)
+    return Prepared(values, grid, digest.digest())
+
+
+def _pixels(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     match settings.recipe:
         case "fixed":
             return _fixed(image, settings)
@@ -62,7 +83,7 @@ def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> P
             return _tiled(image, settings, low)
 
 
-def _fixed(image: Image.Image, settings: ImageSettings) -> Prepared:
+def _fixed(image: Image.Image, settings: ImageSettings) -> Pixels:
     """One image of one size: CLIP, SigLIP, LLaVA, Gemma 3."""
     if settings.squares:
         image = _squared(image, settings.mean)
@@ -75,10 +96,10 @@ def _fixed(image: Image.Image, settings: ImageSettings) -> Prepared:
     pixels = np.asarray(image)
     if settings.crop is not None:
         pixels = _cropped(pixels, *settings.crop)
-    return Prepared(_values([pixels], settings))
+    return [pixels], NO_GRID
 
 
-def _pixtral(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
+def _pixtral(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     """The longest edge within a bound, both edges multiples of a patch."""
     patch = settings.patch_size * settings.merge_size
     most = settings.size.longest_edge
@@ -91,52 +112,47 @@ def _pixtral(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared
     rows, columns = ((side - 1) // patch + 1 for side in (height, width))
     if rows < 1 or columns < 1:
         raise ImageRefusedError(_too_long(image), "pixels")
-    return Prepared(_values([np.asarray(_resized(image, rows * patch, columns * patch, settings.resample))], settings))
+    return [np.asarray(_resized(image, rows * patch, columns * patch, settings.resample))], NO_GRID
 
 
-def _idefics3(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
+def _idefics3(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     """Tiles row by row, and after them the whole image in the size of a tile; or that alone."""
     side = settings.max_side
     if settings.resizes:
         image = _resized(image, *by_longest(image.height, image.width, settings.size.longest_edge), settings.resample)
     if low or not settings.splits:
-        return Prepared(_values([np.asarray(_resized(image, side, side, settings.resample))], settings))
+        return [np.asarray(_resized(image, side, side, settings.resample))], NO_GRID
     image = _resized(image, *in_tiles(image.height, image.width, side), settings.resample)
     rows, columns = image.height // side, image.width // side
     pixels = np.asarray(image)
     if rows <= 1 and columns <= 1:
-        return Prepared(_values([pixels], settings))
+        return [pixels], NO_GRID
     tiles = [
         pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
         for row in range(rows)
         for column in range(columns)
     ]
     tiles.append(np.asarray(_resized(image, side, side, settings.resample)))
-    return Prepared(_values(tiles, settings), (0, rows, columns))
+    return tiles, (0, rows, columns)
 
 
-def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
-    """Patches in the order in which squares of them are merged; a still image is the same in each frame of a patch."""
+def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
+    """Both edges multiples of a square of patches, and a number of pixels within bounds."""
     height, width = image.height, image.width
     if max(height, width) / min(height, width) > _MOST_ASPECT:
         raise ImageRefusedError(_too_long(image), "pixels")
-    patch, merge, frames = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    patch, merge = settings.patch_size, settings.merge_size
     size = settings.size
     if low:
         size = within(size.shortest_edge, size.longest_edge, LOW_TOKENS * (patch * merge) ** 2)
     height, width = smart_size(height, width, patch * merge, size.shortest_edge, size.longest_edge)
     if height * width > size.longest_edge:  # one square of patches high or wide, and still too long
         raise ImageRefusedError(_too_long(image), "pixels")
-    (pixels,) = _values([np.asarray(_resized(image, height, width, settings.resample))], settings)
-    rows, columns = height // patch, width // patch
-    # [channels, rows of squares, row in it, y, columns of squares, column in it, x]
-    parts = pixels.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-    parts = parts.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-    parts = np.broadcast_to(parts, (*parts.shape[:5], frames, patch, patch))
-    return Prepared(np.ascontiguousarray(parts).reshape(rows * columns, -1), (1, rows, columns))
+    pixels = np.asarray(_resized(image, height, width, settings.resample))
+    return [pixels], (1, height // patch, width // patch)
 
 
-def _anyres(image: Image.Image, settings: ImageSettings) -> Prepared:
+def _anyres(image: Image.Image, settings: ImageSettings) -> Pixels:
     """The whole image in the size of a tile, and after it, row by row, the tiles of a larger one with black around it. The grid has the image's own
     size, of which the encoder finds where the black is."""
     side = settings.size.height
@@ -153,15 +169,15 @@ def _anyres(image: Image.Image, settings: ImageSettings) -> Prepared:
     pixels[top : top + height, left : left + width] = np.asarray(_resized(image, height, width, settings.resample))
     tiles = [np.asarray(_resized(image, side, side, settings.resample))]
     tiles += [pixels[y : y + side, x : x + side] for y in range(0, tall, side) for x in range(0, wide, side)]
-    return Prepared(_values(tiles, settings), (0, image.height, image.width))
+    return tiles, (0, image.height, image.width)
 
 
-def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
+def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     """Tiles row by row, as many as have nearly the shape of the image, and after them the whole image in the size of a tile."""
     height, width = settings.size.height, settings.size.width
     if low or not settings.splits or settings.max_tiles < 2:
         whole = _resized(image, height, width, settings.resample) if settings.resizes else image
-        return Prepared(_values([np.asarray(whole)], settings))
+        return [np.asarray(whole)], NO_GRID
     rows, columns = best_tiles(image.height, image.width, settings)
     pixels = np.asarray(_resized(image, rows * height, columns * width, settings.resample))
     tiles = [
@@ -171,7 +187,7 @@ def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Prepared:
     ]
     if len(tiles) > 1:
         tiles.append(np.asarray(_resized(image, height, width, settings.resample)))
-    return Prepared(_values(tiles, settings), (0, rows, columns))
+    return tiles, (0, rows, columns)
 
 
 def _values(images: Sequence[Bytes], settings: ImageSettings) -> Floats:
@@ -185,6 +201,17 @@ def _values(images: Sequence[Bytes], settings: ImageSettings) -> Floats:
         for channel in range(3):
             np.take(tables[channel], image[:, :, channel], out=own[channel], mode="clip")
     return values
+
+
+def _patches(values: Floats, settings: ImageSettings) -> Floats:
+    """[3, height, width] as patches, in the order in which squares of them are merged. A still image is the same in each frame of a patch."""
+    patch, merge, frames = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    rows, columns = values.shape[1] // patch, values.shape[2] // patch
+    # [channels, rows of squares, row in it, y, columns of squares, column in it, x]
+    parts = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
+    parts = parts.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    parts = np.broadcast_to(parts, (*parts.shape[:5], frames, patch, patch))
+    return np.ascontiguousarray(parts).reshape(rows * columns, -1)
 
 
 def _tables(settings: ImageSettings) -> Floats:
