@@ -189,6 +189,34 @@ FAMILIES: dict[str, Family] = {
         _grids,
         patches=True,
     ),
+    "internvl": Family(
+        lambda: _config(
+            "internvl",
+            _llama(),
+            transformers.InternVLVisionConfig(image_size=(24, 24), **(_VISION | {"patch_size": (4, 4)})),
+            image_token_id=IMAGE,
+            tie_word_embeddings=False,
+        ),
+        ((3, 6, 6), (1, 6, 6), (2, 6, 6)),
+        _one_by_one,
+    ),
+    "internvl rms": Family(
+        lambda: _config(
+            "internvl",
+            _llama(),
+            transformers.InternVLVisionConfig(
+                image_size=(24, 24),
+                norm_type="rms_norm",
+                attention_bias=True,
+                use_mean_pooling=False,
+                **(_VISION | {"patch_size": (4, 4)}),
+            ),
+            image_token_id=IMAGE,
+            tie_word_embeddings=False,
+        ),
+        ((3, 6, 6), (1, 6, 6), (2, 6, 6)),
+        _one_by_one,
+    ),
     "gemma3": Family(
         lambda: _config(
             "gemma3",

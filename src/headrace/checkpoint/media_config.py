@@ -11,7 +11,7 @@ import msgspec
 from headrace.checkpoint.config_keys import ConfigKeys
 from headrace.errors import ModelError
 
-TowerName = Literal["clip", "siglip", "pixtral", "qwen2_vl", "qwen2_5_vl"]
+TowerName = Literal["clip", "siglip", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
 
 SERVED: dict[str, str] = {
     "llava": "LLaVA 1.5, Pixtral and others with a CLIP, SigLIP or Pixtral tower",
@@ -20,6 +20,7 @@ SERVED: dict[str, str] = {
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
     "gemma3": "Gemma 3 from 4B on",
+    "internvl": "InternVL 2.5, 3 and 3.5 (transformers' format)",
     "mistral3": "Mistral Small 3.1 and later",
 }
 """Families by the model type at the top of their config.json, with what people call them."""
@@ -31,7 +32,8 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: those that are computed. norm_eps: of its LayerNorms or RMSNorms. image_size: pixels of a side of the (largest) image; 0 = any.
     patch_size: pixels of a side of a patch. temporal_patch_size: frames of a patch. merge_size: patches of a side that become one token.
     window_size: pixels of a side of a window of attention, 0 = none; full_layers: those that attend to the whole image all the same.
-    rope_theta: of its rotary positions. out_size: elements of what it gives for each token, where it projects itself.
+    rope_theta: of its rotary positions. out_size: elements of what it gives for each token, where it projects itself. rms, qkv_bias, final_norm: of
+    InternVL: norms are RMSNorms; q, k and v have biases; there is a norm after the last layer.
     """
 
     tower: TowerName
@@ -51,6 +53,9 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     full_layers: tuple[int, ...] = ()
     rope_theta: float = 10000.0
     out_size: int = 0
+    rms: bool = False
+    qkv_bias: bool = True
+    final_norm: bool = False
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +110,15 @@ class _Keys(ConfigKeys):
             known = " or ".join(repr(each) for each in served)
             raise _NotServedError(f"{name} is {value!r:.80} in {self.origin}; only {known} is served")
 
+    def side(self, name: str, default: int) -> int:
+        """A key that is the side of a square, or both of its sides."""
+        value = self.config.get(name, default)
+        if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+            value = value[0]
+        if isinstance(value, list):
+            raise _NotServedError(f"{name} is {value!r:.80} in {self.origin}; only squares are served")
+        return self.count(name, default=default) if value == self.config.get(name) else int(value)
+
     def name(self, name: str, default: str) -> str:
         """A key that is a name."""
         value = self.config.get(name, default)
@@ -149,8 +163,8 @@ def _transformer(
         "intermediate_size": keys.count("intermediate_size", default=inner),
         "hidden_act": keys.name("hidden_act", act),
         "norm_eps": float(keys.config.get("layer_norm_eps", eps)),
-        "image_size": keys.count("image_size", default=image_size) if image_size else 0,
-        "patch_size": keys.count("patch_size", default=patch_size),
+        "image_size": keys.side("image_size", image_size) if image_size else 0,
+        "patch_size": keys.side("patch_size", patch_size),
         "num_channels": keys.count("num_channels", default=3),
     }
     return VisionConfig(tower=tower, **(fields | more))
@@ -313,6 +327,32 @@ def _gemma3(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
+def _internvl(keys: _Keys, vision: _Keys) -> MediaConfig:
+    vision.must_be("use_qk_norm", False, default=False)
+    vision.must_be("use_absolute_position_embeddings", True, default=True)
+    vision.must_be("norm_type", "layer_norm", "rms_norm", default="layer_norm")
+    keys.must_be("vision_feature_layer", -1, default=-1)
+    keys.must_be("vision_feature_select_strategy", "default", default="default")
+    keys.must_be("downsample_ratio", 0.5, default=0.5)
+    tower = _transformer(
+        vision,
+        "internvl",
+        act="gelu",
+        eps=1e-6,
+        defaults=(1024, 4096, 24, 16, 448, 14),
+        rms=vision.config.get("norm_type") == "rms_norm",
+        qkv_bias=bool(vision.config.get("attention_bias", False)),
+        final_norm=not vision.config.get("use_mean_pooling", True),
+    )
+    return MediaConfig(
+        family="internvl",
+        image_token_id=_image_token(keys, 151667),
+        vision=tower,
+        projector_act=keys.name("projector_hidden_act", "gelu"),
+        shuffle=2,
+    )
+
+
 _READERS = {
     "llava": _llava,
     "mistral3": _mistral3,
@@ -321,4 +361,5 @@ _READERS = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "gemma3": _gemma3,
+    "internvl": _internvl,
 }

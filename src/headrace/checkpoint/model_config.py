@@ -23,7 +23,7 @@ from headrace.errors import ModelError
 
 _MAX_HEAD_DIM = 4096
 
-_TIED = {"gemma3": True, "mistral3": True, "idefics3": False, "smolvlm": False}
+_TIED = {"gemma3": True, "mistral3": True, "idefics3": False, "smolvlm": False, "internvl": True}
 """Models around a text model that say for themselves whether its output projection is its embedding, and what they say if they do not."""
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Models that see whose older configs have the text model's keys beside their own, with the type of the text model."""

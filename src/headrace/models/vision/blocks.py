@@ -18,7 +18,9 @@ from headrace.kernels.encoder import Activation, why_not
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
+from headrace.models.vision.table import Table
 
+_QK_EPS = 1e-6
 _QUICK = 1.702
 """Of the sigmoid form of gelu (D. Hendrycks and K. Gimpel, "Gaussian Error Linear Units", 2016)."""
 
@@ -64,7 +66,8 @@ class BlockOptions:
     """Differences between towers. Names are those of a layer's tensors.
 
     qkv: the projections, or the one that stacks them. up: one name, or two of a gated layer, that which is activated first. rms: norms are RMSNorms.
-    bias: of all linear layers.
+    bias: of all linear layers; qkv_bias: of those of q, k and v, None = as the others. scales: names of factors on what attention and the
+    feed-forward layer give, element by element; "" = there are none.
     """
 
     attention_norm: str
@@ -75,6 +78,8 @@ class BlockOptions:
     down: str
     rms: bool = False
     bias: bool = True
+    qkv_bias: bool | None = None
+    scales: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +101,14 @@ class VisionBlock:
     def __init__(self, config: VisionConfig, options: BlockOptions, placement: Placement) -> None:
         size, width = config.hidden_size, config.num_heads * config.head_dim
         outputs = dict.fromkeys(options.qkv, 3 * width // len(options.qkv))
-        self._qkv = Linear(size, outputs, placement, bias=options.bias)
+        qkv_bias = options.bias if options.qkv_bias is None else options.qkv_bias
+        self._qkv = Linear(size, outputs, placement, bias=qkv_bias)
         self._out = Linear(width, {options.out: size}, placement, bias=options.bias)
         self._up = Linear(size, dict.fromkeys(options.up, config.intermediate_size), placement, bias=options.bias)
         self._down = Linear(config.intermediate_size, {options.down: size}, placement, bias=options.bias)
         self._attention_norm, self._mlp_norm = (vision_norm(config, options.rms, placement) for _ in range(2))
         self._activate = activation(config.hidden_act, gated=len(options.up) > 1)
+        self._scales = [Table((size,), placement) for name in options.scales if name]
         self._options = options
         self._config = config
         self._fused: FusedEncoder | None = None
@@ -110,12 +117,19 @@ class VisionBlock:
         """x [tokens, hidden_size], which it may overwrite -> the same shape."""
         if self._fused is not None and images.rope is None:
             return self._fused(x, images.positions, images.row_starts)
-        x = x + self._attend(self._attention_norm(x), images)
-        return x + self._down(self._activate(self._up(self._mlp_norm(x))))
+        x = x + self._scaled(0, self._attend(self._attention_norm(x), images))
+        return x + self._scaled(1, self._down(self._activate(self._up(self._mlp_norm(x)))))
+
+    def _scaled(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        return x * self._scales[index].rows.to(x.dtype) if self._scales else x
 
     def _attend(self, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
         heads = self._config.num_heads
-        q, k, v = self._qkv(x).unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
+        qkv = self._qkv(x)
+        if self._qk_norm:
+            *normed, v = qkv.chunk(3, dim=1)
+            qkv = torch.cat([*(norm(part.contiguous()) for norm, part in zip(self._qk_norm, normed, strict=True)), v], 1)
+        q, k, v = qkv.unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
         if images.rope is not None:
             kernels.rotary(q, k, images.positions, *images.rope)
         rounded = kernels.rounds_attention(self._qkv.packed)
@@ -128,6 +142,10 @@ class VisionBlock:
         config, options = self._config, self._options
         if not isinstance(self._attention_norm, LayerNorm) or not isinstance(self._mlp_norm, LayerNorm):
             return "its norms are RMSNorms"
+        if self._scales:
+            return "it has factors on what its parts give"
+        if self._qk_norm or self._scales:
+            return "q and k are normalised, or what layers add is scaled"
         if len(options.up) > 1 or config.hidden_act not in _FUSED:
             return f"there is no kernel for {config.hidden_act}"
         layer = EncoderLayerSpec(
@@ -159,10 +177,16 @@ class VisionBlock:
         options = self._options
         yield from self._attention_norm.weights(f"{prefix}{options.attention_norm}")
         yield from self._qkv.weights(prefix)
+        for name, norm in zip(options.qk_norm, self._qk_norm, strict=True):
+            yield from norm.weights(f"{prefix}{name}")
+        for name, scale in zip(options.scales, self._scales, strict=True):
+            yield from scale.weights(f"{prefix}{name}")
         yield from self._out.weights(prefix)
         yield from self._mlp_norm.weights(f"{prefix}{options.mlp_norm}")
         yield from self._up.weights(prefix)
         yield from self._down.weights(prefix)
+        for name, scale in zip(options.scales, self._scales, strict=False):
+            yield from scale.weights(f"{prefix}{name}")
 
 
 def vision_norm(config: VisionConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:

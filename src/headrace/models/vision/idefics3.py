@@ -14,6 +14,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaInput, Slices
 from headrace.models.vision.blocks import in_floats
+from headrace.models.vision.internvl import shuffled
 from headrace.models.vision.llava import ClipEyes
 
 
@@ -51,7 +52,7 @@ class Idefics3Encoder:
     def slices(self, items: Sequence[MediaInput]) -> Slices:
         """See `MediaEncoder`. An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
         tiles = yield from self._eyes.run(items)
-        rows = [_shuffled(part, self._shuffle) for part in tiles]
+        rows = [shuffled(part, self._shuffle) for part in tiles]
         x = self._projection(torch.cat(rows))
         return list(x.split([len(part) for part in rows]))
 
@@ -63,10 +64,3 @@ class Idefics3Encoder:
     def fuse(self) -> str:
         """See `MediaEncoder`."""
         return self._eyes.tower.fuse()
-
-
-def _shuffled(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """[tiles, side * side, size] -> [tiles * (side / factor)^2, size * factor^2]: the patches of a square one after the other, row by row."""
-    side = int(x.shape[1] ** 0.5)
-    squares = x.view(len(x), side // factor, factor, side // factor, factor, x.shape[2])
-    return squares.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(0, 2)

@@ -1,6 +1,6 @@
-"""From pixels to what the first layer of a tower takes: patches, a linear layer over each, and tables of positions.
+"""From pixels to what the first layer of a tower takes: patches, and a linear layer over each.
 
-Owns `ReshapedLinear` and `Table`. A convolution whose stride is its size is a product over the pixels of each patch. Runs in the thread that runs
+Owns `ReshapedLinear`. A convolution whose stride is its size is a product over the pixels of each patch. Runs in the thread that runs
 the model.
 """
 
@@ -101,42 +101,3 @@ def patch_layer(kernel: tuple[int, ...], hidden_size: int, placement: Placement,
         placement,
         bias=bias,
     )
-
-
-class Table:
-    """A tensor that is added to hidden states: a table of positions, or one row. It is kept in float32."""
-
-    def __init__(self, shape: tuple[int, ...], placement: Placement) -> None:
-        self._shape = shape
-        self._placement = placement
-        self.rows: torch.Tensor
-
-    def weights(self, name: str) -> Iterator[Weight]:
-        """One tensor of this name."""
-        yield Weight(name, self._shape, self._load, self._read, itemsize=4, keepers=(self,), part="rows")
-
-    def kept(self) -> Kept:
-        """See `Keeper`."""
-        return {"rows": self.rows}
-
-    def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
-        rows = kept["rows"]
-        assert isinstance(rows, torch.Tensor)
-        self.rows = rows
-
-    def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
-        (tensor,) = parts.values()
-        assert isinstance(tensor, torch.Tensor), "a quantised table"
-        return {"rows": self._own(tensor)}
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        rounded = tensor.to(self._placement.weight_dtype)
-        return rounded.to(device=self._placement.device, dtype=torch.float32, copy=True)
-
-    def _load(self, tensor: torch.Tensor) -> None:
-        self.rows = self._own(tensor)
-
-    def _read(self) -> torch.Tensor:
-        return self.rows.to(self._placement.weight_dtype)

@@ -6,6 +6,7 @@ from headrace.layers.weight import Placement
 from headrace.models.media import MediaEncoder
 from headrace.models.vision.gemma3 import Gemma3Encoder
 from headrace.models.vision.idefics3 import Idefics3Encoder
+from headrace.models.vision.internvl import InternVlEncoder
 from headrace.models.vision.llava import LlavaEncoder
 from headrace.models.vision.qwen_vl import QwenVlEncoder
 
@@ -27,5 +28,7 @@ def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
                     f"the vision tower gives {media.vision.out_size} elements, but the text model takes {config.hidden_size}"
                 )
             return QwenVlEncoder(media, placement)
+        case "internvl":
+            return InternVlEncoder(media, config.hidden_size, placement)
         case family:
             raise AssertionError(f"{family} is served, but has no encoder")
