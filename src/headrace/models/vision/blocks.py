@@ -20,7 +20,6 @@ from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.models.vision.table import Table
 
-_QK_EPS = 1e-6
 _QUICK = 1.702
 """Of the sigmoid form of gelu (D. Hendrycks and K. Gimpel, "Gaussian Error Linear Units", 2016)."""
 
@@ -125,11 +124,7 @@ class VisionBlock:
 
     def _attend(self, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
         heads = self._config.num_heads
-        qkv = self._qkv(x)
-        if self._qk_norm:
-            *normed, v = qkv.chunk(3, dim=1)
-            qkv = torch.cat([*(norm(part.contiguous()) for norm, part in zip(self._qk_norm, normed, strict=True)), v], 1)
-        q, k, v = qkv.unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
+        q, k, v = self._qkv(x).unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
         if images.rope is not None:
             kernels.rotary(q, k, images.positions, *images.rope)
         rounded = kernels.rounds_attention(self._qkv.packed)
@@ -144,8 +139,6 @@ class VisionBlock:
             return "its norms are RMSNorms"
         if self._scales:
             return "it has factors on what its parts give"
-        if self._qk_norm or self._scales:
-            return "q and k are normalised, or what layers add is scaled"
         if len(options.up) > 1 or config.hidden_act not in _FUSED:
             return f"there is no kernel for {config.hidden_act}"
         layer = EncoderLayerSpec(
@@ -177,10 +170,6 @@ class VisionBlock:
         options = self._options
         yield from self._attention_norm.weights(f"{prefix}{options.attention_norm}")
         yield from self._qkv.weights(prefix)
-        for name, norm in zip(options.qk_norm, self._qk_norm, strict=True):
-            yield from norm.weights(f"{prefix}{name}")
-        for name, scale in zip(options.scales, self._scales, strict=True):
-            yield from scale.weights(f"{prefix}{name}")
         yield from self._out.weights(prefix)
         yield from self._mlp_norm.weights(f"{prefix}{options.mlp_norm}")
         yield from self._up.weights(prefix)
