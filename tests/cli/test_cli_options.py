@@ -35,6 +35,7 @@ NEEDED_WITH = {
 TEXTS = {
     "allow_origins": "http://a.example",
     "allowed_hosts": "a.example",
+    "allowed_media_domains": "images.example",
     "kv_events_config": '{"publisher": "null"}',
 }
 """Of options that take no other text than such."""

@@ -11,12 +11,14 @@ from rich.markup import escape
 
 from headrace.cli.chat_sources import ChatSource
 from headrace.cli.conversation import Conversation
+from headrace.cli.images import number_of, read_image, shown
 from headrace.cli.reply_writer import ReplyWriter
 from headrace.errors import ConfigError
 
 HELP = '''[bold]/clear[/bold]           begin again (keeps the system message)
 [bold]/system TEXT[/bold]     set the system message and begin again; without TEXT: remove it
 [bold]/schema FILE[/bold]     make replies JSON that matches the schema in FILE, or given here; without FILE: any text again
+[bold]/image FILE[/bold]      send the image in FILE with the next message; without FILE: send none
 [bold]/set NAME VALUE[/bold]  sample replies with temperature, top_p, top_k, max_tokens, seed ...; without VALUE: the default again
 [bold]/show[/bold]            show the settings and the conversation
 [bold]/save FILE[/bold]       write the conversation to FILE, as JSON
@@ -41,6 +43,7 @@ class Commands:
             "/clear": self._clear,
             "/system": self._set_system,
             "/schema": self._set_schema,
+            "/image": self._add_image,
             "/set": self._set,
             "/show": self._show,
             "/save": self._save,
@@ -89,6 +92,18 @@ class Commands:
         self._conversation.json_schema = read_schema(given) if given else None
         self._note("replies match this schema" if given else "replies are any text")
 
+    def _add_image(self, given: str) -> None:
+        images = self._conversation.images
+        if given:
+            images.append(read_image(_path("/image", given)))
+        else:
+            images.clear()
+        self._note(self._waiting() or "the next message has no image")
+
+    def _waiting(self) -> str:
+        count = len(self._conversation.images)
+        return f"the next message has {number_of(count)}" if count else ""
+
     def _set(self, given: str) -> None:
         if given:
             name, *value = given.split(None, 1)
@@ -110,8 +125,10 @@ class Commands:
         for message in self._conversation.messages:
             self._note(f"{message['role']}:")
             calls = [call["function"] for call in message.get("tool_calls") or ()]
-            lines = [message.get("content") or "", *(f"{call['name']}({call['arguments']})" for call in calls)]
+            lines = [shown(message.get("content")), *(f"{call['name']}({call['arguments']})" for call in calls)]
             ReplyWriter(self._console).write("\n".join(filter(None, lines)) + "\n")
+        if waiting := self._waiting():
+            self._note(waiting)
 
     def _save(self, given: str) -> None:
         path = _path("/save", given)
