@@ -14,6 +14,7 @@ from headrace.frontend.images import (
     check_media_bytes,
     images_of,
 )
+from headrace.messages.image_stats import ImageStats
 from headrace.messages.media import ImageRef, MediaInfo, MediaItem, MediaSpan
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
@@ -93,6 +94,9 @@ class Loader:
     async def load(self, refs):
         await asyncio.sleep(0)
         return [Loaded(MediaItem(ref.url.encode().ljust(16, b"."), 2, bytes(8), (2,))) for ref in refs]
+
+    def stats(self) -> ImageStats:
+        return ImageStats()
 
     def close(self) -> None:
         self.closed = True

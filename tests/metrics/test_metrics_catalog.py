@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
 from headrace.messages.grammar import GrammarStats
+from headrace.messages.image_stats import ImageStats
 from headrace.messages.media import EncodingStats
 from headrace.messages.outputs import SpeculationCounts
 from headrace.metrics.catalog import MAX_KEY_NAMES, OTHER_KEYS, Metrics
@@ -153,6 +154,22 @@ def test_what_is_encoded_is_counted_over_restarts():
     assert got[("media_encoding_hits_total",)] == 9 + 2
     assert got[("media_encoded_tokens_total",)] == 400 + 100
     assert got[("media_encoding_seconds_total",)] == 1.25 + 0.25
+
+
+def test_what_the_loader_of_images_has_done_is_read_at_each_scrape():
+    metrics = Metrics("tiny")
+    assert values(metrics)[("images_loaded_total",)] == 0
+    metrics.images.watch(lambda: ImageStats(5, 2, {"size": 3}, 0.5, 1.5, 4, 700, 1))
+
+    got = values(metrics)
+
+    assert got[("images_loaded_total",)] == 5
+    assert got[("image_cache_hits_total",)] == 2
+    assert got[("image_fetch_seconds_total",)] == 0.5
+    assert got[("image_decode_seconds_total",)] == 1.5
+    assert got[("image_processes_killed_total",)] == 1
+    assert [value for key, value in got.items() if key[0] == "images_refused_total"] == [3]
+    assert [value for key, value in got.items() if key[0] == "image_cache_bytes"] == [700]
 
 
 def test_guesses_of_all_replicas_are_counted_over_restarts():

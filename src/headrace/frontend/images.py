@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.errors import RequestError
+from headrace.messages.image_stats import ImageStats
 from headrace.messages.media import ImageData, ImageRef, MediaInfo, MediaItem, MediaSpan
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
@@ -59,6 +60,9 @@ class ImageLoader(Protocol):
 
     async def load(self, refs: Sequence[ImageRef]) -> Sequence[LoadedImage]:
         """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong."""
+
+    def stats(self) -> ImageStats:
+        """What has been done so far."""
 
     def close(self) -> None:
         """End what it runs."""

@@ -183,6 +183,8 @@ class TokenizerManager:
 
         self.metrics.set_cache_config(ready.page_size, ready.max_total_tokens // ready.page_size, args.num_replicas)
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
+        if images.loader is not None:
+            self.metrics.images.watch(images.loader.stats)
         self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
         self.parts = EngineParts(
             self.engine_loop,
