@@ -47,7 +47,9 @@ function isEmpty(node) {
 
 function messageOf(node) {
   if (node.role === 'tool') return { role: 'tool', tool_call_id: node.tool_call_id, content: node.content };
-  const message = { role: node.role, content: node.content };
+  const parts = (node.images ?? []).filter(Boolean).map((url) => ({ type: 'image_url', image_url: { url } }));
+  const text = node.content ? [{ type: 'text', text: node.content }] : [];
+  const message = { role: node.role, content: parts.length ? [...parts, ...text] : node.content };
   if (node.reasoning) message.reasoning_content = node.reasoning;
   if (node.tool_calls?.length) message.tool_calls = node.tool_calls;
   return message;

@@ -24,6 +24,7 @@ export function asMarkdown(conversation) {
   for (const node of conversation.path()) {
     parts.push(`## ${TITLES[node.role]}`);
     if (node.reasoning) parts.push(node.reasoning.replace(/^/gm, '> '));
+    for (const url of node.images ?? []) parts.push(url ? `![image](${url})` : '*An image that was not kept*');
     if (node.content) parts.push(node.role === 'tool' ? fenced(node.content) : node.content);
     for (const call of node.tool_calls ?? []) parts.push(fenced(`${call.function.name}(${call.function.arguments})`));
   }

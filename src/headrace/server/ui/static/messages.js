@@ -50,7 +50,8 @@ export class MessageView {
     this.element.classList.toggle('running', this.isRunning);
     if (node.reasoning) this.showReasoning();
     const parts = this.reasoning ? [this.reasoning] : [];
-    if (node.role !== 'assistant') parts.push(h('div', { class: 'plain' }, node.content));
+    if (node.images) parts.push(h('div', { class: 'pictures' }, node.images.map(pictureView)));
+    if (node.role !== 'assistant') parts.push(node.content && h('div', { class: 'plain' }, node.content));
     else if (this.showsTokens && node.tokens?.length && !this.isRunning) parts.push(tokenView(node.tokens));
     else if (node.isJson) parts.push(h('pre', { class: 'json' }, node.content));
     else if (node.content) parts.push(h('div', { class: 'markdown' }, markdown(node.content)));
@@ -60,7 +61,7 @@ export class MessageView {
     // A block that the reader has opened or focused stays the same element.
     const kept = this.body.firstChild === this.reasoning && this.reasoning ? 1 : 0;
     while (this.body.childNodes.length > kept) this.body.lastChild.remove();
-    this.body.append(...parts.slice(kept));
+    this.body.append(...parts.slice(kept).filter(Boolean));
     if (!this.isRunning) this.showFoot();
   }
 
@@ -139,6 +140,8 @@ export class MessageView {
     return form;
   }
 }
+
+const pictureView = (src, index) => src ? h('img', { src, alt: `Image ${index + 1}` }) : h('p', { class: 'faint' }, 'An image that was too large to keep');
 
 function callView(call) {
   let text = call.function.arguments;

@@ -11,7 +11,7 @@ const removed = new WeakSet();
 /**
  * A tree: an edited or regenerated message is a sibling of the one before. `chosen` names the child on the visible path, by parent ('' = root).
  *
- * A node has id, parent, children, role (user, assistant, tool), content; an assistant's may have reasoning, tool_calls, tokens
+ * A node has id, parent, children, role (user, assistant, tool), content; a user's may have images (data: URLs, null = not kept), an assistant's may have reasoning, tool_calls, tokens
  * ([text, logprob, [[text, logprob], ...]]), stats, finish, error.
  */
 export class Conversation {
@@ -87,28 +87,26 @@ export class Conversation {
     delete this.chosen[node.parent];
   }
 
-  /** Returns false if the browser's storage is full. */
+  /** Returns what is not kept because the browser's storage is full, '' if all is. */
   save() {
-    if (removed.has(this)) return true;
+    if (removed.has(this)) return '';
     this.updated = Date.now();
+    if (this.write()) return '';
+    // Probabilities take the most room, and are the least loss.
+    for (const node of Object.values(this.nodes)) delete node.tokens;
+    if (this.write()) return '';
+    return this.write((name, value) => (name === 'images' ? value.map(() => null) : value)) ? 'images of this conversation are' : 'this conversation is';
+  }
+
+  /** Returns whether there was room. */
+  write(replacer) {
     try {
-      this.write();
-      return true;
-    } catch {
-      // Probabilities take the most room, and are the least loss.
-      for (const node of Object.values(this.nodes)) delete node.tokens;
-    }
-    try {
-      this.write();
+      localStorage.setItem(CHAT + this.id, JSON.stringify(this, replacer));
+      localStorage.setItem(META + this.id, JSON.stringify({ title: this.title, updated: this.updated }));
       return true;
     } catch {
       return false;
     }
-  }
-
-  write() {
-    localStorage.setItem(CHAT + this.id, JSON.stringify(this));
-    localStorage.setItem(META + this.id, JSON.stringify({ title: this.title, updated: this.updated }));
   }
 
   remove() {
@@ -173,7 +171,7 @@ function checked(data) {
   const isSound =
     data?.version === 1 && Array.isArray(roots) && typeof settings === 'object' && typeof chosen === 'object' &&
     Object.entries(nodes).every(([id, node]) =>
-      node.id === id && ROLES.includes(node.role) && typeof node.content === 'string' &&
+      node.id === id && ROLES.includes(node.role) && typeof node.content === 'string' && areImages(node.images) &&
       (node.parent === '' ? roots.includes(id) : nodes[node.parent]?.children.includes(id)) &&
       node.children.every((child) => nodes[child]?.parent === id)) &&
     Object.entries(chosen).every(([parent, id]) => nodes[id]?.parent === parent);
@@ -183,6 +181,8 @@ function checked(data) {
   }
   return data;
 }
+
+const areImages = (images) => images === undefined || (Array.isArray(images) && images.every((url) => url === null || /^data:image\//.test(url)));
 
 function hasCircle(nodes) {
   let count = 0;
