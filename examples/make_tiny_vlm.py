@@ -26,10 +26,13 @@ TEXT = {
     "tie_word_embeddings": False,
 }
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+PINPOINTS = [[56, 56], [56, 112], [112, 56], [112, 112]]
 NORMALISED = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 
 SPECIAL: dict[str, list[str]] = {
     "llava": ["<image>"],
+    "llava_onevision": ["<image>"],
+    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>"],
     "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "smolvlm": [
@@ -47,6 +50,7 @@ IN_A_PROMPT = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
+    "internvl": "<IMG_CONTEXT>",
     "pixtral": "[IMG]",
     "mistral3": "[IMG]",
 }
@@ -89,6 +93,13 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
         case "llava":
             vision = transformers.CLIPVisionConfig(image_size=56, patch_size=14, **VISION)
             return whole("llava", llama, vision, image_token_index=image)
+        case "llava_onevision":
+            vision = transformers.SiglipVisionConfig(image_size=56, patch_size=14, vision_use_head=False, **VISION)
+            qwen = transformers.Qwen2Config(**{name: value for name, value in text.items() if name != "head_dim"})
+            return whole(family, qwen, vision, image_token_index=image, image_grid_pinpoints=PINPOINTS)
+        case "internvl":
+            vision = transformers.InternVLVisionConfig(image_size=56, **VISION)
+            return whole(family, llama, vision, image_token_id=image, tie_word_embeddings=False)
         case "pixtral":
             vision = transformers.PixtralVisionConfig(image_size=112, patch_size=14, **VISION)
             full = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
@@ -135,6 +146,15 @@ def processor(family: str) -> dict[str, Any]:
             size = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}, "do_image_splitting": True}
             kind = {"image_processor_type": "SmolVLMImageProcessor", "processor_class": "SmolVLMProcessor"}
             return {**kind, **size, **NORMALISED}
+        case "llava_onevision":
+            kind = {
+                "image_processor_type": "LlavaOnevisionImageProcessor",
+                "processor_class": "LlavaOnevisionProcessor",
+            }
+            return {**kind, **square, "image_grid_pinpoints": PINPOINTS}
+        case "internvl":
+            kind = {"image_processor_type": "GotOcr2ImageProcessor", "processor_class": "InternVLProcessor"}
+            return {**kind, **square, "max_patches": 4}
         case "gemma3":
             return {
                 "image_processor_type": "Gemma3ImageProcessor",

@@ -78,7 +78,7 @@ def continued(family: str, model: Any, content: PromptContent) -> list[int]:
         torch.from_numpy(np.frombuffer(item.values, np.float32).reshape(item.shape).copy()) for item in content.media
     ]
     ids = torch.tensor([content.ids()])
-    inputs: dict[str, Any] = {} if family in ("pixtral", "mistral3") else {"pixel_values": torch.cat(values)}
+    inputs: dict[str, Any] = {"pixel_values": torch.cat(values)} if len({one.shape[1:] for one in values}) == 1 else {}
     is_image = torch.zeros_like(ids)
     for span in content.spans:
         is_image[0, span.start : span.end] = 1
@@ -88,6 +88,10 @@ def continued(family: str, model: Any, content: PromptContent) -> list[int]:
             inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}
         case "smolvlm":
             inputs["pixel_values"] = inputs["pixel_values"][None]
+        case "llava_onevision":
+            inputs["image_sizes"] = torch.tensor([item.grid[1:] for item in content.media])
+            inputs["pixel_values"] = torch.stack(values)
+            inputs["batch_num_images"] = torch.tensor([len(values)])
         case "pixtral" | "mistral3":
             sizes = torch.tensor([item.shape[2:] for item in content.media])
             height, width = sizes.amax(0).tolist()
@@ -114,16 +118,17 @@ def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, writt
     assert cold["output_ids"] == warm["output_ids"] == want
     assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
     assert cold["meta_info"]["image_tokens"] == sum(span.length for span in content.spans)
-    assert warm["meta_info"]["cached_tokens"] == content.num_tokens // 16 * 16
+    assert warm["meta_info"]["cached_tokens"] == (content.num_tokens - 1) // 16 * 16
 
 
 def test_the_same_image_in_every_form_is_encoded_once(engine: Engine, family: str):
     coded = base64.b64encode(FILES[0]).decode()
     forms = [FILES[0], coded, f"data:image/png;base64,{coded}", {"url": coded, "detail": "auto"}]
+    before = engine.internal_state().encodings.num_encoded
     answers = engine.generate([prompt(family, 1)] * len(forms), GREEDY, image_data=forms)
 
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 1
-    assert engine.internal_state().encodings.num_encoded <= len(FILES)
+    assert engine.internal_state().encodings.num_encoded <= before + 1
 
 
 def test_an_image_without_a_place_and_a_place_without_an_image_are_refused(engine: Engine, family: str):

@@ -43,17 +43,23 @@ _VISION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """config: of the whole model. sizes: of three images, in patches: tiles, rows, columns. features: transformers' rows of each image."""
+    """config: of the whole model. sizes: of three images, in patches: tiles, rows, columns. features: transformers' rows of each image. pixels:
+    height and width of each image, where the encoder needs to know them."""
 
     config: Callable[[], Any]
     sizes: tuple[tuple[int, int, int], ...]
     features: Callable[[Any, list[MediaInput]], list[torch.Tensor]]
     patches: bool = False
+    pixels: tuple[tuple[int, int], ...] = ()
 
     def inputs(self, values: list[torch.Tensor], grids: list[tuple[int, int, int]]) -> dict[str, Any]:
         """What transformers' whole model takes of the images of one prompt."""
         if self.patches:
             return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
+        if self.features is _anyres:
+            most = max(len(one) for one in values)
+            tiles = [torch.cat([one, one.new_zeros(most - len(one), *one.shape[1:])]) for one in values]
+            return {"pixel_values": torch.stack(tiles), "image_sizes": torch.tensor([grid[1:] for grid in grids])}
         if self.features is _tiles:
             most = max(len(one) for one in values)
             # Tiles of zeros are none.
@@ -102,12 +108,20 @@ def _tiles(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
     return [_rows(model.model.get_image_features(pixel_values=item.values[None])) for item in items]
 
 
+def _anyres(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
+    return [
+        _rows(model.get_image_features(pixel_values=item.values[None], image_sizes=torch.tensor([item.grid[1:]])))
+        for item in items
+    ]
+
+
 def _qwen(kind: str, **vision: Any) -> Any:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    text = {name: value for name, value in _TEXT.items() if name not in ("head_dim", "tie_word_embeddings")}
-    text |= {"hidden_size": 64, "rope_parameters": rope}
+    left_out = ("tie_word_embeddings",) if kind == "qwen3_vl" else ("head_dim", "tie_word_embeddings")
+    text = {name: value for name, value in _TEXT.items() if name not in left_out}
+    text |= {"hidden_size": 64, "num_hidden_layers": 3, "rope_parameters": rope}
     vision |= {"depth": 3, "num_heads": 2, "patch_size": 4}
-    out = "out_hidden_size" if kind == "qwen2_5_vl" else "hidden_size"
+    out = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
     return _config(kind, text, vision | {out: 64}, image_token_id=IMAGE, vision_start_token_id=8, video_token_id=9)
 
 
@@ -116,6 +130,16 @@ def _grids(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
         _rows(model.get_image_features(pixel_values=item.values, image_grid_thw=torch.tensor([item.grid])))
         for item in items
     ]
+
+
+def _deep_grids(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
+    """With the parts for the text model's first layers."""
+    found = []
+    for item in items:
+        features = model.get_image_features(pixel_values=item.values, image_grid_thw=torch.tensor([item.grid]))
+        deep = [torch.cat(list(part)) for part in features.deepstack_features]
+        found.append(torch.cat([_rows(features), *deep], dim=1))
+    return found
 
 
 FAMILIES: dict[str, Family] = {
@@ -217,6 +241,18 @@ FAMILIES: dict[str, Family] = {
         ((3, 6, 6), (1, 6, 6), (2, 6, 6)),
         _one_by_one,
     ),
+    "qwen3_vl": Family(
+        lambda: _qwen(
+            "qwen3_vl",
+            hidden_size=32,
+            intermediate_size=56,
+            num_position_embeddings=25,
+            deepstack_visual_indexes=[0, 2],
+        ),
+        ((1, 6, 10), (1, 2, 2), (1, 8, 4)),
+        _deep_grids,
+        patches=True,
+    ),
     "gemma3": Family(
         lambda: _config(
             "gemma3",
@@ -227,6 +263,19 @@ FAMILIES: dict[str, Family] = {
         ),
         ((1, 6, 6),) * 3,
         _one_by_one,
+    ),
+    "llava_onevision": Family(
+        lambda: _config(
+            "llava_onevision",
+            transformers.Qwen2Config(**{name: value for name, value in _TEXT.items() if name != "head_dim"}),
+            transformers.SiglipVisionConfig(image_size=16, vision_use_head=False, **_VISION),
+            image_token_index=IMAGE,
+            image_grid_pinpoints=[[16, 16], [16, 48], [32, 32], [48, 16], [64, 32]],
+            vision_aspect_ratio="anyres_max_2",
+        ),
+        ((5, 4, 4), (2, 4, 4), (4, 4, 4)),
+        _anyres,
+        pixels=((30, 21), (5, 15), (11, 55)),
     ),
     "mistral3": Family(
         lambda: _config(
@@ -263,7 +312,7 @@ def images(name: str) -> list[MediaInput]:
             made.append(MediaInput(values, (tiles, rows, columns)))
         else:
             values = torch.randn(tiles, 3, rows * patch, columns * patch, generator=generator)
-            made.append(MediaInput(values))
+            made.append(MediaInput(values, (0, *family.pixels[len(made)]) if family.pixels else (0, 0, 0)))
     return made
 
 

@@ -158,7 +158,7 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(family, vision, config,
         make_loader(tmp_path, family, ours, MediaArgs())
 
 
-def media(family: str, **vision) -> MediaConfig:
+def media(family: str, config: dict, **vision) -> MediaConfig:
     options = {
         "tower": "siglip",
         "hidden_size": 8,
@@ -169,12 +169,12 @@ def media(family: str, **vision) -> MediaConfig:
         "hidden_act": "gelu",
     }
     options |= {"norm_eps": 1e-6, "image_size": 32, "patch_size": 8} | vision
-    return MediaConfig(family=family, image_token_id=token_id("<image>"), vision=VisionConfig(**options))
+    return MediaConfig(family=family, image_token_id=token_id("<image>"), vision=VisionConfig(**options), **config)
 
 
 def layouts(family: str, processor: dict, config: dict, tmp_path, **vision):
     ours = write_checkpoint(tmp_path, "llava")
-    found = make_family(media(family, **vision), image_settings(processor, family), ours, config)
+    found = make_family(media(family, config, **vision), image_settings(processor, family), ours, {})
     return found, [prepare(image, found[1]) for image in IMAGES]
 
 
@@ -182,20 +182,21 @@ def layouts(family: str, processor: dict, config: dict, tmp_path, **vision):
 def test_tokens_of_llava_onevision(most: int, tmp_path):
     pinpoints = [[32 * rows, 32 * columns] for rows in range(1, 5) for columns in range(1, 5)]
     options = {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": pinpoints}
-    config = {"vision_aspect_ratio": f"anyres_max_{most}"}
+    config = {"pinpoints": tuple(map(tuple, pinpoints)), "max_tiles": most}
     (family, _), prepared = layouts("llava_onevision", options, config, tmp_path)
     images = LlavaOnevisionImageProcessorPil(**options)
     theirs = SimpleNamespace(
         image_processor=images, num_image_tokens=16, vision_feature_select_strategy="full", image_token="I",
-        vision_aspect_ratio=config["vision_aspect_ratio"],
+        vision_aspect_ratio=f"anyres_max_{most}",
     )  # fmt: skip
     theirs._get_unpadded_features = partial(LlavaOnevisionProcessor._get_unpadded_features, theirs)
     theirs._get_number_of_features = partial(LlavaOnevisionProcessor._get_number_of_features, theirs)
     for height, width in [(50, 70), (20, 20), (300, 41), (33, 500), (128, 128), (127, 95), (1, 64)]:
         inputs = images([picture(height, width)])
         expected = len(LlavaOnevisionProcessor.replace_image_token(theirs, inputs, 0))
-        layout = family.layout((1,), (0, height, width))
+        layout = family.layout((2,), (0, height, width))
         assert (layout.num_rows, len(layout.tokens)) == (expected, expected)
+    assert family.layout((1,), (0, 50, 70)).num_rows == 16 + 1
     assert prepared[0].grid == (0, 50, 70)
 
 

@@ -20,6 +20,7 @@ SERVED: dict[str, str] = {
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
     "gemma3": "Gemma 3 from 4B on",
+    "llava_onevision": "LLaVA-OneVision (images)",
     "internvl": "InternVL 2.5, 3 and 3.5 (transformers' format)",
     "mistral3": "Mistral Small 3.1 and later",
 }
@@ -64,7 +65,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     family: of `SERVED`. image_token_id: the token that stands for each row of an image in what the model reads. drops_first: the tower's first
     token, which is of no patch, is dropped. projector_act: between the projector's layers. projector_bias: of its linear layers. shuffle: tokens of a
     side that become one (Idefics3). mm_tokens: tokens of an image of Gemma 3. rope_sections: pairs of each head that turn by time, height and
-    width (M-RoPE); empty = positions are those of text. sees_ahead: tokens of an image see each other in both directions.
+    width (M-RoPE); empty = positions are those of text. sees_ahead: tokens of an image see each other in both directions. pinpoints: (height, width)
+    of LLaVA-OneVision's larger images; max_tiles: of as many tiles they have patches, at most.
     """
 
     family: str
@@ -77,6 +79,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     mm_tokens: int = 0
     rope_sections: tuple[int, ...] = ()
     sees_ahead: bool = False
+    pinpoints: tuple[tuple[int, int], ...] = ()
+    max_tiles: int = 0
 
 
 def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:
@@ -228,6 +232,39 @@ def _llava(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
+def _llava_onevision(keys: _Keys, vision: _Keys) -> MediaConfig:
+    vision.must_be("model_type", "siglip_vision_model", default="siglip_vision_model")
+    keys.must_be("vision_feature_select_strategy", "full", default="full")
+    tower, _ = _llava_tower(keys, vision)
+    aspect = keys.name("vision_aspect_ratio", "anyres_max_9")
+    digits = aspect.removeprefix("anyres_max_")
+    if digits == aspect or not digits.isdecimal() or int(digits) < 1:
+        raise _NotServedError(f"vision_aspect_ratio is {aspect!r:.80} in {keys.origin}; only anyres_max_N is served")
+    return MediaConfig(
+        family="llava_onevision",
+        image_token_id=_image_token(keys, 151646),
+        vision=tower,
+        projector_act=keys.name("projector_hidden_act", "gelu"),
+        projector_bias=bool(keys.config.get("multimodal_projector_bias", True)),
+        pinpoints=_pinpoints(keys, tower.image_size),
+        max_tiles=int(digits),
+    )
+
+
+def _pinpoints(keys: _Keys, side: int) -> tuple[tuple[int, int], ...]:
+    found = keys.config.get("image_grid_pinpoints")
+    if found is None:
+        return tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
+    if not isinstance(found, list) or not found:
+        raise ModelError(f"{keys.origin}: image_grid_pinpoints is {found!r:.80}; expected a list of sizes")
+    for size in found:
+        if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
+            raise ModelError(f"{keys.origin}: image_grid_pinpoints holds {size!r:.80}; expected a height and a width")
+        if any(each % side for each in size):
+            raise _NotServedError(f"image_grid_pinpoints holds {size}, which tiles of {side} pixels do not fill")
+    return tuple((height, width) for height, width in found)
+
+
 def _mistral3(keys: _Keys, vision: _Keys) -> MediaConfig:
     vision.must_be("model_type", "pixtral", default="pixtral")
     tower, _ = _llava_tower(keys, vision)
@@ -361,5 +398,6 @@ _READERS = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "gemma3": _gemma3,
+    "llava_onevision": _llava_onevision,
     "internvl": _internvl,
 }

@@ -24,10 +24,11 @@ _PREFIXES = (
     ("model.vision_model.", "vision_model."),
     ("model.connector.", "connector."),
     ("model.visual.", "visual."),
+    ("model.image_newline", "image_newline"),
 )
 """How transformers and others have spelled these parts, and how they are called here; one after the other."""
 
-_EYES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "connector.", "visual.")
+_EYES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "connector.", "visual.", "image_newline")
 """Parts that a model without eyes does not need, and of which one with eyes does not need all."""
 
 

@@ -4,7 +4,6 @@ Owns the families' texts and counts of tokens. Does not prepare values (`process
 5 for LLaVA, LLaVA-OneVision, Pixtral, Mistral 3, Idefics3, SmolVLM, Qwen2-VL to Qwen3-VL, InternVL and Gemma 3.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +16,7 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.errors import ModelError
 from headrace.messages.media import MediaInfo
 from headrace.multimodal.layout import PLAIN, Joints, TokenLayout, layout_of
-from headrace.multimodal.resolutions import best_resolution
+from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
 _CACHED_LAYOUTS = 256
 _LONGEST_RUN = 32
@@ -167,40 +166,23 @@ def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
 
 
 def _llava_onevision(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
-    """The whole image, and a larger one without the black around it, with a token at the end of each row."""
+    """The whole image, and a larger one without the black around it, with a token at the end of each row; or the former alone, with one token."""
     vision = media.vision
     if settings.recipe != "anyres" or settings.size.height != vision.image_size:
         raise ModelError(f"the image processor does not make tiles of {vision.image_size} x {vision.image_size} pixels")
     side = vision.image_size // vision.patch_size
-    tiles = _most_tiles(config)
+    if settings.pinpoints != media.pinpoints:
+        raise ModelError("image_grid_pinpoints of the image processor are not those of the model")
 
     def layout(shape: Shape, grid: Grid) -> TokenLayout:
+        if shape[0] == 1:
+            return tokens.layout([tokens.row] * (side * side + 1))
         tall, wide = best_resolution(grid[1], grid[2], settings.pinpoints)
         rows, columns = (each // vision.image_size * side for each in (tall, wide))
-        rows, columns = without_border(grid[1], grid[2], rows, columns)
-        shrink = math.sqrt(rows * columns / (tiles * side**2))
-        if shrink > 1.1:
-            rows, columns = int(rows // shrink), int(columns // shrink)
+        rows, columns = shrunk(*without_border(grid[1], grid[2], rows, columns), media.max_tiles * side**2)
         return tokens.layout([tokens.row] * (side * side + rows * columns + rows))
 
     return tokens.row, layout
-
-
-def without_border(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """What is left of rows x columns, in which an image of this size is centred, without those that are wholly border (LLaVA-NeXT)."""
-    if width / height > columns / rows:
-        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-    else:
-        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    return rows, columns
-
-
-def _most_tiles(config: dict[str, Any]) -> int:
-    aspect = config.get("vision_aspect_ratio", "anyres_max_9")
-    digits = str(aspect).removeprefix("anyres_max_")
-    if not isinstance(aspect, str) or not digits.isdecimal() or digits == aspect or int(digits) < 1:
-        raise ModelError(f"config.json: vision_aspect_ratio is {aspect!r:.80}; only anyres_max_N is served")
-    return int(digits)
 
 
 def _internvl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:

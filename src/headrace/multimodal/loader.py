@@ -62,6 +62,8 @@ class MediaLoader:
         self._args = args
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.recipe != "fixed"
+        # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt.
+        self._several_are_low = settings.recipe == "anyres"
         self._pool = ImagePool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "images")
         self._threads = ThreadPoolExecutor(_THREADS, "image-bytes")
@@ -108,7 +110,8 @@ class MediaLoader:
     async def load(self, refs: Sequence[ImageRef]) -> list[Loaded]:
         """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong, and ExecutionError."""
         places = asyncio.Semaphore(_AT_A_TIME)
-        tasks = [asyncio.create_task(self._load_one(ref, places)) for ref in refs]
+        several = len(refs) > 1
+        tasks = [asyncio.create_task(self._load_one(ref, several, places)) for ref in refs]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for number, task in enumerate(tasks):
@@ -132,9 +135,10 @@ class MediaLoader:
         for threads in (self._pool_threads, self._threads, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load_one(self, ref: ImageRef, places: asyncio.Semaphore) -> Loaded:
+    async def _load_one(self, ref: ImageRef, several: bool, places: asyncio.Semaphore) -> Loaded:
+        """several: it is one of several images of a prompt."""
+        low = (ref.detail == "low" and self._has_low) or (ref.detail == "auto" and several and self._several_are_low)
         async with places, self._bytes(ref) as data:
-            low = ref.detail == "low" and self._has_low
             key = await asyncio.get_running_loop().run_in_executor(self._threads, _content_key, data, low)
             loaded = self._cache.get(key)
             if loaded is not None or key in self._flights:

@@ -78,7 +78,7 @@ def _pixels(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
         case "qwen2_vl":
             return _qwen2_vl(image, settings, low)
         case "anyres":
-            return _anyres(image, settings)
+            return _anyres(image, settings, low)
         case "tiled":
             return _tiled(image, settings, low)
 
@@ -152,10 +152,13 @@ def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     return [pixels], (1, height // patch, width // patch)
 
 
-def _anyres(image: Image.Image, settings: ImageSettings) -> Pixels:
-    """The whole image in the size of a tile, and after it, row by row, the tiles of a larger one with black around it. The grid has the image's own
-    size, of which the encoder finds where the black is."""
-    side = settings.size.height
+def _anyres(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
+    """The whole image in the size of a tile, and after it, row by row, the tiles of a larger one with black around it; low: without these. The grid
+    has the image's own size, of which the encoder finds where the black is."""
+    side, grid = settings.size.height, (0, image.height, image.width)
+    tiles = [np.asarray(_resized(image, side, side, settings.resample))]
+    if low:
+        return tiles, grid
     tall, wide = best_resolution(image.height, image.width, settings.pinpoints)
     by_width, by_height = wide / image.width, tall / image.height
     if by_width < by_height:
@@ -167,9 +170,8 @@ def _anyres(image: Image.Image, settings: ImageSettings) -> Pixels:
     pixels = np.zeros((tall, wide, 3), np.uint8)
     top, left = (tall - height) // 2, (wide - width) // 2
     pixels[top : top + height, left : left + width] = np.asarray(_resized(image, height, width, settings.resample))
-    tiles = [np.asarray(_resized(image, side, side, settings.resample))]
     tiles += [pixels[y : y + side, x : x + side] for y in range(0, tall, side) for x in range(0, wide, side)]
-    return tiles, (0, image.height, image.width)
+    return tiles, grid
 
 
 def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:

@@ -50,6 +50,21 @@ def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]
     return max(pinpoints, key=fit)
 
 
+def without_border(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    """What is left of rows x columns, in which an image of this size is centred, without those that are wholly border (LLaVA-NeXT)."""
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    return rows, columns
+
+
+def shrunk(rows: int, columns: int, most: int) -> tuple[int, int]:
+    """Rows and columns of patches such that there are about `most` of them, unless they are not many more (LLaVA-OneVision)."""
+    shrink = math.sqrt(rows * columns / most)
+    return (int(rows // shrink), int(columns // shrink)) if shrink > 1.1 else (rows, columns)
+
+
 def best_tiles(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
     """(rows, columns) whose shape is the nearest to that of the image. Of those with the same shape, a larger one only if the image fills more than
     half of it."""

@@ -8,6 +8,7 @@ from headrace.models.vision.gemma3 import Gemma3Encoder
 from headrace.models.vision.idefics3 import Idefics3Encoder
 from headrace.models.vision.internvl import InternVlEncoder
 from headrace.models.vision.llava import LlavaEncoder
+from headrace.models.vision.llava_onevision import LlavaOnevisionEncoder
 from headrace.models.vision.qwen_vl import QwenVlEncoder
 
 
@@ -18,6 +19,8 @@ def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
     match media.family:
         case "llava" | "mistral3":
             return LlavaEncoder(media, config.hidden_size, config.rms_norm_eps, placement)
+        case "llava_onevision":
+            return LlavaOnevisionEncoder(media, config.hidden_size, config.rms_norm_eps, placement)
         case "idefics3" | "smolvlm":
             return Idefics3Encoder(media, config.hidden_size, placement)
         case "gemma3":
