@@ -21,6 +21,7 @@ class Lookup:
 
     num_slices = 3
     sees_ahead = False
+    num_deep = 0
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table

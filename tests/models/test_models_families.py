@@ -39,7 +39,7 @@ def whole(family: str, backend: str) -> torch.Tensor:
 
 
 def test_every_registered_model_type_has_a_tiny_model():
-    within_models_that_see = {"qwen2_vl_text", "qwen2_5_vl_text"}  # test_models_vision.py
+    within_models_that_see = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # test_models_vision.py
     assert set(native_specs()) == {model_type for model_type, _ in FAMILIES.values()} | within_models_that_see
 
 

@@ -89,6 +89,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN | {"num_key_value_heads": 32, "attention_bias": True},
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
+    "qwen3_vl_text": {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "rope_theta": 5e5,
+    },
     "qwen3": _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
     "qwen2_moe": _QWEN_MOE
     | {

@@ -12,7 +12,18 @@ from pathlib import Path
 from headrace.errors import ModelError
 
 NATIVE = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "qwen2_vl_text", "qwen2_5_vl_text"}
+    {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "gemma3_text",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen3_vl_text",
+    }
 )
 """Hugging Face model types with an implementation of our own (`models.registry.native_specs`)."""
 

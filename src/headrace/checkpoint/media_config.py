@@ -19,6 +19,7 @@ SERVED: dict[str, str] = {
     "smolvlm": "SmolVLM, SmolVLM2 (images)",
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL (dense)",
     "gemma3": "Gemma 3 from 4B on",
     "llava_onevision": "LLaVA-OneVision (images)",
     "internvl": "InternVL 2.5, 3 and 3.5 (transformers' format)",
@@ -33,8 +34,9 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: those that are computed. norm_eps: of its LayerNorms or RMSNorms. image_size: pixels of a side of the (largest) image; 0 = any.
     patch_size: pixels of a side of a patch. temporal_patch_size: frames of a patch. merge_size: patches of a side that become one token.
     window_size: pixels of a side of a window of attention, 0 = none; full_layers: those that attend to the whole image all the same.
-    rope_theta: of its rotary positions. out_size: elements of what it gives for each token, where it projects itself. rms, qkv_bias, final_norm: of
-    InternVL: norms are RMSNorms; q, k and v have biases; there is a norm after the last layer.
+    rope_theta: of its rotary positions. out_size: elements of what it gives for each token, where it projects itself. num_positions: of a table
+    that is stretched over the image. deep_layers: those whose output the text model's first layers get, too (DeepStack). rms, qkv_bias,
+    final_norm: of InternVL: norms are RMSNorms; q, k and v have biases; there is a norm after the last layer.
     """
 
     tower: TowerName
@@ -54,6 +56,8 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     full_layers: tuple[int, ...] = ()
     rope_theta: float = 10000.0
     out_size: int = 0
+    num_positions: int = 0
+    deep_layers: tuple[int, ...] = ()
     rms: bool = False
     qkv_bias: bool = True
     final_norm: bool = False
@@ -63,10 +67,10 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The eyes of a model.
 
     family: of `SERVED`. image_token_id: the token that stands for each row of an image in what the model reads. drops_first: the tower's first
-    token, which is of no patch, is dropped. projector_act: between the projector's layers. projector_bias: of its linear layers. shuffle: tokens of a
-    side that become one (Idefics3). mm_tokens: tokens of an image of Gemma 3. rope_sections: pairs of each head that turn by time, height and
-    width (M-RoPE); empty = positions are those of text. sees_ahead: tokens of an image see each other in both directions. pinpoints: (height, width)
-    of LLaVA-OneVision's larger images; max_tiles: of as many tiles they have patches, at most.
+    token, which is of no patch, is dropped. projector_act: between the projector's layers. projector_bias: of its linear layers. shuffle:
+    tokens of a side that become one (Idefics3). mm_tokens: tokens of an image of Gemma 3. rope_sections: pairs of each head that turn by time,
+    height and width (M-RoPE), rope_interleaved: in turns; empty = positions are those of text. sees_ahead: tokens of an image see each other in
+    both directions. pinpoints: (height, width) of LLaVA-OneVision's larger images; max_tiles: of as many tiles they have patches, at most.
     """
 
     family: str
@@ -78,6 +82,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     shuffle: int = 1
     mm_tokens: int = 0
     rope_sections: tuple[int, ...] = ()
+    rope_interleaved: bool = False
     sees_ahead: bool = False
     pinpoints: tuple[tuple[int, int], ...] = ()
     max_tiles: int = 0
@@ -336,11 +341,46 @@ def _qwen2_5_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _sections(keys: _Keys) -> tuple[int, ...]:
+def _qwen3_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
+    size = vision.count("hidden_size", default=1152)
+    heads = vision.count("num_heads", default=16)
+    depth = vision.count("depth", default=27)
+    deep = _numbers(vision, "deepstack_visual_indexes", (8, 16, 24))
+    if list(deep) != sorted(set(deep)) or any(not 0 <= layer < depth for layer in deep):
+        raise _NotServedError(f"deepstack_visual_indexes {list(deep)} of {depth} layers do not ascend")
+    text = keys.config.get("text_config") or {}
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    tower = VisionConfig(
+        tower="qwen3_vl",
+        hidden_size=size,
+        num_layers=depth,
+        num_heads=heads,
+        head_dim=size // heads,
+        intermediate_size=vision.count("intermediate_size", default=4304),
+        hidden_act=vision.name("hidden_act", "gelu_pytorch_tanh"),
+        norm_eps=1e-6,
+        patch_size=vision.count("patch_size", default=16),
+        num_channels=vision.count("in_channels", default=3),
+        temporal_patch_size=vision.count("temporal_patch_size", default=2),
+        merge_size=vision.count("spatial_merge_size", default=2),
+        out_size=vision.count("out_hidden_size", default=3584),
+        num_positions=vision.count("num_position_embeddings", default=2304),
+        deep_layers=deep,
+    )
+    return MediaConfig(
+        family="qwen3_vl",
+        image_token_id=_image_token(keys, 151655),
+        vision=tower,
+        rope_sections=_sections(keys, (24, 20, 20)),
+        rope_interleaved=bool(rope.get("mrope_interleaved", True)),
+    )
+
+
+def _sections(keys: _Keys, default: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Pairs of a head that turn by time, height and width."""
     text = keys.config.get("text_config") or keys.config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections = tuple(rope.get("mrope_section") or ())
+    sections = tuple(rope.get("mrope_section") or default)
     if len(sections) != 3 or not all(isinstance(each, int) and each >= 0 for each in sections):
         raise ModelError(f"{keys.origin}: mrope_section is {list(sections)!r:.80}; expected three numbers")
     return sections
@@ -400,4 +440,5 @@ _READERS = {
     "gemma3": _gemma3,
     "llava_onevision": _llava_onevision,
     "internvl": _internvl,
+    "qwen3_vl": _qwen3_vl,
 }

@@ -46,7 +46,11 @@ def full_and_sliding_rope(keys: ConfigKeys) -> tuple[RopeConfig, RopeConfig | No
 
 def one_rope(keys: ConfigKeys, parameters: dict[str, Any], theta: float) -> RopeConfig:
     """Normalise one rope dict. theta: where it names none."""
-    parameters = {key: value for key, value in parameters.items() if value is not None and key != "mrope_section"}
+    parameters = {
+        key: value
+        for key, value in parameters.items()
+        if value is not None and key not in ("mrope_section", "mrope_interleaved")
+    }
     kind = _rope_type(keys, parameters)
     if keys.is_foreign:
         parameters = {key: value for key, value in parameters.items() if _is_numeric(value)}

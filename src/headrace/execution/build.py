@@ -252,7 +252,12 @@ def _media(setup: Setup, model: CausalLM, rank: Rank) -> MediaRows | None:
         return None
     synchronize = (lambda: None) if setup.is_cpu else torch.cuda.synchronize
     return MediaRows(
-        model.encoder, setup.placement.device, synchronize, model.sectioned, merge_size=media.vision.merge_size
+        model.encoder,
+        setup.placement.device,
+        synchronize,
+        model.sectioned,
+        merge_size=media.vision.merge_size,
+        deep=model.deep,
     )
 
 
@@ -426,7 +431,7 @@ def _encoder_info(built: _Built) -> EncoderInfo | None:
     media, setup = built.runner.media, built.setup
     if media is None:
         return None
-    row_bytes = setup.model_config.hidden_size * setup.placement.compute_dtype.itemsize
+    row_bytes = (1 + media.num_deep) * setup.model_config.hidden_size * setup.placement.compute_dtype.itemsize
     return EncoderInfo(max(1, setup.args.encoder_cache_bytes // row_bytes), media.num_slices, media.sees_ahead)
 
 

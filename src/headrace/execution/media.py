@@ -5,7 +5,8 @@ the steps.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from headrace.log import get_logger
 from headrace.messages.media import MediaItem
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
-from headrace.models.media import MediaEncoder, MediaInput, Slices, encode
+from headrace.models.media import DeepRows, MediaEncoder, MediaInput, Slices, encode
 from headrace.models.places import Places, places_of
 
 _logger = get_logger(__name__)
@@ -43,14 +44,17 @@ class MediaRows:
         synchronize: Callable[[], None] = lambda: None,
         rotary: SectionedRotary | None = None,
         merge_size: int = 1,
+        deep: DeepRows | None = None,
     ) -> None:
-        """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself. rotary: of a model whose
-        tokens of images have three positions each; merge_size: patches of a side of a token."""
+        """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself. rotary: of a model whose tokens
+        of images have three positions each; merge_size: patches of a side of a token. deep: of a model whose images add to its first layers."""
         self._encoder = encoder
         self._device = device
         self._synchronize = synchronize
         self._rotary = rotary
         self._merge_size = merge_size
+        self._deep = deep or DeepRows()
+        self._deep_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._places: dict[int, tuple[Places, int]] = {}
         self._epoch = 0
         self._rows: dict[bytes, torch.Tensor] = {}
@@ -62,6 +66,11 @@ class MediaRows:
     def num_slices(self) -> int:
         """See `MediaEncoder.num_slices`."""
         return self._encoder.num_slices
+
+    @property
+    def num_deep(self) -> int:
+        """See `MediaEncoder.num_deep`."""
+        return self._encoder.num_deep
 
     @property
     def sees_ahead(self) -> bool:
@@ -137,6 +146,10 @@ class MediaRows:
         if self._rotary is not None and content.spans:
             self._places[seq] = places_of(content, self._merge_size)
 
+    def begin_step(self) -> None:
+        """Nothing has been placed yet."""
+        self._deep_parts = []
+
     def rows(self, rows: StepRows, contents: Mapping[int, PromptContent]) -> StepRows:
         """A step's rows as attention sees them. contents: by row, of those whose prompts have images."""
         return _seeing_ahead(rows, contents) if self._encoder.sees_ahead else rows
@@ -165,14 +178,32 @@ class MediaRows:
             positions[tokens] = self._rotary.rows_of(three)
         return positions
 
-    def place(self, inputs: torch.Tensor, content: PromptContent, start: int, count: int) -> None:
-        """Put rows in place of the embeddings of a prompt's tokens start .. start + count - 1. inputs: [count, hidden_size], theirs."""
+    def place(self, inputs: torch.Tensor, first: int, content: PromptContent, start: int, count: int) -> None:
+        """Put rows in place of the embeddings of a prompt's tokens start .. start + count - 1. inputs: [num_tokens, hidden_size] of the step, theirs
+        from `first` on."""
+        size = inputs.shape[1]
         for span in content.spans:
             begin, end = max(start, span.start), min(start + count, span.end)
             if begin < end:
-                first = span.first_row + begin - span.start
-                rows = self._rows[content.media[span.item].key]
-                inputs[begin - start : end - start] = rows[first : first + end - begin].to(inputs.dtype)
+                row, at = span.first_row + begin - span.start, first + begin - start
+                rows = self._rows[content.media[span.item].key][row : row + end - begin]
+                inputs[at : at + end - begin] = rows[:, :size].to(inputs.dtype)
+                if self._encoder.num_deep:
+                    tokens = torch.arange(at, at + end - begin, device=inputs.device)
+                    self._deep_parts.append((tokens, rows[:, size:]))
+
+    @contextmanager
+    def adding(self) -> Iterator[bool]:
+        """Within it the layers add what belongs to the rows that were placed. Gives whether there is any; then the layers must run one by one."""
+        if not self._deep_parts:
+            yield False
+            return
+        self._deep.tokens, self._deep.rows = (torch.cat(parts) for parts in zip(*self._deep_parts, strict=True))
+        self._deep_parts = []
+        try:
+            yield True
+        finally:
+            self._deep.tokens = self._deep.rows = None
 
 
 def _seeing_ahead(rows: StepRows, contents: Mapping[int, PromptContent]) -> StepRows:

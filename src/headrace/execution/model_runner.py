@@ -6,6 +6,7 @@ the model, the attention backend or the sampler, and does not decide what runs. 
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -334,14 +335,15 @@ class ModelRunner:
         on_layers()
         if not self.stage.is_last:
             reads = None
-        if loras is None:
-            by_layer = rows.last_keys is not None
-            hidden = self.model.forward(inputs, positions, self.attention, reads, own=batch.own, by_layer=by_layer)
-        else:
-            assert batch.own is None, "adapters are refused where ranks have different sequences"
-            # An adapter finds its rows by their place in the whole step.
-            hidden = self.model.forward(inputs, positions, self.attention, by_layer=True)
-            hidden = hidden if reads is None else hidden[reads.index]
+        with nullcontext(False) if self.media is None else self.media.adding() as adds:
+            if loras is None:
+                by_layer = adds or rows.last_keys is not None
+                hidden = self.model.forward(inputs, positions, self.attention, reads, own=batch.own, by_layer=by_layer)
+            else:
+                assert batch.own is None, "adapters are refused where ranks have different sequences"
+                # An adapter finds its rows by their place in the whole step.
+                hidden = self.model.forward(inputs, positions, self.attention, by_layer=True)
+                hidden = hidden if reads is None else hidden[reads.index]
         if self.stage.after is not None:
             self.stage.after.send(hidden)
         return hidden
@@ -352,11 +354,12 @@ class ModelRunner:
             assert self.stage.before is not None, self.stage
             return self.stage.before.receive(batch.row_starts[-1])
         inputs = self.model.embed(batch.token_ids)
+        if self.media is not None:
+            self.media.begin_step()
         for row in special:
             spec, start, begin = self.table.specs[seqs[row]], batch.starts[row], batch.row_starts[row]
             if self.media is not None and spec.new.content.spans:
-                own = inputs[begin : begin + batch.counts[row]]
-                self.media.place(own, spec.new.content, start, batch.counts[row])
+                self.media.place(inputs, begin, spec.new.content, start, batch.counts[row])
             embeds = spec.input_embeds
             if embeds is not None and start < len(embeds):
                 given = embeds[start : start + batch.counts[row]]

@@ -52,15 +52,22 @@ class SectionedRotary(Rotary):
         trained_positions: int,
         placement: Placement,
         sections: tuple[int, ...],
+        interleaved: bool = False,
     ) -> None:
-        """sections: pairs of a head that turn by time, height and width, in this order. ConfigError unless they are all pairs."""
+        """sections: how many pairs of a head turn by time, height and width, in this order; interleaved (Qwen3-VL): they take turns, and those that
+        are left turn by time. ConfigError unless they are all pairs."""
         super().__init__(rope, head_dim, trained_positions, placement)
-        if sum(sections) != self.cos.shape[1]:
-            raise ConfigError(
-                f"mrope_section {list(sections)} does not sum up to the {self.cos.shape[1]} pairs of a head"
-            )
+        pairs = self.cos.shape[1]
+        if sum(sections) != pairs:
+            raise ConfigError(f"mrope_section {list(sections)} does not sum up to the {pairs} pairs of a head")
         self._first = len(self.cos)
-        self._sections = sections
+        axes = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+        if interleaved:
+            axes = torch.zeros(pairs, dtype=torch.long)
+            for axis in (1, 2):
+                axes[axis : 3 * sections[axis] : 3] = axis
+        # Of each pair: by which of the three it turns, and its column in the tables.
+        self._axes, self._columns = axes.to(placement.device), torch.arange(pairs, device=placement.device)
         self.cos, self.sin = (
             torch.cat([table, table.new_zeros(placement.composed_positions, table.shape[1])])
             for table in (self.cos, self.sin)
@@ -70,10 +77,9 @@ class SectionedRotary(Rotary):
         """places: int64[3, tokens] on the model's device, at most `Placement.composed_positions` tokens -> int32[tokens], their positions."""
         count = places.shape[1]
         assert self._first + count <= len(self.cos), (count, len(self.cos) - self._first)
+        rows = places.T[:, self._axes]
         for table in (self.cos, self.sin):
-            parts = table.split(self._sections, dim=1)
-            composed = torch.cat([part[axis] for part, axis in zip(parts, places, strict=True)], dim=1)
-            table[self._first : self._first + count] = composed
+            table[self._first : self._first + count] = table[rows, self._columns]
         return torch.arange(self._first, self._first + count, dtype=torch.int32, device=places.device)
 
 

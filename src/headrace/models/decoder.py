@@ -26,7 +26,7 @@ from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import Rotary, SectionedRotary
 from headrace.layers.weight import Placement, Weight, elsewhere
 from headrace.models import piecewise
-from headrace.models.media import MediaEncoder
+from headrace.models.media import DeepRows, MediaEncoder
 from headrace.models.piecewise import PiecewiseDecoder
 from headrace.models.spec import stage_layers
 
@@ -259,6 +259,7 @@ class DecoderLM:
     """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights.
 
     encoder: of a model that sees, set before weights are loaded. sectioned: the rotation, where tokens of images have three positions each.
+    deep: what images add after the first layers, in a step by layer.
     """
 
     def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
@@ -266,6 +267,7 @@ class DecoderLM:
         self._options, self._placement = options, placement
         self.encoder: MediaEncoder | None = None
         self.sectioned: SectionedRotary | None = None
+        self.deep = DeepRows()
         self._fused: tuple[list[FusedDecoder], PagedKv] | None = None
         self.taps: tuple[int, ...] = ()
         self._tapped: list[torch.Tensor] = []
@@ -305,7 +307,7 @@ class DecoderLM:
         table = (rope, config.head_dim, config.max_position_embeddings, self._placement)
         if config.media is None or not config.media.rope_sections:
             return Rotary(*table)
-        self.sectioned = SectionedRotary(*table, config.media.rope_sections)
+        self.sectioned = SectionedRotary(*table, config.media.rope_sections, config.media.rope_interleaved)
         return self.sectioned
 
     def drop_head(self) -> None:
@@ -360,6 +362,7 @@ class DecoderLM:
         for index, block in enumerate(blocks):
             self._tap(index, residual, added)
             added, residual = block(added, residual, positions, attention, own=own)
+            self.deep.add_to(added, index)
         self._tap(len(blocks), residual, added)
         if not self._stage.is_last:
             added, residual = last(added, residual, positions, attention, own=own)

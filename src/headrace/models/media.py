@@ -20,6 +20,26 @@ class MediaInput:
     grid: tuple[int, int, int] = (0, 0, 0)
 
 
+@dataclass(slots=True)
+class DeepRows:
+    """What the images of a step add to the hidden states after each of the first layers (DeepStack; L. Meng et al., 2024).
+
+    tokens: int64[num_tokens], among the step's; rows: [num_tokens, layers * hidden_size]. None between steps.
+    """
+
+    tokens: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+    def add_to(self, hidden: torch.Tensor, layer: int) -> None:
+        """Add, in place, what belongs behind this layer."""
+        if self.tokens is None or self.rows is None:
+            return
+        size = hidden.shape[1]
+        own = self.rows[:, layer * size : (layer + 1) * size]
+        if own.shape[1]:
+            hidden[self.tokens] += own.to(hidden.dtype)
+
+
 Slices = Generator[None, None, list[torch.Tensor]]
 """Work that stops after each slice of it, and returns the rows of each item at the end."""
 
@@ -35,9 +55,13 @@ class MediaEncoder(Protocol):
     def sees_ahead(self) -> bool:
         """Whether the text model lets the tokens of an image see each other in both directions: all of them must then be computed in one step."""
 
+    @property
+    def num_deep(self) -> int:
+        """Of how many of the text model's first layers an image adds to the output: each row of the encoder has as many parts more."""
+
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """Encode items together. Returns of each [num_tokens, hidden_size of the text model], in the model's precision; on the CPU the bits do not
-        depend on the other items."""
+        """Encode items together. Returns of each [num_tokens, (1 + num_deep) * hidden_size of the text model], in the model's precision; on the CPU
+        the bits do not depend on the other items."""
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor it wants from a checkpoint, each once, under the checkpoint's names."""

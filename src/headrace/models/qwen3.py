@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with RMSNorm on each head of q and k."""
+"""Qwen3 (dense), also in Qwen3-VL: Llama with RMSNorm on each head of q and k."""
 
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.weight import Placement
@@ -12,4 +12,4 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
     return DecoderLM(config, options, placement)
 
 
-SPEC = ModelSpec("qwen3", ("qwen3",), build)
+SPEC = ModelSpec("qwen3", ("qwen3", "qwen3_vl_text"), build)

@@ -23,6 +23,7 @@ class Gemma3Encoder:
     """A `MediaEncoder`."""
 
     sees_ahead = True
+    num_deep = 0
 
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
         """hidden_size: of the text model."""

@@ -35,6 +35,7 @@ class Idefics3Encoder:
     """A `MediaEncoder`."""
 
     sees_ahead = False
+    num_deep = 0
 
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
         """hidden_size: of the text model."""

@@ -142,6 +142,7 @@ class LlavaEncoder:
     """A `MediaEncoder`: the tower, and the projector."""
 
     sees_ahead = False
+    num_deep = 0
 
     def __init__(self, media: MediaConfig, hidden_size: int, rms_norm_eps: float, placement: Placement) -> None:
         """hidden_size, rms_norm_eps: of the text model."""

@@ -25,7 +25,7 @@ def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
             return Idefics3Encoder(media, config.hidden_size, placement)
         case "gemma3":
             return Gemma3Encoder(media, config.hidden_size, placement)
-        case "qwen2_vl" | "qwen2_5_vl":
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl":
             if media.vision.out_size != config.hidden_size:
                 raise ModelError(
                     f"the vision tower gives {media.vision.out_size} elements, but the text model takes {config.hidden_size}"

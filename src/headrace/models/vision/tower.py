@@ -4,7 +4,7 @@ Owns the order of the layers and where work stops between them. Does not own wha
 family's file does. Runs in the thread that runs the model.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 
@@ -27,14 +27,20 @@ class Tower:
         return len(self._blocks)
 
     def run(
-        self, x: torch.Tensor, images: PackedImages, windows: PackedImages | None = None
+        self,
+        x: torch.Tensor,
+        images: PackedImages,
+        windows: PackedImages | None = None,
+        tap: Callable[[int, torch.Tensor], None] = lambda layer, x: None,
     ) -> Generator[None, None, torch.Tensor]:
         """All layers over x [tokens, hidden_size], which it may overwrite, stopping after each. Returns the same shape.
 
         windows: what a token sees in layers that are not in the config's `full_layers`; None = all of its image.
+        tap: called after each layer with its number and what it gives.
         """
         for index, block in enumerate(self._blocks):
             x = block(x, images if windows is None or index in self.config.full_layers else windows)
+            tap(index, x)
             yield
         return x
 
