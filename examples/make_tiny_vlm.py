@@ -43,12 +43,16 @@ SPECIAL: dict[str, list[str]] = {
     ],
     "qwen2_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
     "qwen2_5_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+    "qwen3_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+    "qwen3_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
 }
 """Tokens for images, by family; the first is that which stands for each row of an image."""
 IN_A_PROMPT = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "internvl": "<IMG_CONTEXT>",
     "pixtral": "[IMG]",
@@ -111,18 +115,30 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
         case "smolvlm":
             vision = {"image_size": 56, "patch_size": 14, **VISION}
             return whole("smolvlm", llama, vision, image_token_id=image, scale_factor=2)
-        case "qwen2_vl" | "qwen2_5_vl":
-            shared = {name: value for name, value in text.items() if name not in ("head_dim", "tie_word_embeddings")}
+        case "qwen3_vl":
+            rope = {"rope_type": "default", "mrope_section": [3, 3, 2], "rope_theta": 1e4, "mrope_interleaved": True}
+            vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 14, "out_hidden_size": 64}
+            vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+            return whole(family, text | {"rope_parameters": rope}, vision, **_qwen_tokens(ids))
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl":
+            left_out = ("tie_word_embeddings",) if family == "qwen3_vl" else ("head_dim", "tie_word_embeddings")
+            shared = {name: value for name, value in text.items() if name not in left_out}
             shared["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
             vision = {"depth": 2, "num_heads": 2, "patch_size": 14}
-            if family == "qwen2_vl":
+            if family == "qwen3_vl":
+                vision |= {
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "out_hidden_size": 64,
+                    "num_position_embeddings": 64,
+                }
+                vision |= {"deepstack_visual_indexes": [0]}
+            elif family == "qwen2_vl":
                 vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
             else:
                 vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 56}
                 vision |= {"fullatt_block_indexes": [1]}
-            names = ("vision_start_token_id", "vision_end_token_id", "video_token_id")
-            others = dict(zip(names, map(ids.convert_tokens_to_ids, SPECIAL[family][1:]), strict=True))
-            return whole(family, shared, vision, image_token_id=image, **others)
+            return whole(family, shared, vision, **_qwen_tokens(ids))
         case "gemma3":
             gemma = transformers.Gemma3TextConfig(**text, sliding_window=32, query_pre_attn_scalar=16)
             vision = transformers.SiglipVisionConfig(image_size=56, patch_size=14, vision_use_head=False, **VISION)
@@ -130,6 +146,11 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
             more = {"boi_token_index": begin, "eoi_token_index": end, "image_token_index": image}
             return whole("gemma3", gemma, vision, mm_tokens_per_image=4, tie_word_embeddings=False, **more)
     raise AssertionError(family)
+
+
+def _qwen_tokens(ids: transformers.PreTrainedTokenizerFast) -> dict[str, int]:
+    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
+    return dict(zip(names, map(ids.convert_tokens_to_ids, SPECIAL["qwen2_vl"]), strict=True))
 
 
 def processor(family: str) -> dict[str, Any]:
@@ -164,8 +185,9 @@ def processor(family: str) -> dict[str, Any]:
             }
         case _:
             size = {"min_pixels": 56 * 56, "max_pixels": 196 * 196, "patch_size": 14, "temporal_patch_size": 2}
-            kind = "Qwen2VLProcessor" if family == "qwen2_vl" else "Qwen2_5_VLProcessor"
-            return {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": kind, "merge_size": 2, **size}
+            kinds = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+            kind = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{kinds[family]}Processor"}
+            return {**kind, "merge_size": 2, **size}
 
 
 def write(family: str, folder: Path, seed: int = 0) -> Any:

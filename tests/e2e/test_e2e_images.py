@@ -83,7 +83,7 @@ def continued(family: str, model: Any, content: PromptContent) -> list[int]:
     for span in content.spans:
         is_image[0, span.start : span.end] = 1
     match family:
-        case "qwen2_vl" | "qwen2_5_vl":
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl":
             grids = torch.tensor([item.grid for item in content.media])
             inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}
         case "smolvlm":
