@@ -22,6 +22,9 @@ PARTS = (
     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+ONLY_PARTS = PARTS.replace("{% if m.content is string %}{{ m.content }}{% else %}", "").replace(
+    "{% endfor %}{% endif %}{{ '", "{% endfor %}{{ '"
+)
 NO_IMAGES = PARTS.replace("<image>", "")
 
 
@@ -32,7 +35,9 @@ def server_with(template: str) -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture(scope="module", params=[TEMPLATE, PARTS, NO_IMAGES], ids=["texts", "parts", "no images"])
+@pytest.fixture(
+    scope="module", params=[TEMPLATE, PARTS, ONLY_PARTS, NO_IMAGES], ids=["texts", "parts", "only parts", "no images"]
+)
 def server(request: pytest.FixtureRequest) -> Iterator[Running]:
     yield from server_with(request.param)
 
@@ -137,6 +142,7 @@ def test_images_of_several_messages_keep_their_order(server: Running, client: ht
     prompt, images = asked(server)
     assert [one.url for one in images] == ["data:,a", "data:,b", "data:,c"]
     assert prompt.count("<image>") == 3
+    assert "<|assistant|>yes" in prompt
     assert prompt.index("one") < prompt.index("two") < prompt.rindex("<image>")
 
 

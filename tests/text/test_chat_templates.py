@@ -258,6 +258,32 @@ def test_generation_prompt_and_tools_are_passed():
     assert not CHATML.content_parts
 
 
+# In the manner of SmolVLM and LLaVA: a string in the place of a list shows nothing.
+ONLY_LISTS = [
+    "{% for m in messages %}{{ m['role'] }}{% if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\\n' }}{% endfor %}",
+    "{% for m in messages %}{{ m.role + ': ' }}{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] }}{% endfor %}{{ '\\n' }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", ONLY_LISTS)
+def test_a_template_that_shows_only_lists_shows_strings_too(source):
+    chat = template(source)
+    as_list = [{"role": "assistant", "content": [{"type": "text", "text": "<é> yes"}]}]
+    messages = [
+        {"role": "system", "content": "brief"},
+        *user("hello"),
+        *as_list,
+        {"role": "assistant", "content": None},
+    ]
+
+    assert chat.render(messages).text == "system: brief\nuser: hello\nassistant: <é> yes\nassistant: \n"
+    begun = [*user("hello"), {"role": "assistant", "content": "well"}]
+    open_end = chat.render(begun, add_generation_prompt=False, continue_final_message=True).text
+    assert open_end == "user: hello\nassistant: well"
+
+
 @pytest.mark.parametrize(
     ("content", "end"), [("The answer is", "The answer is"), ("Two \n", "Two"), ("a <|im_end|>", "<|im_end|>")]
 )

@@ -10,6 +10,7 @@ safety comes before identity.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -53,13 +54,16 @@ RESERVED_KWARGS: Final = frozenset(
 
 Message = Mapping[str, Any]
 
+_PROBE = "is this shown?"
+
 
 class ChatTemplate:
     """One compiled template.
 
     source: the Jinja text. special_texts: of the tokenizer, to tell special tokens from text. variables: names the template
     may use for special tokens (`bos_token` ...). uses_tools: the template mentions `tools`. content_parts: the template
-    itself handles a list of content parts; if False, join text parts to one string before rendering.
+    itself handles a list of content parts; if False, join text parts to one string before rendering. Of a template that shows nothing but
+    lists (those of many models that see), strings are rendered as lists of one part.
     """
 
     def __init__(
@@ -111,6 +115,8 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
+        if self._needs_parts:
+            messages = list(map(_as_parts, messages))
         taken = sorted((RESERVED_KWARGS | self._variables.keys()) & (kwargs or {}).keys())
         if taken:
             raise RequestError(f"chat_template_kwargs must not set {', '.join(taken)}", param="chat_template_kwargs")
@@ -131,6 +137,19 @@ class ChatTemplate:
             return rendered if final is None else _cut_after(rendered, marks.mark(final) if marks else final)
 
         return self._safe(run, values, leaves)
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the text of a user is shown if it is a part in a list, and not if it is a string."""
+
+        def shows(content: object) -> bool:
+            values = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": False}
+            try:
+                return _PROBE in self._run(values, None, time.monotonic() + self._max_seconds).lower()
+            except RequestError:
+                return False
+
+        return self.content_parts and not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
 
     def _safe(
         self, run: Callable[[dict[str, Any], Marks | None], str], values: dict[str, Any], leaves: Sequence[str]
@@ -167,6 +186,13 @@ class ChatTemplate:
                 "the chat template cannot be rendered with these messages; check their roles, fields and order",
                 param="messages",
             ) from err
+
+
+def _as_parts(message: Message) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        return message
+    return {**message, "content": [{"type": "text", "text": "" if content is None else content}]}
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
