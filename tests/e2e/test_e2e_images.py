@@ -136,3 +136,16 @@ def test_an_image_without_a_place_and_a_place_without_an_image_are_refused(engin
         engine.generate("see?", GREEDY, image_data=FILES[0])
     with pytest.raises(RequestError, match="neither a URL nor base64"):
         engine.generate(prompt(family, 1), GREEDY, image_data="!!!!")
+
+
+def test_new_weights_and_released_memory_leave_the_text_as_it_is(
+    engine: Engine, family: str, written: tuple[Path, Any]
+):
+    before = engine.generate(prompt(family, 1), GREEDY, image_data=FILES[0])["output_ids"]
+
+    assert engine.update_weights_from_disk(str(written[0]))[0]
+    assert engine.generate(prompt(family, 1), GREEDY, image_data=FILES[0])["output_ids"] == before
+    assert engine.release_memory_occupation()[0]
+    assert engine.resume_memory_occupation()[0]
+
+    assert engine.generate(prompt(family, 1), GREEDY, image_data=FILES[0])["output_ids"] == before

@@ -38,7 +38,7 @@ class Lookup:
     def weights(self):
         yield from ()
 
-    def fuse(self):
+    def fuse(self, native=True):
         return ""
 
 

@@ -422,7 +422,7 @@ class DecoderLM:
         """See `CausalLM.fuse`."""
         self._fused = None
         if self.encoder is not None:
-            self.encoder.fuse()
+            self.encoder.fuse(attention.name.startswith("cpu"))
         for block in self._blocks:
             block.weights_changed()
         if self._pieces is not None:

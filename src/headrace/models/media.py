@@ -66,8 +66,9 @@ class MediaEncoder(Protocol):
     def weights(self) -> Iterator[Weight]:
         """Every tensor it wants from a checkpoint, each once, under the checkpoint's names."""
 
-    def fuse(self) -> str:
-        """Run all layers as one native call from now on. Returns "", or why that is impossible; then they run one by one, with the same bits."""
+    def fuse(self, native: bool = True) -> str:
+        """Run each layer as one native call from now on, or, without `native`, op by op, with the same bits. Returns "", or why it runs op by op.
+        Again after weights were loaded anew; what is fused keeps the weights alive."""
 
 
 def encode(encoder: MediaEncoder, items: Sequence[MediaInput]) -> list[torch.Tensor]:

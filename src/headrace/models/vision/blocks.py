@@ -131,9 +131,11 @@ class VisionBlock:
         attended = kernels.packed_attention(q, k, v, images.row_starts, self._config.head_dim**-0.5, rounded=rounded)
         return self._out(attended.flatten(1))
 
-    def fuse(self) -> str:
+    def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder.fuse`; for the layer by itself, since work stops between layers."""
         self._fused = None
+        if not native:
+            return "another implementation is preferred"
         config, options = self._config, self._options
         if not isinstance(self._attention_norm, LayerNorm) or not isinstance(self._mlp_norm, LayerNorm):
             return "its norms are RMSNorms"

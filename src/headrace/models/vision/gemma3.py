@@ -63,9 +63,9 @@ class Gemma3Encoder:
         yield from self._norm.weights(f"{_PROJECTOR}mm_soft_emb_norm")
         yield from self._projection.weights(f"{_PROJECTOR}mm_input_projection_weight")
 
-    def fuse(self) -> str:
+    def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._eyes.tower.fuse()
+        return self._eyes.tower.fuse(native)
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:

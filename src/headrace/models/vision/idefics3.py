@@ -62,6 +62,6 @@ class Idefics3Encoder:
         yield from self._eyes.weights()
         yield from self._projection.weights("connector.modality_projection.")
 
-    def fuse(self) -> str:
+    def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._eyes.tower.fuse()
+        return self._eyes.tower.fuse(native)

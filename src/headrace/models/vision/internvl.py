@@ -94,9 +94,9 @@ class InternVlEncoder:
         yield from self._up.weights(_PROJECTOR)
         yield from self._down.weights(_PROJECTOR)
 
-    def fuse(self) -> str:
+    def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._tower.fuse()
+        return self._tower.fuse(native)
 
 
 def shuffled(x: torch.Tensor, factor: int) -> torch.Tensor:

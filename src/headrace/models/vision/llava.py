@@ -201,9 +201,9 @@ class LlavaEncoder:
         yield from self._up.weights(_PROJECTOR)
         yield from self._down.weights(_PROJECTOR)
 
-    def fuse(self) -> str:
+    def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._eyes.tower.fuse()
+        return self._eyes.tower.fuse(native)
 
 
 def in_precision(values: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -167,9 +167,9 @@ class QwenVlEncoder:
         for index, merger in enumerate(self._deep.values()):
             yield from merger.weights(f"visual.deepstack_merger_list.{index}.")
 
-    def fuse(self) -> str:
+    def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._tower.fuse()
+        return self._tower.fuse(native)
 
 
 def _stretched(places: torch.Tensor, length: int, side: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

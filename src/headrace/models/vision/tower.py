@@ -44,9 +44,9 @@ class Tower:
             yield
         return x
 
-    def fuse(self) -> str:
+    def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder.fuse`."""
-        reasons = [block.fuse() for block in self._blocks]
+        reasons = [block.fuse(native) for block in self._blocks]
         return next((reason for reason in reasons if reason), "")
 
     def weights(self) -> Iterator[Weight]:
