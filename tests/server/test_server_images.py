@@ -70,6 +70,10 @@ def asked(server: Running) -> tuple[str, list[ImageRef]]:
 CODED = "aGVsbG8="
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat completions": ("/v1/chat/completions", chat(image(), text("what?"))),
+    "fields that ask for nothing": (
+        "/v1/chat/completions",
+        chat(image(detail=None, format=None, file_id="") | {"text": None}, text("what?")),
+    ),
     "a bare url": ("/v1/chat/completions", chat({"type": "image_url", "image_url": URL}, text("what?"))),
     "responses": (
         "/v1/responses",
@@ -95,7 +99,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image", "source": {"type": "url", "url": URL}},
+                        {"type": "image", "source": {"type": "url", "url": URL, "data": None}, "cache_control": None},
                         {"type": "text", "text": "what?"},
                     ],
                 }

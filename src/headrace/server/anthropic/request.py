@@ -19,7 +19,7 @@ from headrace.server.anthropic.protocol import (
 )
 from headrace.server.anthropic.tools import choice_of, tools_of
 from headrace.server.chat.conversation import Conversation, Message, function_call
-from headrace.server.chat.images import base64_image, image_part
+from headrace.server.chat.images import asks_for, base64_image, image_part
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""
@@ -258,9 +258,9 @@ def _user_part(where: str, block: Block) -> Message:
 def _image(where: str, source: object) -> Message:
     """Raises RequestError."""
     match source:
-        case {"type": "base64", "data": str(data), **others} if others.keys() <= {"media_type"}:
+        case {"type": "base64", "data": str(data), **others} if asks_for(others) <= {"media_type"}:
             return base64_image(f"{where}.source.data", data)
-        case {"type": "url", "url": str(url), **others} if url and not others:
+        case {"type": "url", "url": str(url), **others} if url and not asks_for(others):
             return image_part(url)
         case {"type": "file"}:
             raise RequestError(

@@ -5,11 +5,12 @@ functions; any thread.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import RequestError
 from headrace.messages.media import ImageDetail, ImageRef
+from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Message
 from headrace.text.tokenizers import RenderedPrompt, Segment
 
@@ -39,6 +40,11 @@ def base64_image(where: str, data: object) -> Message:
     if not isinstance(data, str) or not data or (":" in data[:32] and data[:5].lower() != "data:"):
         raise RequestError(f"{where} must be the base64 text of an image", where)
     return image_part(data)
+
+
+def asks_for(fields: Mapping[object, object]) -> set[object]:
+    """The names of the fields that ask for something."""
+    return {name for name, value in fields.items() if not is_empty(value)}
 
 
 def is_image(part: object) -> bool:

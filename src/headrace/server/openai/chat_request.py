@@ -20,7 +20,7 @@ from headrace.server.chat.conversation import (
     function_tool,
 )
 from headrace.server.chat.custom_tools import check_definitions, custom_call, custom_tool
-from headrace.server.chat.images import image_detail, image_part
+from headrace.server.chat.images import asks_for, image_detail, image_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
 
 _MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial")
@@ -148,7 +148,7 @@ def _image(where: str, part: ContentPart) -> Message:
     match part.image_url:
         case str(url) if url:
             return image_part(url)
-        case {"url": str(url), **others} if url and others.keys() <= {"detail"}:
+        case {"url": str(url), **others} if url and asks_for(others) <= {"detail"}:
             return image_part(url, image_detail(f"{where}.image_url.detail", others.get("detail")))
         case _:
             raise RequestError(

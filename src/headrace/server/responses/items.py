@@ -218,7 +218,7 @@ def _part(where: str, part: object) -> str:
     field = "refusal" if kind == "refusal" else "text"
     if kind not in _TEXT_PARTS and kind != "refusal":
         raise RequestError(
-            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text",
+            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text and input_image",
             f"{where}.type",
             "unsupported_parameter",
         )
