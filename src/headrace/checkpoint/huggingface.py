@@ -8,6 +8,7 @@ import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 INDEX_NAME = "model.safetensors.index.json"
+_COMPARED_BYTES = 16 << 20
 _TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -65,6 +67,31 @@ class HuggingFaceCheckpoint(Checkpoint):
                 self._files[f"{folder}.{name}"], self._names_in_file[f"{folder}.{name}"] = opened, name
         if not self._files:
             raise ModelError(f"{path.name} contains no tensors")
+        sees = self.config.media is not None or self.config.blind
+        if sees and self.config.tie_word_embeddings and self._has_own_head():
+            untied = {"tie_word_embeddings": False}
+            self.config = msgspec.structs.replace(self.config, raw=self.config.raw | untied, **untied)
+
+    def _has_own_head(self) -> bool:
+        """Whether there is an output projection that is not the embedding. Configs of models that see may not tell: what is true if they say nothing
+        has changed from one release of transformers to the next, which goes by the tensors, too."""
+        found = [
+            [name for name in self._files if name.split(".")[-2:] == [part, "weight"]]
+            for part in ("lm_head", "embed_tokens")
+        ]
+        if not all(len(names) == 1 for names in found):
+            return False
+        head, embedding = (self._bytes(names[0]) for names in found)
+        if len(head) != len(embedding):
+            return True
+        pieces = range(0, len(head), _COMPARED_BYTES)
+        return not all(
+            np.array_equal(head[at : at + _COMPARED_BYTES], embedding[at : at + _COMPARED_BYTES]) for at in pieces
+        )
+
+    def _bytes(self, name: str) -> Bytes:
+        entry = self._entry(name)
+        return np.frombuffer(self._files[name].buffer, np.uint8, entry.num_bytes, entry.offset)
 
     @property
     def total_bytes(self) -> int:

@@ -13,6 +13,10 @@ from headrace.errors import ModelError
 
 TowerName = Literal["clip", "siglip", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
 
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu")
+GATED_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")
+"""Those that towers and projectors may have, by their Hugging Face names."""
+
 SERVED: dict[str, str] = {
     "llava": "LLaVA 1.5, Pixtral and others with a CLIP, SigLIP or Pixtral tower",
     "idefics3": "Idefics3",
@@ -111,6 +115,7 @@ class _Keys(ConfigKeys):
 
     def __init__(self, config: dict[str, Any], origin: str) -> None:
         super().__init__(config, origin, {})
+        self.defaults = {}  # none of those that text models share
 
     def must_be(self, name: str, *served: object, default: object) -> None:
         """Raises _NotServedError if a key has another value than these."""
@@ -122,11 +127,37 @@ class _Keys(ConfigKeys):
     def side(self, name: str, default: int) -> int:
         """A key that is the side of a square, or both of its sides."""
         value = self.config.get(name, default)
-        if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
-            value = value[0]
-        if isinstance(value, list):
+        sides = value if isinstance(value, list) and len(value) == 2 else [value]
+        if sides[0] != sides[-1]:
             raise _NotServedError(f"{name} is {value!r:.80} in {self.origin}; only squares are served")
-        return self.count(name, default=default) if value == self.config.get(name) else int(value)
+        return _Keys({name: sides[0]}, self.origin).count(name, default=default)
+
+    def positive(self, name: str, default: float) -> float:
+        """A key that is a number above 0."""
+        value = self.optional_number(name)
+        if value is not None and value <= 0:
+            raise ModelError(f"{self.origin}: {name} is {value:g}; expected a number above 0")
+        return default if value is None else value
+
+    def says(self, name: str, default: bool) -> bool:
+        """A key that is true or false."""
+        return default if self.config.get(name) is None else self.flag(name)
+
+    def act(self, name: str, default: str, gated: bool = False) -> str:
+        """A key that is the name of an activation. Raises _NotServedError for one that there is not."""
+        found, known = self.name(name, default), GATED_ACTIVATIONS if gated else ACTIVATIONS
+        if found not in known:
+            raise _NotServedError(
+                f"{name} is {found!r:.80} in {self.origin}; those that are served: {', '.join(known)}"
+            )
+        return found
+
+    def heads(self, size: int, name: str, default: int, unit: int = 1) -> dict[str, Any]:
+        """Fields of `VisionConfig` for heads that share `size` elements, a multiple of `unit` each."""
+        heads = self.count(name, default=default)
+        if size % heads or size // heads % unit:
+            raise ModelError(f"{self.origin}: {heads} heads cannot share {size} elements, a multiple of {unit} each")
+        return {"num_heads": heads, "head_dim": size // heads}
 
     def name(self, name: str, default: str) -> str:
         """A key that is a name."""
@@ -150,7 +181,7 @@ def _numbers(keys: _Keys, name: str, default: tuple[int, ...]) -> tuple[int, ...
     value = keys.config.get(name)
     if value is None:
         return default
-    if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
         raise ModelError(f"{keys.origin}: {name} is {value!r:.80}; expected a list of integers")
     return tuple(value)
 
@@ -161,21 +192,21 @@ def _transformer(
     """defaults: hidden_size, intermediate_size, layers, heads, image_size, patch_size."""
     hidden_size, inner, layers, heads, image_size, patch_size = defaults
     hidden_size = keys.count("hidden_size", default=hidden_size)
-    heads = keys.count("num_attention_heads", default=heads)
-    if hidden_size % heads:
-        raise ModelError(f"{keys.origin}: {heads} heads cannot share a hidden_size of {hidden_size} evenly")
     fields: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_layers": keys.count("num_hidden_layers", default=layers),
-        "num_heads": heads,
-        "head_dim": hidden_size // heads,
+        **keys.heads(hidden_size, "num_attention_heads", heads, 4 if tower == "pixtral" else 1),
         "intermediate_size": keys.count("intermediate_size", default=inner),
-        "hidden_act": keys.name("hidden_act", act),
-        "norm_eps": float(keys.config.get("layer_norm_eps", eps)),
-        "image_size": keys.side("image_size", image_size) if image_size else 0,
+        "hidden_act": keys.act("hidden_act", act, gated=tower == "pixtral"),
+        "norm_eps": keys.positive("layer_norm_eps", eps),
+        "image_size": keys.side("image_size", image_size),
         "patch_size": keys.side("patch_size", patch_size),
         "num_channels": keys.count("num_channels", default=3),
     }
+    if fields["image_size"] < fields["patch_size"]:
+        raise ModelError(
+            f"{keys.origin}: an image of {fields['image_size']} pixels has no patch of {fields['patch_size']}"
+        )
     return VisionConfig(tower=tower, **(fields | more))
 
 
@@ -188,7 +219,6 @@ def _siglip(keys: _Keys) -> VisionConfig:
 
 
 def _pixtral(keys: _Keys) -> VisionConfig:
-    rope = keys.config.get("rope_parameters") or {}
     return _transformer(
         keys,
         "pixtral",
@@ -196,8 +226,13 @@ def _pixtral(keys: _Keys) -> VisionConfig:
         eps=1e-5,
         defaults=(1024, 4096, 24, 16, 1024, 16),
         norm_eps=1e-5,
-        rope_theta=float(rope.get("rope_theta") or keys.config.get("rope_theta") or 10000.0),
+        rope_theta=_theta(keys),
     )
+
+
+def _theta(keys: _Keys) -> float:
+    rope = _Keys(keys.optional_object("rope_parameters") or {}, keys.origin)
+    return rope.positive("rope_theta", keys.positive("rope_theta", 10000.0))
 
 
 def _llava_tower(keys: _Keys, vision: _Keys) -> tuple[VisionConfig, bool]:
@@ -232,8 +267,8 @@ def _llava(keys: _Keys, vision: _Keys) -> MediaConfig:
         image_token_id=_image_token(keys, 32000),
         vision=tower,
         drops_first=drops,
-        projector_act=keys.name("projector_hidden_act", "gelu"),
-        projector_bias=bool(keys.config.get("multimodal_projector_bias", True)),
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", True),
     )
 
 
@@ -249,8 +284,8 @@ def _llava_onevision(keys: _Keys, vision: _Keys) -> MediaConfig:
         family="llava_onevision",
         image_token_id=_image_token(keys, 151646),
         vision=tower,
-        projector_act=keys.name("projector_hidden_act", "gelu"),
-        projector_bias=bool(keys.config.get("multimodal_projector_bias", True)),
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", True),
         pinpoints=_pinpoints(keys, tower.image_size),
         max_tiles=int(digits),
     )
@@ -277,8 +312,8 @@ def _mistral3(keys: _Keys, vision: _Keys) -> MediaConfig:
         family="mistral3",
         image_token_id=_image_token(keys, 10),
         vision=msgspec.structs.replace(tower, merge_size=keys.count("spatial_merge_size", default=2)),
-        projector_act=keys.name("projector_hidden_act", "gelu"),
-        projector_bias=bool(keys.config.get("multimodal_projector_bias", False)),
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", False),
     )
 
 
@@ -295,18 +330,17 @@ def _idefics3(keys: _Keys, vision: _Keys) -> MediaConfig:
 
 def _qwen2_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
     size = vision.count("embed_dim", default=1280)
-    heads = vision.count("num_heads", default=16)
     tower = VisionConfig(
         tower="qwen2_vl",
         hidden_size=size,
         num_layers=vision.count("depth", default=32),
-        num_heads=heads,
-        head_dim=size // heads,
-        intermediate_size=int(size * float(vision.config.get("mlp_ratio", 4))),
-        hidden_act=vision.name("hidden_act", "quick_gelu"),
+        **vision.heads(size, "num_heads", 16, 4),
+        intermediate_size=int(size * vision.positive("mlp_ratio", 4)),
+        hidden_act=vision.act("hidden_act", "quick_gelu"),
         norm_eps=1e-6,
         patch_size=vision.count("patch_size", default=14),
         num_channels=vision.count("in_channels", default=3),
+        rope_theta=_theta(vision),
         temporal_patch_size=vision.count("temporal_patch_size", default=2),
         merge_size=vision.count("spatial_merge_size", default=2),
         out_size=vision.count("hidden_size", default=3584),
@@ -317,19 +351,18 @@ def _qwen2_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
 
 
 def _qwen2_5_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
-    size = vision.count("hidden_size", default=1280)
-    heads = vision.count("num_heads", default=16)
+    size = vision.count("hidden_size", default=3584)
     tower = VisionConfig(
         tower="qwen2_5_vl",
         hidden_size=size,
         num_layers=vision.count("depth", default=32),
-        num_heads=heads,
-        head_dim=size // heads,
+        **vision.heads(size, "num_heads", 16, 4),
         intermediate_size=vision.count("intermediate_size", default=3420),
-        hidden_act=vision.name("hidden_act", "silu"),
+        hidden_act=vision.act("hidden_act", "silu", gated=True),
         norm_eps=1e-6,
         patch_size=vision.count("patch_size", default=14),
         num_channels=vision.count("in_channels", default=3),
+        rope_theta=_theta(vision),
         temporal_patch_size=vision.count("temporal_patch_size", default=2),
         merge_size=vision.count("spatial_merge_size", default=2),
         window_size=vision.count("window_size", default=112),
@@ -343,24 +376,21 @@ def _qwen2_5_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
 
 def _qwen3_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
     size = vision.count("hidden_size", default=1152)
-    heads = vision.count("num_heads", default=16)
     depth = vision.count("depth", default=27)
     deep = _numbers(vision, "deepstack_visual_indexes", (8, 16, 24))
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < depth for layer in deep):
         raise _NotServedError(f"deepstack_visual_indexes {list(deep)} of {depth} layers do not ascend")
-    text = keys.config.get("text_config") or {}
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     tower = VisionConfig(
         tower="qwen3_vl",
         hidden_size=size,
         num_layers=depth,
-        num_heads=heads,
-        head_dim=size // heads,
+        **vision.heads(size, "num_heads", 16, 4),
         intermediate_size=vision.count("intermediate_size", default=4304),
-        hidden_act=vision.name("hidden_act", "gelu_pytorch_tanh"),
+        hidden_act=vision.act("hidden_act", "gelu_pytorch_tanh"),
         norm_eps=1e-6,
         patch_size=vision.count("patch_size", default=16),
         num_channels=vision.count("in_channels", default=3),
+        rope_theta=_theta(vision),
         temporal_patch_size=vision.count("temporal_patch_size", default=2),
         merge_size=vision.count("spatial_merge_size", default=2),
         out_size=vision.count("out_hidden_size", default=3584),
@@ -372,18 +402,23 @@ def _qwen3_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
         image_token_id=_image_token(keys, 151655),
         vision=tower,
         rope_sections=_sections(keys, (24, 20, 20)),
-        rope_interleaved=bool(rope.get("mrope_interleaved", True)),
+        rope_interleaved=_text_rope(keys).says("mrope_interleaved", True),
     )
 
 
 def _sections(keys: _Keys, default: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Pairs of a head that turn by time, height and width."""
-    text = keys.config.get("text_config") or keys.config
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections = tuple(rope.get("mrope_section") or default)
-    if len(sections) != 3 or not all(isinstance(each, int) and each >= 0 for each in sections):
+    sections = _numbers(_text_rope(keys), "mrope_section", default)
+    if len(sections) != 3 or min(sections) < 0:
         raise ModelError(f"{keys.origin}: mrope_section is {list(sections)!r:.80}; expected three numbers")
     return sections
+
+
+def _text_rope(keys: _Keys) -> _Keys:
+    """How the text model rotates."""
+    text = _Keys(keys.optional_object("text_config") or keys.config, keys.origin)
+    rope = text.optional_object("rope_parameters") or text.optional_object("rope_scaling") or {}
+    return _Keys(rope, keys.origin)
 
 
 def _gemma3(keys: _Keys, vision: _Keys) -> MediaConfig:
@@ -418,14 +453,14 @@ def _internvl(keys: _Keys, vision: _Keys) -> MediaConfig:
         eps=1e-6,
         defaults=(1024, 4096, 24, 16, 448, 14),
         rms=vision.config.get("norm_type") == "rms_norm",
-        qkv_bias=bool(vision.config.get("attention_bias", False)),
-        final_norm=not vision.config.get("use_mean_pooling", True),
+        qkv_bias=vision.says("attention_bias", False),
+        final_norm=not vision.says("use_mean_pooling", True),
     )
     return MediaConfig(
         family="internvl",
         image_token_id=_image_token(keys, 151667),
         vision=tower,
-        projector_act=keys.name("projector_hidden_act", "gelu"),
+        projector_act=keys.act("projector_hidden_act", "gelu"),
         shuffle=2,
     )
 
