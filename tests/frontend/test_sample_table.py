@@ -6,7 +6,7 @@ from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.adapters import Adapter
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
-from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.sample_table import MAX_GIVEN_BYTES, SampleTable
 from headrace.frontend.tenants import Tenant, TenantLimits
 
 
@@ -141,3 +141,19 @@ def test_a_request_that_was_split_into_calls_is_found_by_its_name():
     assert table.find("", "r") == [*first.samples, *second.samples]
     assert table.find("", "r/1") == [first.samples[1]]
     assert table.find("", "x") == []
+
+
+def test_what_clients_gave_as_images_is_bounded_and_one_call_alone_may_give_more():
+    table = make_table()
+    calls = [make_call(rid) for rid in "abc"]
+    for call in calls:
+        table.enter(call, "call", 0.0)
+    table.hold_given(calls[0], MAX_GIVEN_BYTES + 1)
+    with pytest.raises(CapacityError, match="take too much memory"):
+        table.hold_given(calls[1], 1)
+    table.leave(calls[1], 0.0)
+    table.leave(calls[0], 0.0)
+    table.hold_given(calls[2], MAX_GIVEN_BYTES - 1)
+    table.hold_given(calls[2], 1)
+    with pytest.raises(CapacityError):
+        table.hold_given(calls[2], 1)

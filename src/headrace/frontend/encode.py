@@ -173,6 +173,7 @@ class Encoder:
         """The prompts with their images, whose bytes the samples of the call hold from now on. Raises RequestError, CapacityError."""
         images = [prompt.given.images for prompt in call.prompts]
         self._images.check(images)
+        self._table.hold_given(state, sum(len(ref.url) + len(ref.data) for refs in images for ref in refs))
         contents = await add_images(self._images, contents, images)
         check_media_bytes(
             [(content, prompt.num_samples) for content, prompt in zip(contents, call.prompts, strict=True)]

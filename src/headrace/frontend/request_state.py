@@ -252,6 +252,7 @@ class CallState:
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
     timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
     is_list: its answer is a list. tenant: whose limits count. owner: whose it is, see `Caller`. token_text: text of a token for logprob lists.
+    given_bytes: of the images that its client gave.
     """
 
     def __init__(self, *, stream: bool, is_list: bool, token_text: TokenText) -> None:
@@ -268,6 +269,7 @@ class CallState:
         self.timeout_s = 0.0
         self.queue_timeout_s = 0.0
         self.abandoned = False
+        self.given_bytes = 0
         self.error: HeadraceError | None = None
         self._news: dict[int, ReqState] = {}
         self._waiter: asyncio.Future[None] | None = None
