@@ -165,6 +165,21 @@ def test_the_result_of_a_tool_may_be_an_image(server: Running, client: httpx.Cli
     assert images == [ImageRef(url=CODED)]
 
 
+def test_an_image_beside_a_call_is_shown_by_templates_without_tools(server: Running, client: httpx.Client):
+    call = {"id": "a", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [text("here"), image()], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": [image(), text("there")]},
+    ]
+    reply = client.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
+    assert reply.status_code == 200, reply.text
+
+    prompt, images = asked(server)
+    assert len(images) == prompt.count("<image>") == 2
+    assert prompt.index("here") < prompt.index("<image>") < prompt.index('<tool_call>\n{"name": "see"')
+
+
 def test_counts_have_the_tokens_of_images(server: Running, client: httpx.Client):
     path, body = BODIES["messages"]
     body = {name: value for name, value in body.items() if name != "max_tokens"}

@@ -14,7 +14,7 @@ from headrace.errors import RequestError
 from headrace.messages.media import ImageRef
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Conversation, Message, Tool, calls_of, with_arguments_as_text
-from headrace.server.chat.images import ImageMark, images_in, images_renamed, without_values
+from headrace.server.chat.images import ImageMark, images_in, images_renamed, is_image, without_values
 from headrace.server.context import ServingContext
 from headrace.text.batch_tokenizer import refuse_too_long
 from headrace.text.chat_templates import RESERVED_KWARGS, ChatTemplate
@@ -250,7 +250,10 @@ def _call_written_out(message: Message) -> Message:
     calls = calls_of(message)
     if not calls:
         return message
-    texts = [str(part["text"]) for part in _parts(content)] if content else []
-    for call in calls:
-        texts.append(f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>")
-    return {"role": message["role"], "content": "\n".join(texts)}
+    written = "\n".join(
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
+    )
+    parts = _parts(content) if content else []
+    if any(map(is_image, parts)):
+        return {"role": message["role"], "content": [*parts, {"type": "text", "text": f"\n{written}"}]}
+    return {"role": message["role"], "content": "\n".join([*(str(part["text"]) for part in parts), written])}
