@@ -50,7 +50,7 @@ def chat(page: Any, seeing: Running) -> Any:
 def opened(page: Any, url: str) -> Any:
     page.goto(f"{url}/ui/")
     expect(page.locator("#model-about")).to_contain_text("org/tiny")
-    page.wait_for_function("document.querySelector('ul.waiting-images')")
+    expect(page.locator("ul.waiting-images")).to_have_count(1)
     return page
 
 
@@ -173,4 +173,21 @@ def test_what_the_server_says_of_an_image_is_shown(chat: Any):
     expect(waiting(chat)).to_have_count(9)
     send(chat, "what?")
     expect(chat.locator("article.assistant")).to_contain_text("there are 9 images; the limit is 8")
+    chat.errors.clear()  # the browser logs the 400
+
+
+def test_an_edit_leaves_out_an_image_that_the_server_refused(chat: Any, seeing: Running):
+    choose(chat, *(f"{number}.png" for number in range(9)))
+    expect(waiting(chat)).to_have_count(9)
+    send(chat, "what?")
+    chat.locator("article.user").get_by_role("button", name="Edit").click()
+    check_accessible(chat)
+    chat.get_by_role("button", name="Remove image 9").focus()
+    chat.keyboard.press("Enter")
+    expect(chat.get_by_role("button", name="Remove image 8")).to_be_focused()
+    chat.get_by_role("button", name="Send", exact=True).first.click()
+    expect(chat.locator("article.user .branches")).to_contain_text("2/2")
+    expect(chat.locator("article.assistant").last).to_have_attribute("aria-busy", "false")
+    assert len(asked(seeing)[1] or []) == 8
+    expect(chat.locator("article.user").get_by_role("img")).to_have_count(8)
     chat.errors.clear()  # the browser logs the 400

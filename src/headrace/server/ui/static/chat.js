@@ -29,10 +29,10 @@ const actions = {
     show();
     focusIn(node, action);
   },
-  edit(node, text) {
+  edit(node, text, images) {
     if (runs.has(current.id)) return toast('A reply is being written: stop it first.');
     const parent = current.nodes[node.parent] ?? null;
-    const edited = current.add(parent, { role: node.role, content: text, images: node.images, finish: node.role === 'assistant' ? 'edited' : undefined });
+    const edited = current.add(parent, { role: node.role, content: text, images: images.length ? images : undefined, finish: node.role === 'assistant' ? 'edited' : undefined });
     if (node.role === 'user') reply(current, edited);
     else {
       save(current);

@@ -8,7 +8,7 @@ const NAMES = { user: 'You', assistant: 'Assistant', tool: 'Tool result' };
 const ENDINGS = { stopped: 'stopped', interrupted: 'interrupted', length: 'the limit of tokens is reached', abort: 'aborted by the server' };
 
 /**
- * The view of one message. actions: select(node), edit(node, text), regenerate(node), goOn(node), answerCalls(node, results), isLast(node).
+ * The view of one message. actions: select(node), edit(node, text, images), regenerate(node), goOn(node), answerCalls(node, results), isLast(node).
  * `update()` shows what is new while it streams.
  */
 export class MessageView {
@@ -109,8 +109,18 @@ export class MessageView {
       this.update();
       this.foot.querySelector('[data-action="Edit"]').focus();
     };
-    const save = () => this.actions.edit(node, box.value);
-    const form = h('form', { class: 'edit' }, box, h('div', { class: 'row' },
+    let images = node.images ?? [];
+    const pictures = h('div', { class: 'pictures' });
+    const draw = () => pictures.replaceChildren(...images.map((src, at) => h('div', {}, pictureView(src, at),
+      h('button', { type: 'button', class: 'small', 'aria-label': `Remove image ${at + 1}`, onclick: () => remove(at) }, '×'))));
+    const remove = (at) => {
+      images = images.filter((_, other) => other !== at);
+      draw();
+      (pictures.querySelectorAll('button')[Math.min(at, images.length - 1)] ?? box).focus();
+    };
+    draw();
+    const save = () => this.actions.edit(node, box.value, images);
+    const form = h('form', { class: 'edit' }, images.length ? pictures : null, box, h('div', { class: 'row' },
       h('button', { type: 'submit', class: 'primary' }, isUser ? 'Send' : 'Save'), h('button', { type: 'button', onclick: leave }, 'Cancel')));
     form.addEventListener('submit', (event) => {
       event.preventDefault();
