@@ -58,7 +58,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     encoder: what only encoders have; None for a decoder. An encoder's `rms_norm_eps` is that of its LayerNorms, and `max_position_embeddings` is
     the longest text, without the rows of the table that no token uses.
     media: its eyes, None without any; blind: why those that it has are not served.
-    raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built.
+    raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built. around: of a model with eyes, the
+    dict that this is in.
     """
 
     model_type: str
@@ -94,6 +95,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaConfig | None = None
     blind: str = ""
     raw: dict[str, Any] = {}
+    around: dict[str, Any] = {}
+
+    def as_file(self, **changes: Any) -> dict[str, Any]:
+        """What is in config.json, with changes of the text model's keys."""
+        if not self.around:
+            return self.raw | changes
+        text = {key: value for key, value in self.raw.items() if key != "vision_config"}
+        tied = {"tie_word_embeddings": self.tie_word_embeddings}
+        return self.around | changes | tied | {"text_config": text | changes}
 
     def rope_for(self, layer: int) -> RopeConfig:
         """The rotary parameters of decoder layer `layer` (from 0)."""
@@ -127,6 +137,7 @@ def parse_hf_config(
     """
     generation = generation or {}
     media, blind = read_media(config, origin)
+    around = config if media is not None or blind else {}
     config = _text_config(config, origin)
     if config["model_type"] in ENCODERS:
         return _encoder(config, origin)
@@ -181,6 +192,7 @@ def parse_hf_config(
         quantization=keys.optional_object("quantization_config"),
         media=media,
         blind=blind,
+        around=around,
         raw=config,
     )
 

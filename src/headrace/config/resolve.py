@@ -280,7 +280,12 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
     changed = parse_hf_config(model.raw | changes, origin="config.json with --json-model-override-args")
     eos = changed.eos_token_ids if "eos_token_id" in changes else model.eos_token_ids
     return msgspec.structs.replace(
-        changed, eos_token_ids=eos, sampling_defaults=model.sampling_defaults, media=model.media, blind=model.blind
+        changed,
+        eos_token_ids=eos,
+        sampling_defaults=model.sampling_defaults,
+        media=model.media,
+        blind=model.blind,
+        around=model.around,
     )
 
 

@@ -28,7 +28,10 @@ from headrace.execution.perplexity import WindowRunner
 from headrace.layers.quantization import integer_format
 from headrace.layers.quantization.base import Calibrator
 from headrace.layers.weight import Observable, Placement, Weight
+from headrace.models.decoder import DecoderLM
 from headrace.models.registry import model_class_for
+from headrace.models.seeing import stored_name
+from headrace.models.spec import Model
 
 Progress = Callable[[str], None]
 
@@ -79,11 +82,19 @@ def quantize_checkpoint(
     model = load_model(checkpoint, spec, placement, threads=threads)
     runner = WindowRunner(model, config, backend, placement.max_positions)
     weights = {weight.name: weight for weight in model.weights()}
-    matrices = _quantized(weights, scheme, runner, windows, progress, threads)
+    of_text = {name: weight for name, weight in weights.items() if name not in _tower(model)}
+    matrices = _quantized(of_text, scheme, runner, windows, progress, threads)
     output.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(checkpoint, spec.renaming(config), weights, matrices)
+    tensors = {stored_name(config, name): tensor for name, tensor in tensors.items()}
     save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(_config(config, scheme), indent=2) + "\n")
+
+
+def _tower(model: Model) -> frozenset[str]:
+    """Names of the weights that see: no text calibrates them, and they are rounded when they are loaded."""
+    encoder = model.encoder if isinstance(model, DecoderLM) else None
+    return frozenset() if encoder is None else frozenset(weight.name for weight in encoder.weights())
 
 
 def _quantized(
@@ -119,13 +130,13 @@ def _tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors to store: quantised matrices in parts, everything else unchanged."""
     tensors: dict[str, torch.Tensor] = {}
-    for stored_name in checkpoint.tensor_names():
-        name = rename(stored_name)
+    for name_there in checkpoint.tensor_names():
+        name = rename(name_there)
         if name in matrices:
             base = name.removesuffix(".weight")
             tensors |= {f"{base}.{suffix}": part for suffix, part in own_tensors(matrices[name]).items()}
         elif name in weights:
-            kept = checkpoint.tensor(stored_name)
+            kept = checkpoint.tensor(name_there)
             tensors[name] = kept.to(torch.bfloat16).contiguous() if kept.dim() > 1 else kept.contiguous()
     return tensors
 
@@ -133,10 +144,10 @@ def _tensors(
 def _config(config: ModelConfig, scheme: StoredScheme) -> dict[str, Any]:
     """config.json of the quantised model."""
     quantization = {"quant_method": OWN_METHOD, "scheme": scheme, "group_size": KERNEL_GROUP}
-    raw = config.raw | {"quantization_config": quantization, "torch_dtype": "bfloat16"}
+    changes: dict[str, Any] = {"quantization_config": quantization, "torch_dtype": "bfloat16"}
     if config.eos_token_ids:
-        raw["eos_token_id"] = list(config.eos_token_ids)
-    return raw
+        changes["eos_token_id"] = list(config.eos_token_ids)
+    return config.as_file(**changes)
 
 
 def _passes(linears: Sequence[Weight]) -> Iterator[list[Weight]]:

@@ -26,12 +26,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class WeightSaver:
-    """save_dir: the operator's folder; None = saving is off. config: of the model, in the form of config.json. quantization: of the weights."""
+    """save_dir: the operator's folder; None = saving is off. config: of the model, in the form of config.json. quantization: of the weights. stored:
+    the name in a checkpoint of a weight of the model."""
 
-    def __init__(self, save_dir: str | None, config: Mapping[str, Any], quantization: Scheme) -> None:
+    def __init__(
+        self,
+        save_dir: str | None,
+        config: Mapping[str, Any],
+        quantization: Scheme,
+        stored: Callable[[str], str] = lambda name: name,
+    ) -> None:
         self._save_dir = save_dir
         self._config = config
         self._quantization = quantization
+        self._stored = stored
 
     def target(self, name: str) -> Path:
         """The new folder `name` of `save_dir`. Raises RequestError if it cannot be written."""
@@ -69,7 +77,7 @@ class WeightSaver:
             unfinished.mkdir(parents=True)
             (unfinished / "config.json").write_text(json.dumps(dict(self._config), indent=2))
             num_bytes, num_files = 0, 0
-            for number, part in enumerate(_parts(weights, read)):
+            for number, part in enumerate(_parts(weights, read, self._stored)):
                 num_files = number + 1
                 with (unfinished / f"model-rank-0-part-{number}.safetensors").open("xb") as file:
                     for data in safetensors_parts(part):
@@ -88,7 +96,7 @@ class WeightSaver:
 
 
 def _parts(
-    weights: Iterable[Weight], read: Callable[[Weight], torch.Tensor]
+    weights: Iterable[Weight], read: Callable[[Weight], torch.Tensor], stored: Callable[[str], str]
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The weights in Hugging Face's layout, in the precision in which they are kept, about PART_BYTES at a time."""
     part: list[tuple[str, torch.Tensor]] = []
@@ -98,7 +106,7 @@ def _parts(
         if part and num_bytes + tensor.nbytes > PART_BYTES:
             yield part
             part, num_bytes = [], 0
-        part.append((weight.name, tensor))
+        part.append((stored(weight.name), tensor))
         num_bytes += tensor.nbytes
     if part:
         yield part

@@ -1,6 +1,7 @@
 """Makes the `ModelWeights` of a loaded model. Runs once at start, in the process that runs the model."""
 
 from dataclasses import replace
+from functools import partial
 
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.pooling import read_pooling
@@ -11,6 +12,7 @@ from headrace.execution.released import DraftMemory
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.setup import Setup, check_unchanged, fingerprint_of, open_model
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
+from headrace.models.seeing import stored_name
 from headrace.models.spec import Model
 
 
@@ -37,5 +39,6 @@ def updatable_weights(
     weights = ModelWeights(model, attention, pool, rename, spec.ignored, load, draft=draft)
     # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
     weights.holds_steps = spec.name == "transformers" and not setup.is_cpu
-    weights.saver = WeightSaver(args.save_dir, model_config.raw, setup.config.quantization)
+    stored = partial(stored_name, model_config)
+    weights.saver = WeightSaver(args.save_dir, model_config.as_file(), setup.config.quantization, stored)
     return weights

@@ -63,6 +63,7 @@ _UNRELATED = frozenset(
         "sampling_defaults",
         "quantization",
         "raw",
+        "around",
     }
 )
 """Config fields that do not affect the computation."""

@@ -118,7 +118,7 @@ def open_cache(checkpoint: Checkpoint, model_class: str, placement: Placement) -
         assert native.__file__ is not None, native
         extension = Path(native.__file__).stat()
         facts = {
-            "config": checkpoint.config.raw,
+            "config": checkpoint.config.as_file(),
             "model_class": model_class,
             "dtype": str(placement.weight_dtype),
             "quantization": placement.quantization,

@@ -41,7 +41,8 @@ def seeing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
         model = spec.build(config, placement)
         if config.media is not None and placement.shard.is_whole and placement.stage.is_whole:
             assert isinstance(model, DecoderLM), spec.name
-            model.encoder = make_encoder(config, placement)
+            # In as many bits as the output projection: towers are small, and many tokens depend on what they give.
+            model.encoder = make_encoder(config, placement.head)
         return model
 
     return replace(
@@ -50,6 +51,14 @@ def seeing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
         renaming=lambda config: _renaming(spec.renaming(config)),
         ignored=(*spec.ignored, *_EYES),
     )
+
+
+def stored_name(config: ModelConfig, name: str) -> str:
+    """The name of a tensor of the model in a checkpoint of its family, as transformers 5 spells it."""
+    if not config.around or name.startswith("lm_head."):
+        return name
+    text = "model.text_model." if config.around["model_type"] in ("idefics3", "smolvlm") else "model.language_model."
+    return text + name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"
 
 
 def _renaming(rename: Callable[[str], str]) -> Callable[[str], str]:

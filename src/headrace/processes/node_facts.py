@@ -42,7 +42,7 @@ def _model(args: ServerArgs) -> str:
     checkpoint = dummy_checkpoint(path) if is_random else open_checkpoint(path)
     try:
         files = () if is_random else checkpoint.files()
-        return content_of(files_fingerprint(files, {"config": checkpoint.config.raw}))
+        return content_of(files_fingerprint(files, {"config": checkpoint.config.as_file()}))
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
     finally:
