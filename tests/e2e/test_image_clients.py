@@ -159,5 +159,8 @@ def test_a_program_that_owns_its_server_sends_bytes(folder: Path):
         reply = runtime.chat(messages, max_tokens=NUM_TOKENS, temperature=0)
         greedy = {"temperature": 0, "max_new_tokens": NUM_TOKENS}
         generated = runtime.generate(prompt, greedy, image_data=[FILE])
+        for salt, num_encoded in ((None, 1), ("mine", 2), ("mine", 2), ("yours", 3)):
+            assert runtime.generate(prompt, greedy, image_data=FILE, cache_salt=salt)["text"] == reply.text
+            assert runtime.internal_state().encodings.num_encoded == num_encoded
     assert generated["text"] == reply.text
     assert generated["meta_info"]["prompt_tokens"] == reply.usage.prompt_tokens

@@ -86,12 +86,14 @@ class Loader:
 
     def __init__(self) -> None:
         self.closed = False
+        self.owners: list[str] = []
 
     def append(self, tokens, more):
         tokens += more
         return len(tokens) - len(more)
 
-    async def load(self, refs):
+    async def load(self, refs, owner=""):
+        self.owners.append(owner)
         await asyncio.sleep(0)
         return [Loaded(MediaItem(ref.url.encode().ljust(16, b"."), 2, bytes(8), (2,))) for ref in refs]
 
@@ -110,7 +112,10 @@ async def test_images_take_the_place_of_their_tokens():
     prompts = [content(1, 5, 2, 5), content(1, 2), content(5)]
     images = [[ImageRef(url="a"), ImageRef(url="b")], [], [ImageRef(url="a")]]
 
-    first, text, last = await add_images(PromptImages(Loader()), prompts, images)
+    loader = Loader()
+    first, text, last = await add_images(PromptImages(loader), prompts, images, ["x", "y", "z"])
+
+    assert loader.owners == ["x", "z"]
 
     assert first.ids() == [1, 7, 8, 7, 2, 7, 8, 7]
     assert first.spans == (MediaSpan(1, 1, 0), MediaSpan(3, 1, 0, 1), MediaSpan(5, 1, 1), MediaSpan(7, 1, 1, 1))

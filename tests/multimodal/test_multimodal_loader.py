@@ -14,7 +14,7 @@ from seeing_checkpoints import file_of, picture, write_checkpoint
 
 from headrace.config.media_args import MediaArgs, parse_media_domains
 from headrace.errors import ExecutionError, RequestError
-from headrace.messages.media import ImageRef
+from headrace.messages.media import KEY_BYTES, ImageRef
 from headrace.multimodal import sources
 from headrace.multimodal.image_messages import Done
 from headrace.multimodal.loader import MediaLoader, make_loader
@@ -243,6 +243,17 @@ async def test_the_same_image_is_decoded_once_for_all_who_wait(slow):
     assert pool.asked == [b"same"]
     await loader.load(refs(b"same"))
     assert pool.asked == [b"same"]
+
+
+async def test_owners_share_no_image(slow):
+    loader, pool = slow
+    pool.going.release(3)
+    mine, yours, again = [await loader.load(refs(b"same"), owner) for owner in ("me", "you", "me")]
+    assert pool.asked == [b"same", b"same"]
+    assert again == mine
+    assert mine[0].item.key != yours[0].item.key
+    assert mine[0].item.values == yours[0].item.values
+    assert len(mine[0].item.key) == KEY_BYTES
 
 
 async def test_an_image_that_is_refused_is_refused_for_all_who_wait_and_not_kept(slow):

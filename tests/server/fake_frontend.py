@@ -32,6 +32,7 @@ from headrace.frontend.sample_update import (
     SampleUsage,
     TokenLogprobs,
 )
+from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.cache_tree import CacheNode, CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
 from headrace.messages.media import ImageRef, MediaInfo
@@ -195,7 +196,9 @@ class FakeFrontend:
         self.own_counters = {"num_unknown_outputs": 0}
         self.replies: list[tuple[str, int]] = []
 
-    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
+    async def ids_with_images(
+        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = NOBODY
+    ) -> list[int]:
         self.counted = [*input_ids], [*image_data]
         return [*input_ids, *[0] * (IMAGE_TOKENS - 1) * len(image_data)]
 

@@ -174,7 +174,8 @@ class Encoder:
         images = [prompt.given.images for prompt in call.prompts]
         self._images.check(images)
         self._table.hold_given(state, sum(len(ref.url) + len(ref.data) for refs in images for ref in refs))
-        contents = await add_images(self._images, contents, images)
+        owners = [state.tenant.namespace(prompt.namespace) for prompt in call.prompts]
+        contents = await add_images(self._images, contents, images, owners)
         check_media_bytes(
             [(content, prompt.num_samples) for content, prompt in zip(contents, call.prompts, strict=True)]
         )

@@ -58,8 +58,11 @@ class ImageLoader(Protocol):
     def append(self, tokens: list[int], more: Sequence[int]) -> int:
         """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
 
-    async def load(self, refs: Sequence[ImageRef]) -> Sequence[LoadedImage]:
-        """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong."""
+    async def load(self, refs: Sequence[ImageRef], owner: str = "") -> Sequence[LoadedImage]:
+        """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong.
+
+        owner: only those with the same one share what is kept of images, here and in the encoder.
+        """
 
     def stats(self) -> ImageStats:
         """What has been done so far."""
@@ -97,8 +100,8 @@ class PromptImages:
         """Why the model does not see."""
         return blindness(self.blind)
 
-    async def add(self, ids: Sequence[int], refs: Sequence[ImageRef]) -> PromptContent:
-        """A prompt with images in place of its image tokens, in order. Raises RequestError."""
+    async def add(self, ids: Sequence[int], refs: Sequence[ImageRef], owner: str = "") -> PromptContent:
+        """A prompt with images in place of its image tokens, in order. owner: see `ImageLoader.load`. Raises RequestError."""
         loader = self.loader
         assert loader is not None, "check has refused it"
         places = [index for index, token_id in enumerate(ids) if token_id == loader.image_token_id]
@@ -109,7 +112,7 @@ class PromptImages:
                 f"write {token} once where each image belongs",
                 _FIELD,
             )
-        images = await loader.load(refs)
+        images = await loader.load(refs, owner)
         tokens: list[int] = []
         spans: list[MediaSpan] = []
         end = 0
@@ -167,11 +170,16 @@ def check_media_bytes(contents: Sequence[tuple[PromptContent, int]]) -> None:
 
 
 async def add_images(
-    images: PromptImages, contents: Sequence[PromptContent], prompts: Sequence[Sequence[ImageRef]]
+    images: PromptImages,
+    contents: Sequence[PromptContent],
+    prompts: Sequence[Sequence[ImageRef]],
+    owners: Sequence[str],
 ) -> list[PromptContent]:
-    """`contents` with the images of each prompt. Raises RequestError."""
+    """`contents` with the images of each prompt. owners: of the prompts, see `ImageLoader.load`. Raises RequestError."""
     with_images = [index for index, refs in enumerate(prompts) if refs]
-    done = await asyncio.gather(*(images.add(contents[index].ids(), prompts[index]) for index in with_images))
+    done = await asyncio.gather(
+        *(images.add(contents[index].ids(), prompts[index], owners[index]) for index in with_images)
+    )
     found = dict(zip(with_images, done, strict=True))
     return [found.get(index, content) for index, content in enumerate(contents)]
 

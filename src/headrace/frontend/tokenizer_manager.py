@@ -274,10 +274,13 @@ class TokenizerManager:
         """`generate_request` of a call whose inputs become vectors."""
         return self.generate_request(obj, is_disconnected, caller=caller)
 
-    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
-        """The tokens of a prompt with those of images in place of its image tokens. Raises RequestError."""
+    async def ids_with_images(
+        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = NOBODY
+    ) -> list[int]:
+        """The tokens of a prompt with those of images in place of its image tokens. caller: whose images they are. Raises RequestError."""
         self.images.check([image_data])
-        return list((await self.images.add(input_ids, image_data)).ids())
+        owner = (caller.tenant or self._anybody).namespace("")
+        return list((await self.images.add(input_ids, image_data, owner)).ids())
 
     def _check_accepting(self) -> None:
         self.engine_loop.check()

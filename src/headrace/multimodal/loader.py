@@ -24,7 +24,7 @@ from headrace.checkpoint.media_config import read_media
 from headrace.config.media_args import MediaArgs
 from headrace.errors import ExecutionError, ModelError, RequestError
 from headrace.messages.image_stats import ImageStats
-from headrace.messages.media import ImageRef, MediaInfo, MediaItem
+from headrace.messages.media import KEY_BYTES, ImageRef, MediaInfo, MediaItem
 from headrace.multimodal.families import Family, Vocabulary, make_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.image_pool import ImagePool
@@ -107,11 +107,14 @@ class MediaLoader:
             num_killed=self._pool.num_killed,
         )
 
-    async def load(self, refs: Sequence[ImageRef]) -> list[Loaded]:
-        """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong, and ExecutionError."""
+    async def load(self, refs: Sequence[ImageRef], owner: str = "") -> list[Loaded]:
+        """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong, and ExecutionError.
+
+        owner: only those with the same one share what is kept, so that nobody learns by the time what others sent.
+        """
         places = asyncio.Semaphore(_AT_A_TIME)
         several = len(refs) > 1
-        tasks = [asyncio.create_task(self._load_one(ref, several, places)) for ref in refs]
+        tasks = [asyncio.create_task(self._load_one(ref, several, places, owner)) for ref in refs]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for number, task in enumerate(tasks):
@@ -135,16 +138,16 @@ class MediaLoader:
         for threads in (self._pool_threads, self._threads, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load_one(self, ref: ImageRef, several: bool, places: asyncio.Semaphore) -> Loaded:
+    async def _load_one(self, ref: ImageRef, several: bool, places: asyncio.Semaphore, owner: str) -> Loaded:
         """several: it is one of several images of a prompt."""
         low = (ref.detail == "low" and self._has_low) or (ref.detail == "auto" and several and self._several_are_low)
         async with places, self._bytes(ref) as data:
-            key = await asyncio.get_running_loop().run_in_executor(self._threads, _content_key, data, low)
+            key = await asyncio.get_running_loop().run_in_executor(self._threads, _content_key, data, low, owner)
             loaded = self._cache.get(key)
             if loaded is not None or key in self._flights:
                 self._num_hits += 1
             if loaded is None:
-                loaded = await self._flights.share(key, lambda: self._prepare(key, data, low))
+                loaded = await self._flights.share(key, lambda: self._prepare(key, data, low, owner))
             self._num_loaded += 1
             return loaded
 
@@ -164,7 +167,7 @@ class MediaLoader:
                 self._fetch_s += time.perf_counter() - begun_s
                 yield data
 
-    async def _prepare(self, key: bytes, data: bytes, low: bool) -> Loaded:
+    async def _prepare(self, key: bytes, data: bytes, low: bool, owner: str) -> Loaded:
         begun_s = time.perf_counter()
         self._costly.check(key)
         try:
@@ -181,7 +184,13 @@ class MediaLoader:
         finally:
             self._decode_s += time.perf_counter() - begun_s
         layout = self._family.layout(done.shape, done.grid)
-        item = MediaItem(done.key, layout.num_rows, done.values, done.shape, grid=done.grid)
+        item = MediaItem(
+            _owned(done.key, owner, KEY_BYTES) if owner else done.key,
+            layout.num_rows,
+            done.values,
+            done.shape,
+            grid=done.grid,
+        )
         loaded = Loaded(item, layout)
         self._cache.put(key, loaded)
         return loaded
@@ -204,8 +213,14 @@ def make_loader(folder: Path, model_type: str, tokenizer: Vocabulary, args: Medi
     return MediaLoader(family, bounded(settings, args.max_patches), args)
 
 
-def _content_key(data: bytes, low: bool) -> bytes:
-    return hashlib.blake2b(data, digest_size=32, person=b"low" if low else b"").digest()
+def _content_key(data: bytes, low: bool, owner: str) -> bytes:
+    key = hashlib.blake2b(data, digest_size=32, person=b"low" if low else b"").digest()
+    return _owned(key, owner, 32)
+
+
+def _owned(key: bytes, owner: str, num_bytes: int) -> bytes:
+    """A key that differs for each owner."""
+    return hashlib.blake2b(key + owner.encode(), digest_size=num_bytes).digest()
 
 
 def _num_bytes(loaded: Loaded) -> int:

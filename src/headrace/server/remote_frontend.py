@@ -59,9 +59,12 @@ class RemoteFrontend:
             arguments["caller"] = WireCaller.of(caller)
         return self._calls.stream("encode_request", _UPDATES.decode, arguments)
 
-    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
+    async def ids_with_images(
+        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = NOBODY
+    ) -> list[int]:
         """Raises RequestError."""
-        ids: list[int] = await self._calls.call("ids_with_images", input_ids=input_ids, image_data=image_data)
+        given = {"input_ids": input_ids, "image_data": image_data, "caller": WireCaller.of(caller)}
+        ids: list[int] = await self._calls.call("ids_with_images", **given)
         return ids
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:

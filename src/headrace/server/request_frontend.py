@@ -177,8 +177,10 @@ class RequestFrontend(Protocol):
         """
         ...
 
-    async def ids_with_images(self, input_ids: list[int], image_data: list[ImageRef]) -> list[int]:
-        """The tokens of a prompt with those of images in place of its image tokens. Raises RequestError."""
+    async def ids_with_images(
+        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = ...
+    ) -> list[int]:
+        """The tokens of a prompt with those of images in place of its image tokens. caller: whose images they are. Raises RequestError."""
         ...
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:

@@ -15,7 +15,7 @@ from headrace.messages.media import ImageRef
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Conversation, Message, Tool, calls_of, with_arguments_as_text
 from headrace.server.chat.images import ImageMark, images_in, images_renamed, is_image, without_values
-from headrace.server.context import ServingContext
+from headrace.server.context import Asker, ServingContext
 from headrace.text.batch_tokenizer import refuse_too_long
 from headrace.text.chat_templates import RESERVED_KWARGS, ChatTemplate
 from headrace.text.tokenizers import RenderedPrompt
@@ -37,12 +37,12 @@ class ChatPrompt:
     marks: tuple[int, ...] = ()
     images: tuple[ImageRef, ...] = ()
 
-    async def ids_with_images(self, context: ServingContext) -> list[int]:
-        """The tokens that the model reads: those of images in place of the image tokens. Raises RequestError."""
+    async def ids_with_images(self, context: ServingContext, asker: Asker) -> list[int]:
+        """The tokens that the model reads: those of images in place of the image tokens. asker: whose images they are. Raises RequestError."""
         if not self.images:
             return self.ids
         try:
-            return await context.frontend.ids_with_images(list(self.ids), list(self.images))
+            return await context.frontend.ids_with_images(list(self.ids), list(self.images), asker.caller)
         except RequestError as error:
             raise images_renamed(error) from None
 

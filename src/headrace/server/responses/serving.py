@@ -76,7 +76,7 @@ class ResponsesAPI:
             earlier = before.items() if before is not None else ()
             asked = asked_response(request, earlier, items, self.context.model.context_length)
             response_id = f"resp_{uuid.uuid4().hex}"
-            chat = await self._call(request, asked, response_id, adapter)
+            chat = await self._call(exchange, request, asked, response_id, adapter)
             exchange.name_request(response_id)
             reply = ResponseReply(
                 response_id,
@@ -190,7 +190,12 @@ class ResponsesAPI:
         return [known[str(item["id"])] if _is_reference(item) else item for item in items]
 
     async def _call(
-        self, request: ResponsesRequest, asked: AskedResponse, response_id: str, adapter: str | None
+        self,
+        exchange: Exchange,
+        request: ResponsesRequest,
+        asked: AskedResponse,
+        response_id: str,
+        adapter: str | None,
     ) -> ChatCall:
         fields: dict[str, Any] = {
             "rid": response_id,
@@ -206,7 +211,7 @@ class ResponsesAPI:
         }
         conversation = asked.conversation
         if request.truncation == "auto":
-            conversation = await fitting(self.context, conversation, request.max_output_tokens)
+            conversation = await fitting(self.context, conversation, request.max_output_tokens, exchange)
         return await chat_call(self.context, conversation, asked.sampling, clamps_limit=True, **fields)
 
     async def _whole(

@@ -9,10 +9,12 @@ from dataclasses import replace
 from headrace.errors import ContextLengthError
 from headrace.server.chat.conversation import Conversation, Message
 from headrace.server.chat.prompt import chat_prompt
-from headrace.server.context import ServingContext
+from headrace.server.context import Asker, ServingContext
 
 
-async def fitting(context: ServingContext, conversation: Conversation, max_output_tokens: int | None) -> Conversation:
+async def fitting(
+    context: ServingContext, conversation: Conversation, max_output_tokens: int | None, asker: Asker
+) -> Conversation:
     """The conversation without as many of its oldest messages as is needed to leave room for the output.
 
     The room is `max_output_tokens`, or an eighth of the context if it is not limited, and at most half of it. The system message at the
@@ -26,7 +28,7 @@ async def fitting(context: ServingContext, conversation: Conversation, max_outpu
             prompt = await context.in_text_thread(lambda: chat_prompt(context, shorter))
         except ContextLengthError:
             return False
-        return len(await prompt.ids_with_images(context)) <= most
+        return len(await prompt.ids_with_images(context, asker)) <= most
 
     if await fits(conversation):
         return conversation
