@@ -31,6 +31,7 @@ NORMALISED = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 
 SPECIAL: dict[str, list[str]] = {
     "llava": ["<image>"],
+    "llava_next": ["<image>"],
     "llava_onevision": ["<image>"],
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>"],
     "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
@@ -44,14 +45,12 @@ SPECIAL: dict[str, list[str]] = {
     "qwen2_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
     "qwen2_5_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
     "qwen3_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
-    "qwen3_vl": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
 }
 """Tokens for images, by family; the first is that which stands for each row of an image."""
 IN_A_PROMPT = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "internvl": "<IMG_CONTEXT>",
@@ -97,6 +96,9 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
         case "llava":
             vision = transformers.CLIPVisionConfig(image_size=56, patch_size=14, **VISION)
             return whole("llava", llama, vision, image_token_index=image)
+        case "llava_next":
+            vision = transformers.CLIPVisionConfig(image_size=56, patch_size=14, **VISION)
+            return whole(family, llama, vision, image_token_index=image, image_grid_pinpoints=PINPOINTS)
         case "llava_onevision":
             vision = transformers.SiglipVisionConfig(image_size=56, patch_size=14, vision_use_head=False, **VISION)
             qwen = transformers.Qwen2Config(**{name: value for name, value in text.items() if name != "head_dim"})
@@ -120,20 +122,11 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
             vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 14, "out_hidden_size": 64}
             vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
             return whole(family, text | {"rope_parameters": rope}, vision, **_qwen_tokens(ids))
-        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl":
-            left_out = ("tie_word_embeddings",) if family == "qwen3_vl" else ("head_dim", "tie_word_embeddings")
-            shared = {name: value for name, value in text.items() if name not in left_out}
+        case "qwen2_vl" | "qwen2_5_vl":
+            shared = {name: value for name, value in text.items() if name not in ("head_dim", "tie_word_embeddings")}
             shared["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
             vision = {"depth": 2, "num_heads": 2, "patch_size": 14}
-            if family == "qwen3_vl":
-                vision |= {
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "out_hidden_size": 64,
-                    "num_position_embeddings": 64,
-                }
-                vision |= {"deepstack_visual_indexes": [0]}
-            elif family == "qwen2_vl":
+            if family == "qwen2_vl":
                 vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
             else:
                 vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 56}
@@ -167,6 +160,10 @@ def processor(family: str) -> dict[str, Any]:
             size = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}, "do_image_splitting": True}
             kind = {"image_processor_type": "SmolVLMImageProcessor", "processor_class": "SmolVLMProcessor"}
             return {**kind, **size, **NORMALISED}
+        case "llava_next":
+            size = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, "do_center_crop": True}
+            kind = {"image_processor_type": "LlavaNextImageProcessor", "processor_class": "LlavaNextProcessor"}
+            return {**kind, **size, "image_grid_pinpoints": PINPOINTS}
         case "llava_onevision":
             kind = {
                 "image_processor_type": "LlavaOnevisionImageProcessor",

@@ -88,6 +88,12 @@ def continued(family: str, model: Any, content: PromptContent) -> list[int]:
             inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}
         case "smolvlm":
             inputs["pixel_values"] = inputs["pixel_values"][None]
+        case "llava_next":
+            most = max(map(len, values))
+            pads = [(0, 0, 0, 0, 0, 0, 0, most - len(one)) for one in values]
+            tiles = [torch.nn.functional.pad(one, pad) for one, pad in zip(values, pads, strict=True)]
+            sizes = torch.tensor([item.grid[1:] for item in content.media])
+            inputs = {"pixel_values": torch.stack(tiles), "image_sizes": sizes}
         case "llava_onevision":
             inputs["image_sizes"] = torch.tensor([item.grid[1:] for item in content.media])
             inputs["pixel_values"] = torch.stack(values)

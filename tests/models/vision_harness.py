@@ -264,6 +264,18 @@ FAMILIES: dict[str, Family] = {
         ((1, 6, 6),) * 3,
         _one_by_one,
     ),
+    "llava_next": Family(
+        lambda: _config(
+            "llava_next",
+            _llama(),
+            transformers.CLIPVisionConfig(image_size=16, **_VISION),
+            image_token_index=IMAGE,
+            image_grid_pinpoints=[[16, 16], [16, 48], [32, 32], [48, 16]],
+        ),
+        ((2, 4, 4), (2, 4, 4), (4, 4, 4)),
+        _anyres,
+        pixels=((15, 6), (5, 15), (11, 55)),
+    ),
     "llava_onevision": Family(
         lambda: _config(
             "llava_onevision",

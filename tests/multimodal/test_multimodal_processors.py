@@ -37,6 +37,10 @@ CASES = {
     "anyres": ("llava_onevision", "LlavaOnevision", "llava_onevision", {
         "size": {"height": 32, "width": 32}, "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64], [96, 32], [160, 64], [64, 192]],
     }),
+    "anyres, cropped": ("llava_next", "LlavaNext", "llava_next", {
+        "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
+        "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]],
+    }),
     "tiled": ("got_ocr2", "GotOcr2", "internvl", {"size": {"height": 32, "width": 32}, "crop_to_patches": True}),
     "tiled, not square": ("got_ocr2", "GotOcr2", "internvl", {
         "size": {"height": 24, "width": 40}, "crop_to_patches": True, "min_patches": 2, "max_patches": 9,

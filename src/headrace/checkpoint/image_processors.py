@@ -126,6 +126,13 @@ _KINDS = {
         default_to_square=False,
         image_grid_pinpoints=[[height * 384, width * 384] for height in range(1, 7) for width in range(1, 7)],
     ),
+    "LlavaNext": _kind(
+        "anyres",
+        _CLIP,
+        "image_grid_pinpoints",
+        image_grid_pinpoints=[[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        **_CROPPED,
+    ),
     "GotOcr2": _kind(
         "tiled",
         _CLIP,
@@ -146,6 +153,7 @@ _KIND_OF_FAMILY = {
     "qwen2_5_vl": "Qwen2VL",
     "gemma3": "Gemma3",
     "mistral3": "Pixtral",
+    "llava_next": "LlavaNext",
     "llava_onevision": "LlavaOnevision",
     "internvl": "GotOcr2",
     "qwen3_vl": "Qwen2VL",
@@ -201,6 +209,8 @@ def _settings(keys: "_Keys", kind: _Kind, name: str) -> ImageSettings:
     elif keys.config.get("use_square_size"):
         size = Size(height=size.shortest_edge, width=size.shortest_edge)
     crop = keys.size("crop_size", square=True) if keys.flag("do_center_crop") else Size()
+    if name == "LlavaNext":
+        size, crop = _tile_size(size, keys), Size()
     patch = keys.config.get("patch_size", 0)
     if isinstance(patch, dict):
         patch = patch.get("height") if patch.get("height") == patch.get("width") else None
@@ -227,6 +237,15 @@ def _settings(keys: "_Keys", kind: _Kind, name: str) -> ImageSettings:
     if 0.0 in settings.std:
         raise ModelError("the image processor's image_std has a 0")
     return settings
+
+
+def _tile_size(size: Size, keys: "_Keys") -> Size:
+    """Of LLaVA-NeXT: a side to which images are resized, and which is what is cut from their middle: everything."""
+    side = size.shortest_edge or size.height
+    square = Size(height=side, width=side)
+    if keys.size("crop_size", square=True) not in (Size(), square) or size not in (Size(shortest_edge=side), square):
+        raise ModelError("the image processor's crop_size is not its size")
+    return square
 
 
 def _check_size(settings: ImageSettings) -> None:

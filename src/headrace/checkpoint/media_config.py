@@ -25,6 +25,7 @@ SERVED: dict[str, str] = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL (dense)",
     "gemma3": "Gemma 3 from 4B on",
+    "llava_next": "LLaVA 1.6 (LLaVA-NeXT)",
     "llava_onevision": "LLaVA-OneVision (images)",
     "internvl": "InternVL 2.5, 3 and 3.5 (transformers' format)",
     "mistral3": "Mistral Small 3.1 and later",
@@ -74,7 +75,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     token, which is of no patch, is dropped. projector_act: between the projector's layers. projector_bias: of its linear layers. shuffle:
     tokens of a side that become one (Idefics3). mm_tokens: tokens of an image of Gemma 3. rope_sections: pairs of each head that turn by time,
     height and width (M-RoPE), rope_interleaved: in turns; empty = positions are those of text. sees_ahead: tokens of an image see each other in
-    both directions. pinpoints: (height, width) of LLaVA-OneVision's larger images; max_tiles: of as many tiles they have patches, at most.
+    both directions. pinpoints: (height, width) of the larger images of LLaVA-NeXT and LLaVA-OneVision; max_tiles: they have the patches of as many
+    tiles at most, 0 = of all.
     """
 
     family: str
@@ -242,7 +244,9 @@ def _llava_tower(keys: _Keys, vision: _Keys) -> tuple[VisionConfig, bool]:
     if kind not in towers:
         raise _NotServedError(f"the vision tower {kind!r:.80} is not served; those of these are: {', '.join(towers)}")
     tower = towers[kind](vision)
-    layer = keys.config.get("vision_feature_layer", -2 if keys.config.get("model_type") == "llava" else -1)
+    layer = keys.config.get(
+        "vision_feature_layer", -2 if keys.config.get("model_type") in ("llava", "llava_next") else -1
+    )
     if not isinstance(layer, int):
         raise _NotServedError("vision_feature_layer names several layers; only one is served")
     # hidden_states[0] is what the first layer takes, and the last one is what the last layer gives.
@@ -272,6 +276,23 @@ def _llava(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
+def _llava_next(keys: _Keys, vision: _Keys) -> MediaConfig:
+    vision.must_be("model_type", "clip_vision_model", "siglip_vision_model", default="clip_vision_model")
+    has_first = vision.name("model_type", "clip_vision_model") == "clip_vision_model"
+    keys.must_be("vision_feature_select_strategy", "default" if has_first else "full", default="default")
+    tower, drops = _llava_tower(keys, vision)
+    sizes = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+    return MediaConfig(
+        family="llava_next",
+        image_token_id=_image_token(keys, 32000),
+        vision=tower,
+        drops_first=drops,
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", True),
+        pinpoints=_pinpoints(keys, tower.image_size, sizes),
+    )
+
+
 def _llava_onevision(keys: _Keys, vision: _Keys) -> MediaConfig:
     vision.must_be("model_type", "siglip_vision_model", default="siglip_vision_model")
     keys.must_be("vision_feature_select_strategy", "full", default="full")
@@ -280,21 +301,22 @@ def _llava_onevision(keys: _Keys, vision: _Keys) -> MediaConfig:
     digits = aspect.removeprefix("anyres_max_")
     if digits == aspect or not digits.isdecimal() or int(digits) < 1:
         raise _NotServedError(f"vision_aspect_ratio is {aspect!r:.80} in {keys.origin}; only anyres_max_N is served")
+    sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
     return MediaConfig(
         family="llava_onevision",
         image_token_id=_image_token(keys, 151646),
         vision=tower,
         projector_act=keys.act("projector_hidden_act", "gelu"),
         projector_bias=keys.says("multimodal_projector_bias", True),
-        pinpoints=_pinpoints(keys, tower.image_size),
+        pinpoints=_pinpoints(keys, tower.image_size, sizes),
         max_tiles=int(digits),
     )
 
 
-def _pinpoints(keys: _Keys, side: int) -> tuple[tuple[int, int], ...]:
+def _pinpoints(keys: _Keys, side: int, default: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     found = keys.config.get("image_grid_pinpoints")
     if found is None:
-        return tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
+        found = list(map(list, default))
     if not isinstance(found, list) or not found:
         raise ModelError(f"{keys.origin}: image_grid_pinpoints is {found!r:.80}; expected a list of sizes")
     for size in found:
@@ -473,6 +495,7 @@ _READERS = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "gemma3": _gemma3,
+    "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
     "internvl": _internvl,
     "qwen3_vl": _qwen3_vl,

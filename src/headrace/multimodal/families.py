@@ -165,7 +165,7 @@ def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
     return tokens.row, layout
 
 
-def _llava_onevision(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _anyres(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
     """The whole image, and a larger one without the black around it, with a token at the end of each row; or the former alone, with one token."""
     vision = media.vision
     if settings.recipe != "anyres" or settings.size.height != vision.image_size:
@@ -220,7 +220,8 @@ _FAMILIES: dict[str, Callable[[MediaConfig, ImageSettings, _Tokens, dict[str, An
     "qwen2_5_vl": _qwen2_vl,
     "qwen3_vl": _qwen2_vl,
     "gemma3": _gemma3,
-    "llava_onevision": _llava_onevision,
+    "llava_next": _anyres,
+    "llava_onevision": _anyres,
     "internvl": _internvl,
 }
 

@@ -63,7 +63,7 @@ class MediaLoader:
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.recipe != "fixed"
         # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt.
-        self._several_are_low = settings.recipe == "anyres"
+        self._several_are_low = family.info.family == "llava_onevision"
         self._pool = ImagePool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "images")
         self._threads = ThreadPoolExecutor(_THREADS, "image-bytes")

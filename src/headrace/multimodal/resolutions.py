@@ -60,7 +60,9 @@ def without_border(height: int, width: int, rows: int, columns: int) -> tuple[in
 
 
 def shrunk(rows: int, columns: int, most: int) -> tuple[int, int]:
-    """Rows and columns of patches such that there are about `most` of them, unless they are not many more (LLaVA-OneVision)."""
+    """Rows and columns of patches such that there are about `most` of them, unless they are not many more (LLaVA-OneVision). most: 0 = any number."""
+    if not most:
+        return rows, columns
     shrink = math.sqrt(rows * columns / most)
     return (int(rows // shrink), int(columns // shrink)) if shrink > 1.1 else (rows, columns)
 

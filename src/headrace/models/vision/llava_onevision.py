@@ -1,6 +1,6 @@
-"""LLaVA-OneVision: a SigLIP tower over an image and over tiles of a larger one, whose rows are put together without the border around it.
+"""LLaVA-NeXT and LLaVA-OneVision: a tower over an image and over tiles of a larger one, whose rows are put together without the border around it.
 
-Owns the family's order of parts and their names. Runs in the thread that runs the model.
+Owns the families' order of parts and their names. Runs in the thread that runs the model.
 
 Sources: B. Li et al., "LLaVA-OneVision" (2024); H. Liu et al., "LLaVA-NeXT" (2024), for the tiles.
 """

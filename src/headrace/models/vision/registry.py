@@ -19,7 +19,7 @@ def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
     match media.family:
         case "llava" | "mistral3":
             return LlavaEncoder(media, config.hidden_size, config.rms_norm_eps, placement)
-        case "llava_onevision":
+        case "llava_next" | "llava_onevision":
             return LlavaOnevisionEncoder(media, config.hidden_size, config.rms_norm_eps, placement)
         case "idefics3" | "smolvlm":
             return Idefics3Encoder(media, config.hidden_size, placement)
