@@ -9,8 +9,10 @@ import pytest
 import torch
 from vision_harness import FAMILIES, images, open_encoder, save_seeing
 
+from headrace import kernels
 from headrace.checkpoint.media_config import SERVED
 from headrace.models.media import encode
+from headrace.models.vision import tower
 
 # float32 on both sides, sums in another order.
 TOLERANCE = 2e-4
@@ -55,6 +57,34 @@ def test_an_image_alone_or_fused_gives_the_bits_of_a_batch(family: str):
 def test_work_is_cut_into_as_many_slices_as_it_says(family: str):
     encoder = open_encoder(checkpoint(family)[0])
     assert sum(1 for _ in encoder.slices(images(family))) == encoder.num_slices
+
+
+@families
+@torch.inference_mode()
+def test_parts_of_a_layer_give_the_bits_of_the_whole(family: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tower, "MAX_TOKENS", 20)
+    encoder = open_encoder(checkpoint(family)[0])
+    for got, want in zip(encode(encoder, images(family)), rows(family), strict=True):
+        assert torch.equal(got, want)
+
+
+@families
+@torch.inference_mode()
+def test_rows_without_native_kernels(family: str):
+    with kernels.prefer("torch"):
+        encoder = open_encoder(checkpoint(family)[0])
+        for got, want in zip(encode(encoder, images(family)), rows(family), strict=True):
+            torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+# Cosine of each row with that of the float model: int8 rounds weights and activations, int4 leaves towers in int8.
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@families
+@torch.inference_mode()
+def test_rows_of_a_quantised_tower(family: str, scheme: str):
+    encoder = open_encoder(checkpoint(family)[0], torch.bfloat16, scheme)
+    for got, want in zip(encode(encoder, images(family)), rows(family), strict=True):
+        assert torch.cosine_similarity(got, want, dim=-1).min() > 0.995
 
 
 def test_every_family_is_tested():

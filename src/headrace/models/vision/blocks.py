@@ -114,10 +114,14 @@ class VisionBlock:
 
     def __call__(self, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
         """x [tokens, hidden_size], which it may overwrite -> the same shape."""
-        if self._fused is not None and images.rope is None:
+        if self._fused is not None and self.is_one_call(images):
             return self._fused(x, images.positions, images.row_starts)
         x = x + self._scaled(0, self._attend(self._attention_norm(x), images))
         return x + self._scaled(1, self._down(self._activate(self._up(self._mlp_norm(x)))))
+
+    def is_one_call(self, images: PackedImages) -> bool:
+        """Whether it is computed in one native call, which goes over the tokens in parts by itself."""
+        return self._fused is not None and images.rope is None
 
     def _scaled(self, index: int, x: torch.Tensor) -> torch.Tensor:
         return x * self._scales[index].rows.to(x.dtype) if self._scales else x

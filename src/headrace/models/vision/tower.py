@@ -12,6 +12,9 @@ from headrace.checkpoint.media_config import VisionConfig
 from headrace.layers.weight import Placement, Weight
 from headrace.models.vision.blocks import BlockOptions, PackedImages, VisionBlock
 
+MAX_TOKENS = 4096
+"""A layer computes images together while they have at most this many tokens: what lies between its parts takes much more memory than its input."""
+
 
 class Tower:
     """The layers of a config. layers: prefix of their tensors, before the number."""
@@ -38,8 +41,11 @@ class Tower:
         windows: what a token sees in layers that are not in the config's `full_layers`; None = all of its image.
         tap: called after each layer with its number and what it gives.
         """
+        whole = parts_of(images)
+        cut = whole if windows is None else parts_of(windows)
         for index, block in enumerate(self._blocks):
-            x = block(x, images if windows is None or index in self.config.full_layers else windows)
+            parts = whole if index in self.config.full_layers else cut
+            x = block(x, images) if windows is None and block.is_one_call(images) else _in_parts(block, x, parts)
             tap(index, x)
             yield
         return x
@@ -53,6 +59,32 @@ class Tower:
         """The layers' tensors."""
         for index, block in enumerate(self._blocks):
             yield from block.weights(f"{self._layers}.{index}.")
+
+
+def parts_of(images: PackedImages) -> list[tuple[slice, PackedImages]]:
+    """Neighbouring images of at most MAX_TOKENS together, or a single larger one, with the tokens that are theirs."""
+    starts: list[int] = images.row_starts.tolist()
+    parts = []
+    first = 0
+    for last in range(1, len(starts)):
+        if last + 1 < len(starts) and starts[last + 1] - starts[first] <= MAX_TOKENS:
+            continue
+        tokens = slice(starts[first], starts[last])
+        rope = None if images.rope is None else (images.rope[0][tokens], images.rope[1][tokens])
+        own = PackedImages(
+            images.row_starts[first : last + 1] - starts[first], images.positions[: starts[last] - starts[first]], rope
+        )
+        parts.append((tokens, own))
+        first = last
+    return parts
+
+
+def _in_parts(block: VisionBlock, x: torch.Tensor, parts: list[tuple[slice, PackedImages]]) -> torch.Tensor:
+    if len(parts) == 1:
+        return block(x, parts[0][1])
+    for tokens, images in parts:
+        x[tokens] = block(x[tokens], images)
+    return x
 
 
 def packed(
