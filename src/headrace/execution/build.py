@@ -62,10 +62,10 @@ from headrace.layers.embedding import vocabulary_part
 from headrace.layers.pooler import Pooler
 from headrace.log import get_logger
 from headrace.messages.control import EncoderInfo, ReadyInfo
-from headrace.messages.media import MAX_BATCH_BYTES
 from headrace.messages.step import Worker
 from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
+from headrace.models.media import WORK_BYTES
 from headrace.models.spec import CausalLM, kv_shape
 from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import greedy_ids
@@ -273,7 +273,7 @@ def _allocate(
     if setup.is_cpu and guesses_by_text(setup.args):
         reserved += index_bytes(config.max_running_requests, config.context_length)
     if isinstance(model, DecoderLM) and model.encoder is not None:
-        reserved += setup.args.encoder_cache_bytes + MAX_BATCH_BYTES
+        reserved += setup.args.encoder_cache_bytes + WORK_BYTES
     needs = _needs(setup, model, rank)
     if draft is not None:
         needs[0] = needs[0].beside(draft.needs)
