@@ -16,6 +16,7 @@ from headrace import Engine
 from headrace.config.media_args import MediaArgs
 from headrace.errors import RequestError
 from headrace.frontend.images import PromptImages
+from headrace.messages import media
 from headrace.messages.media import ImageRef
 from headrace.messages.requests import PromptContent
 from headrace.multimodal.loader import make_loader
@@ -61,13 +62,13 @@ def prompt(family: str, num_images: int) -> str:
     return " and ".join(["see", *[image] * num_images]) + "?"
 
 
-def read(family: str, folder: Path, num_images: int) -> PromptContent:
+def read(family: str, folder: Path, num_images: int, files: list[bytes] = FILES) -> PromptContent:
     """What the model reads of the prompt."""
     tokenizer = load_tokenizer(folder)
     images = PromptImages(make_loader(folder, family, tokenizer, MediaArgs()))
     ids = tokenizer.encode(prompt(family, num_images), allow_special=True)
     try:
-        return asyncio.run(images.add(ids, [ImageRef(data=file) for file in FILES[:num_images]]))
+        return asyncio.run(images.add(ids, [ImageRef(data=file) for file in files[:num_images]]))
     finally:
         images.close()
 
@@ -125,6 +126,20 @@ def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, writt
     assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
     assert cold["meta_info"]["image_tokens"] == sum(span.length for span in content.spans)
     assert warm["meta_info"]["cached_tokens"] == (content.num_tokens - 1) // 16 * 16
+
+
+def test_the_work_of_a_large_image_is_cut_into_parts(
+    engine: Engine, family: str, written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+):
+    files = [png(150, 130, 7)]
+    content = read(family, written[0], 1, files)
+    monkeypatch.setattr(media, "MAX_BATCH_BYTES", 30_000)
+
+    answer = engine.generate(prompt(family, 1), GREEDY, image_data=files)
+
+    assert answer["output_ids"] == continued(family, written[1], content)
+    if len(content.media[0].shape) == 4 and content.media[0].shape[0] > 1:
+        assert media.num_parts([content.media[0].shape]) > 1
 
 
 def test_the_same_image_in_every_form_is_encoded_once(engine: Engine, family: str):

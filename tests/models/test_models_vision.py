@@ -11,6 +11,7 @@ from vision_harness import FAMILIES, images, open_encoder, save_seeing
 
 from headrace import kernels
 from headrace.checkpoint.media_config import SERVED
+from headrace.messages import media
 from headrace.models.media import encode
 from headrace.models.vision import tower
 
@@ -63,7 +64,14 @@ def test_work_is_cut_into_as_many_slices_as_it_says(family: str):
 @torch.inference_mode()
 def test_parts_of_a_layer_give_the_bits_of_the_whole(family: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tower, "MAX_TOKENS", 20)
+    monkeypatch.setattr(media, "MAX_BATCH_BYTES", 3000)
     encoder = open_encoder(checkpoint(family)[0])
+    parts = media.num_parts(tuple(item.values.shape) for item in images(family))
+    assert parts > 1
+    for fused in (False, True):
+        if fused:
+            encoder.fuse()
+        assert sum(1 for _ in encoder.slices(images(family))) == parts * encoder.num_slices
     for got, want in zip(encode(encoder, images(family)), rows(family), strict=True):
         assert torch.equal(got, want)
 

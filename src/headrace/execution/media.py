@@ -16,7 +16,7 @@ import torch
 from headrace.attention.base import StepRows
 from headrace.layers.rotary import SectionedRotary
 from headrace.log import get_logger
-from headrace.messages.media import MediaItem
+from headrace.messages.media import MediaItem, num_parts
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
 from headrace.models.media import DeepRows, MediaEncoder, MediaInput, Slices, encode
@@ -88,7 +88,8 @@ class MediaRows:
             self._rows.pop(key, None)
         if work.begin:
             assert self._slices is None, "the batch before is not done"
-            self._batch, self._slices_left = work.begin, self.num_slices
+            self._batch = work.begin
+            self._slices_left = self.num_slices * num_parts(item.shape for item in work.begin)
             self._slices = self._encoder.slices([self._input(item) for item in work.begin])
         if (
             not work.num_slices or self._slices is None

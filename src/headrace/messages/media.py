@@ -3,6 +3,8 @@
 Owns the structs that cross rooms and processes, and what stands for an item in the keys of the prefix cache. Does not fetch, decode or encode.
 """
 
+import math
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal
 
@@ -102,6 +104,15 @@ class EncodingStats(msgspec.Struct, frozen=True, gc=False):
     num_hits: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
+
+
+def num_parts(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each, where there are tiles to cut at. shapes: of the
+    values of its items."""
+    found = list(shapes)
+    num_bytes = sum(4 * math.prod(shape) for shape in found)
+    num_tiles = sum(shape[0] if len(shape) == 4 else 1 for shape in found)
+    return max(1, min(-(-num_bytes // MAX_BATCH_BYTES), num_tiles))
 
 
 def pad_spans(token_ids: bytes, spans: tuple[MediaSpan, ...], media: tuple[MediaItem, ...]) -> bytes:

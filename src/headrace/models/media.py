@@ -52,7 +52,7 @@ class MediaEncoder(Protocol):
 
     @property
     def num_slices(self) -> int:
-        """How many times `slices` stops at most: after about as much work each, as of one layer."""
+        """How many times `slices` stops for each of the `num_parts` (messages/media.py) of the items: once a layer."""
 
     @property
     def sees_ahead(self) -> bool:

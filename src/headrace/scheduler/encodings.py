@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from headrace.messages.media import MAX_BATCH_BYTES, EncodingStats, MediaItem
+from headrace.messages.media import MAX_BATCH_BYTES, EncodingStats, MediaItem, num_parts
 from headrace.messages.step import EncodeWork, StepResult
 from headrace.scheduler.request import Req
 
@@ -27,7 +27,7 @@ _Items = Mapping[bytes, MediaItem]
 
 
 class Encodings:
-    """See the module docstring. max_rows: bound on what is kept, not on what one request needs. num_slices: of a batch."""
+    """See the module docstring. max_rows: bound on what is kept, not on what one request needs. num_slices: of each part of a batch."""
 
     def __init__(self, max_rows: int = 0, num_slices: int = 1) -> None:
         self.stats = EncodingStats()
@@ -37,6 +37,7 @@ class Encodings:
         self._ready: OrderedDict[bytes, int] = OrderedDict()
         self._wanted: dict[bytes, MediaItem] = {}
         self._batch: dict[bytes, MediaItem] = {}
+        self._num_parts = 1
         self._slices_left = 0
         self._dropped: list[bytes] = []
         self._epoch = 0
@@ -103,7 +104,7 @@ class Encodings:
         if work.epoch != self._epoch:
             return {}
         if work.num_slices and self._batch and result.encode_s:
-            self._learn(result.encode_s / work.num_slices / _num_bytes(self._batch))
+            self._learn(result.encode_s / work.num_slices / self._part_bytes())
         for key in result.encoded:
             if (item := self._batch.pop(key, None)) is not None:
                 self._ready[key] = item.num_tokens
@@ -177,7 +178,8 @@ class Encodings:
             if self._batch and num_bytes > MAX_BATCH_BYTES:
                 break
             self._batch[key] = self._wanted.pop(key)
-        self._slices_left = self._num_slices
+        self._num_parts = num_parts(item.shape for item in self._batch.values())
+        self._slices_left = self._num_slices * self._num_parts
         return tuple(self._batch.values())
 
     def _drop_excess(self) -> None:
@@ -192,11 +194,14 @@ class Encodings:
 
     def _slices_in(self, seconds: float) -> int:
         """How many slices of the batch a step computes that has so much time for them: at least one."""
-        slice_s = self._slice_s_per_byte * _num_bytes(self._batch)
+        slice_s = self._slice_s_per_byte * self._part_bytes()
         if seconds == math.inf or not self._slices_left:
             return self._slices_left
         # As long as nothing is known of a slice, one is enough to learn from.
         return min(self._slices_left, max(1, int(seconds / slice_s)) if slice_s else 1)
+
+    def _part_bytes(self) -> float:
+        return _num_bytes(self._batch) / self._num_parts
 
     def _count(self, seconds: float = 0.0, **more: int) -> None:
         before = self.stats

@@ -14,6 +14,7 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm
 from headrace.layers.weight import Placement, Weight
+from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
 from headrace.models.vision.blocks import BlockOptions, activation, in_floats
 from headrace.models.vision.llava import in_precision
@@ -73,7 +74,9 @@ class InternVlEncoder:
         x = torch.cat([self._first.rows.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
         x = x + self._positions.rows.to(x.dtype)
         num_tokens = x.shape[1]
-        x = yield from self._tower.run(x.flatten(0, 1), packed([num_tokens] * len(pixels), x.device))
+        images = packed([num_tokens] * len(pixels), x.device)
+        parts = num_parts(tuple(item.values.shape) for item in items)
+        x = yield from self._tower.run(x.flatten(0, 1), images, num_parts=parts)
         if self._last_norm is not None:
             x = self._last_norm(x)
         x = shuffled(x.unflatten(0, (-1, num_tokens))[:, 1:], self._shuffle)

@@ -13,6 +13,7 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
+from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
 from headrace.models.vision.blocks import BlockOptions, activation, in_floats
 from headrace.models.vision.patches import patch_layer, patches_of
@@ -79,7 +80,8 @@ class ClipEyes:
         x = x.flatten(0, 1)
         if self._norm is not None:
             x = self._norm(x)
-        x = yield from self.tower.run(x, packed([num_tokens] * len(pixels), x.device))
+        parts = num_parts(tuple(item.values.shape) for item in items)
+        x = yield from self.tower.run(x, packed([num_tokens] * len(pixels), x.device), num_parts=parts)
         if self._final_norm is not None:
             x = self._final_norm(x)
         rows = x.unflatten(0, (-1, num_tokens))
@@ -128,7 +130,8 @@ class PixtralEyes:
         x = self._norm(self._patches(torch.cat([part.flatten(0, 1) for part in patches])))
         places = torch.cat([_places(part.shape[0], part.shape[1], x.device) for part in patches])
         rope = axial_rope(places[:, 0], places[:, 1], *self._frequencies)
-        x = yield from self.tower.run(x, packed(lengths, x.device, rope))
+        parts = num_parts(tuple(item.values.shape) for item in items)
+        x = yield from self.tower.run(x, packed(lengths, x.device, rope), num_parts=parts)
         return list(x.split(lengths))
 
     def weights(self) -> Iterator[Weight]:

@@ -15,6 +15,7 @@ from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
+from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
 from headrace.models.vision.blocks import BlockOptions, in_floats
 from headrace.models.vision.llava import in_precision
@@ -112,9 +113,11 @@ class QwenVlEncoder:
         places = torch.cat([_places(*item.grid, config.merge_size) for item in items])
         frames = [height * width for time, height, width in (item.grid for item in items) for _ in range(time)]
         deep: dict[int, torch.Tensor] = {}
+        parts = num_parts(tuple(item.values.shape) for item in items)
         order = None
         if not config.window_size:
-            x = yield from self._tower.run(x, packed(frames, x.device, self._rope(places)), tap=self._taps(deep))
+            images = packed(frames, x.device, self._rope(places))
+            x = yield from self._tower.run(x, images, tap=self._taps(deep), num_parts=parts)
         else:
             window = config.window_size // config.patch_size
             order, lengths = _windows([item.grid for item in items], window, config.merge_size)
@@ -123,7 +126,7 @@ class QwenVlEncoder:
             rope = self._rope(places[patch_order])
             windows = packed([length * unit for length in lengths], x.device, rope)
             # Windows are cut within a frame, so that frames stay together.
-            x = yield from self._tower.run(x, packed(frames, x.device, rope), windows)
+            x = yield from self._tower.run(x, packed(frames, x.device, rope), windows, num_parts=parts)
         x = torch.cat([self._merger(x), *(deep[layer] for layer in self._deep)], dim=1)
         if order is not None:
             x = x[order.argsort().to(x.device)]

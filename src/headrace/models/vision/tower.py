@@ -35,19 +35,26 @@ class Tower:
         images: PackedImages,
         windows: PackedImages | None = None,
         tap: Callable[[int, torch.Tensor], None] = lambda layer, x: None,
+        num_parts: int = 1,
     ) -> Generator[None, None, torch.Tensor]:
         """All layers over x [tokens, hidden_size], which it may overwrite, stopping after each. Returns the same shape.
 
         windows: what a token sees in layers that are not in the config's `full_layers`; None = all of its image.
-        tap: called after each layer with its number and what it gives.
+        tap: called after each layer with its number and what it gives. num_parts: into which each layer's images are cut, with a stop after each.
         """
-        whole = parts_of(images)
-        cut = whole if windows is None else parts_of(windows)
+        whole = pieces_of(images, num_parts)
+        cut = whole if windows is None else pieces_of(windows, num_parts)
         for index, block in enumerate(self._blocks):
-            parts = whole if index in self.config.full_layers else cut
-            x = block(x, images) if windows is None and block.is_one_call(images) else _in_parts(block, x, parts)
-            tap(index, x)
-            yield
+            layer = whole if index in self.config.full_layers else cut
+            for number, (tokens, piece) in enumerate(layer, 1):
+                y = _computed(block, x[tokens], piece)
+                if len(layer) == 1:
+                    x = y
+                else:
+                    x[tokens] = y
+                if number == len(layer):
+                    tap(index, x)
+                yield
         return x
 
     def fuse(self, native: bool = True) -> str:
@@ -61,29 +68,32 @@ class Tower:
             yield from block.weights(f"{self._layers}.{index}.")
 
 
-def parts_of(images: PackedImages) -> list[tuple[slice, PackedImages]]:
-    """Neighbouring images of at most MAX_TOKENS together, or a single larger one, with the tokens that are theirs."""
+def pieces_of(images: PackedImages, num_pieces: int) -> list[tuple[slice, PackedImages]]:
+    """Neighbouring images in so many pieces, with the tokens that are theirs."""
+    count = len(images.row_starts) - 1
+    assert num_pieces <= max(1, count), (num_pieces, count)
+    return [_some(images, count * i // num_pieces, count * (i + 1) // num_pieces) for i in range(num_pieces)]
+
+
+def _some(images: PackedImages, first: int, last: int) -> tuple[slice, PackedImages]:
+    """Images first .. last - 1, and the tokens that are theirs."""
+    starts = images.row_starts[first : last + 1]
+    tokens = slice(int(starts[0]), int(starts[-1]))
+    rope = None if images.rope is None else (images.rope[0][tokens], images.rope[1][tokens])
+    return tokens, PackedImages(starts - starts[0], images.positions[: tokens.stop - tokens.start], rope)
+
+
+def _computed(block: VisionBlock, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
+    """A layer over x, which it may overwrite, a few of the images at a time where that takes less memory."""
+    if len(x) <= MAX_TOKENS or block.is_one_call(images):
+        return block(x, images)
     starts: list[int] = images.row_starts.tolist()
-    parts = []
     first = 0
     for last in range(1, len(starts)):
-        if last + 1 < len(starts) and starts[last + 1] - starts[first] <= MAX_TOKENS:
-            continue
-        tokens = slice(starts[first], starts[last])
-        rope = None if images.rope is None else (images.rope[0][tokens], images.rope[1][tokens])
-        own = PackedImages(
-            images.row_starts[first : last + 1] - starts[first], images.positions[: starts[last] - starts[first]], rope
-        )
-        parts.append((tokens, own))
-        first = last
-    return parts
-
-
-def _in_parts(block: VisionBlock, x: torch.Tensor, parts: list[tuple[slice, PackedImages]]) -> torch.Tensor:
-    if len(parts) == 1:
-        return block(x, parts[0][1])
-    for tokens, images in parts:
-        x[tokens] = block(x[tokens], images)
+        if last + 1 == len(starts) or starts[last + 1] - starts[first] > MAX_TOKENS:
+            tokens, some = _some(images, first, last)
+            x[tokens] = block(x[tokens], some)
+            first = last
     return x
 
 
