@@ -68,8 +68,9 @@ def check_family(model_type: str, origin: str, brings_code: bool = False) -> Non
 
 
 def _refusal(model_type: str, origin: str, why: str) -> ModelError:
+    shown = (name for name in NATIVE if not name.endswith("vl_text"))  # no checkpoint has these by themselves
     return ModelError(
-        f"{origin}: model type {model_type!r:.80} is not supported: {why}. Supported are {', '.join(sorted(NATIVE))} and what docs/models.md lists; "
+        f"{origin}: model type {model_type!r:.80} is not supported: {why}. Supported are {', '.join(sorted(shown))} and what docs/models.md lists; "
         f"encoders: {', '.join(sorted(ENCODERS))}"
     )
 

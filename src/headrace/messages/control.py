@@ -220,7 +220,7 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class EncoderInfo(msgspec.Struct, frozen=True):
-    """The encoder of a model that sees. num_rows: rows of its output that are kept. num_slices: into which the work for a batch of images is cut.
+    """The encoder of a model that sees. num_rows: rows of its output that are kept. num_slices: into which the work for a part of a batch is cut.
     whole_images: all tokens of an image are computed in one step."""
 
     num_rows: int
