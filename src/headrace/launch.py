@@ -195,7 +195,7 @@ def _tokenizer_manager(
         from_engine,
         defaults=_generation_defaults(args, model),
         pooling=pooling,
-        images=images if ready.encoder is not None or images.loader is None else images.without(ready.model_class),
+        images=images.as_loaded(ready),
         metrics=Metrics(args.served_name),
         to_detokenizer=to_detokenizer,
         more_schedulers=schedulers[1:],

@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from device_harness import device_driver
 from runner_harness import Driver, int32, make_driver, prompt, save_llama
 
 from headrace.execution.media import Encoded, MediaRows
@@ -121,3 +122,16 @@ def test_what_is_dropped_is_encoded_again(driver):
     before = len(batches)
     assert work(driver, encode).keys == (first.key,)
     assert len(batches) == before + 1
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 4)])
+def test_a_device_whose_steps_are_queued_waits_for_those_with_images(tmp_path, sizes):
+    model = save_llama(tmp_path)
+    queued, runner, _ = device_driver(tmp_path, sizes=sizes)
+    runner.runner.media = MediaRows(Lookup(model.get_input_embeddings().weight.detach()), torch.device("cpu"))
+    want = queued.generate(0, TOKENS, 6)
+
+    assert len(work(queued, EncodeWork(epoch=1, begin=content().media, num_slices=3)).keys) == 2
+
+    assert queued.generate(1, content().ids(), 6, (7, 7), content=content()) == want
+    assert queued.generate(2, TOKENS, 6) == want

@@ -197,7 +197,7 @@ def _build(
         profiler,
         _drafts(setup, model, memory, draft, table, sampler),
         None if setup.pooling is None else model.pooler,
-        _media(setup, model, rank),
+        _media(setup, model, memory.attention, rank),
     )
     if isinstance(runner, LeaderRunner) and isinstance(link, WatchedDevice):
         runner.settle = link.settle
@@ -245,10 +245,12 @@ def _runner(
     return FollowerRunner(model, attention, table, sampler, loras, rank, weights, profiler)
 
 
-def _media(setup: Setup, model: CausalLM, rank: Rank) -> MediaRows | None:
-    """What keeps the encoder's outputs; None of a model without eyes, and where several ranks run it."""
+def _media(setup: Setup, model: CausalLM, attention: AttentionBackend, rank: Rank) -> MediaRows | None:
+    """What keeps the encoder's outputs; None of a model without eyes, where several ranks run it, and with attention that is not made for it."""
     media = setup.model_config.media
     if media is None or rank.group is not None or not isinstance(model, DecoderLM) or model.encoder is None:
+        return None
+    if model.encoder.sees_ahead and not attention.sees_ahead:
         return None
     synchronize = (lambda: None) if setup.is_cpu else torch.cuda.synchronize
     return MediaRows(

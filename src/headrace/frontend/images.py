@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.errors import RequestError
+from headrace.messages.control import ReadyInfo
 from headrace.messages.image_stats import ImageStats
 from headrace.messages.media import ImageData, ImageRef, MediaInfo, MediaItem, MediaSpan
 from headrace.messages.packing import pack_int32
@@ -78,10 +79,14 @@ class PromptImages:
         self.loader = loader
         self.blind = blind
 
-    def without(self, model_class: str) -> "PromptImages":
-        """Of a model whose class does not see after all."""
+    def as_loaded(self, ready: ReadyInfo) -> "PromptImages":
+        """Those of the model as it was loaded, which may not see after all: with this class, or this attention."""
+        if ready.encoder is not None or self.loader is None:
+            return self
         self.close()
-        return PromptImages(blind=f"the model class {model_class} does not see")
+        return PromptImages(
+            blind=f"the model class {ready.model_class} with the attention backend {ready.attention_backend} does not see"
+        )
 
     def check(self, prompts: Sequence[Sequence[ImageRef]]) -> None:
         """Raises RequestError for images that the model cannot see, and for too many of them. prompts: those of each prompt."""

@@ -143,9 +143,7 @@ def served_model(
     from headrace.server.context import ServedModel
 
     tool_template = _open_tool_template(args, tokenizer)
-    images = open_images(args, tokenizer, model, pooling)
-    if ready.encoder is None and images.loader is not None:
-        images = images.without(ready.model_class)
+    images = open_images(args, tokenizer, model, pooling).as_loaded(ready)
     info = None if images.loader is None else images.loader.info
     images.close()
     return ServedModel(
@@ -156,7 +154,7 @@ def served_model(
         tool_template=tool_template,
         output_format=open_output_format(args, tokenizer, tool_template or template),
         ready=ready,
-        model_type=model.model_type,
+        model_type=model.model_type if model.media is None else model.media.family,
         architectures=model.architectures,
         sampling_defaults=sampling_defaults(args, model),
         pooling=pooling,
