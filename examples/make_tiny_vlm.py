@@ -120,7 +120,7 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
         case "qwen3_vl":
             rope = {"rope_type": "default", "mrope_section": [3, 3, 2], "rope_theta": 1e4, "mrope_interleaved": True}
             vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 14, "out_hidden_size": 64}
-            vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+            vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
             return whole(family, text | {"rope_parameters": rope}, vision, **_qwen_tokens(ids))
         case "qwen2_vl" | "qwen2_5_vl":
             shared = {name: value for name, value in text.items() if name not in ("head_dim", "tie_word_embeddings")}

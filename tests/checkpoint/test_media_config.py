@@ -154,3 +154,13 @@ def test_a_model_whose_eyes_are_not_served_is_read_without_them(
     assert model.media is None
     assert why in model.blind
     assert model.model_type == "llama"
+
+
+def test_images_that_add_to_every_layer_of_the_text_model_are_not_served():
+    config = copy.deepcopy(CONFIGS["qwen3_vl"])
+    assert read_media(config | {"text_config": {"num_hidden_layers": 4}})[1] == ""
+
+    media, blind = read_media(config | {"text_config": {"num_hidden_layers": 3}})
+
+    assert media is None
+    assert "images add to 3 layers of a text model of 3" in blind

@@ -14,7 +14,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
 from headrace.messages.control import FaultReq, ReadyInfo
 from headrace.messages.requests import PromptContent, SampleTask
-from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
+from headrace.messages.step import EncodeWork, ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.sampling.params import ResolvedSamplingParams
 
 VOCAB_SIZE = 131
@@ -128,6 +128,24 @@ class Driver:
 
     def step(self, *args: Any, **kwargs: Any) -> StepResult:
         self.submit(*args, **kwargs)
+        return self.worker.collect()
+
+    def encode(self, work: EncodeWork) -> StepResult:
+        """A step for the encoder alone."""
+        nothing = int32([])
+        self.worker.submit(
+            ModelWorkerBatch(
+                step=self.num_steps,
+                new=(),
+                seqs=nothing,
+                starts=nothing,
+                counts=nothing,
+                num_logits=nothing,
+                out_slots=nothing,
+                encode=work,
+            )
+        )
+        self.num_steps += 1
         return self.worker.collect()
 
     def generate(self, seq: int, tokens: list[int], count: int, chunks: tuple[int, ...] = (), **new: Any) -> list[int]:

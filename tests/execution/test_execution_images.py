@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from device_harness import device_driver
-from runner_harness import Driver, int32, make_driver, prompt, save_llama
+from runner_harness import Driver, make_driver, prompt, save_llama
 
 from headrace.execution.media import Encoded, MediaRows
 from headrace.messages.media import MediaItem, MediaSpan
 from headrace.messages.requests import PromptContent
-from headrace.messages.step import EncodeWork, ModelWorkerBatch
+from headrace.messages.step import EncodeWork
 
 TOKENS = prompt(30, 3)
 FIRST, SECOND = range(4, 11), range(15, 27)
@@ -71,22 +71,8 @@ def driver(tmp_path_factory) -> Driver:
 
 
 def work(driver: Driver, encode: EncodeWork) -> Encoded:
-    """A step for the encoder alone."""
-    nothing = int32([])
-    driver.worker.submit(
-        ModelWorkerBatch(
-            step=driver.num_steps,
-            new=(),
-            seqs=nothing,
-            starts=nothing,
-            counts=nothing,
-            num_logits=nothing,
-            out_slots=nothing,
-            encode=encode,
-        )
-    )
-    driver.num_steps += 1
-    result = driver.worker.collect()
+    """What a step for the encoder alone gives."""
+    result = driver.encode(encode)
     return Encoded(result.encoded, result.encode_errors, result.encode_s)
 
 

@@ -14,7 +14,7 @@ from vision_harness import FAMILIES, IMAGE, VOCAB_SIZE, images, save_seeing
 
 from headrace.messages.media import MediaItem, MediaSpan
 from headrace.messages.requests import PromptContent
-from headrace.messages.step import EncodeWork, ModelWorkerBatch
+from headrace.messages.step import EncodeWork
 from headrace.models.media import MediaInput
 
 TOLERANCE = 2e-4
@@ -93,29 +93,12 @@ def reference(family: str, number: int) -> torch.Tensor:
         return model(input_ids=ids, **inputs).logits[0]
 
 
-def encode(work: EncodeWork, made: Driver) -> None:
-    nothing = int32([])
-    made.worker.submit(
-        ModelWorkerBatch(
-            step=made.num_steps,
-            new=(),
-            seqs=nothing,
-            starts=nothing,
-            counts=nothing,
-            num_logits=nothing,
-            out_slots=nothing,
-            encode=work,
-        )
-    )
-    made.num_steps += 1
-    assert not made.worker.collect().encode_errors
-
-
 def hidden_states(made: Driver, numbers: list[int], family: str, chunks: list[int]) -> list[torch.Tensor]:
     """After the last norm, of these prompts in one batch, in chunks of at most these sizes, the last one again and again."""
     asked = [prompts(family)[number] for number in numbers]
     items = {one.key: one for prompt in asked for one in prompt.media}
-    encode(EncodeWork(epoch=made.num_steps + 1, begin=tuple(items.values()), num_slices=100), made)
+    work = EncodeWork(epoch=made.num_steps + 1, begin=tuple(items.values()), num_slices=100)
+    assert not made.encode(work).encode_errors
     new = tuple(
         made.new(seq, prompt.ids(), content=prompt, return_hidden_states=True) for seq, prompt in enumerate(asked)
     )

@@ -402,6 +402,11 @@ def _qwen3_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
     deep = _numbers(vision, "deepstack_visual_indexes", (8, 16, 24))
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < depth for layer in deep):
         raise _NotServedError(f"deepstack_visual_indexes {list(deep)} of {depth} layers do not ascend")
+    num_text_layers = (keys.optional_object("text_config") or {}).get("num_hidden_layers", 32)
+    if isinstance(num_text_layers, int) and len(deep) >= num_text_layers:
+        raise _NotServedError(
+            f"images add to {len(deep)} layers of a text model of {num_text_layers}; to the last none can be added"
+        )
     tower = VisionConfig(
         tower="qwen3_vl",
         hidden_size=size,

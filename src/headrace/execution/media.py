@@ -130,6 +130,7 @@ class MediaRows:
             try:
                 done += self._keep([item], encode(self._encoder, [self._input(item)]))
             except Exception:
+                _logger.exception("an image could not be encoded")
                 errors[item.key] = "an image of the request could not be encoded; the server's log has the cause"
         self._end_batch()
         return done, errors

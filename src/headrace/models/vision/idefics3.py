@@ -14,8 +14,8 @@ from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaInput, Slices
 from headrace.models.vision.blocks import in_floats
-from headrace.models.vision.internvl import shuffled
 from headrace.models.vision.llava import ClipEyes
+from headrace.models.vision.patches import shuffled
 
 
 class _Eyes(ClipEyes):

@@ -18,7 +18,7 @@ from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
 from headrace.models.vision.blocks import BlockOptions, activation, in_floats
 from headrace.models.vision.llava import in_precision
-from headrace.models.vision.patches import patch_layer, patches_of
+from headrace.models.vision.patches import patch_layer, patches_of, shuffled
 from headrace.models.vision.table import Table
 from headrace.models.vision.tower import Tower, packed
 
@@ -100,10 +100,3 @@ class InternVlEncoder:
     def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
         return self._tower.fuse(native)
-
-
-def shuffled(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """[tiles, side * side, size] -> [tiles * (side / factor)^2, size * factor^2]: the patches of a square one after the other, row by row."""
-    side = int(x.shape[1] ** 0.5)
-    squares = x.reshape(len(x), side // factor, factor, side // factor, factor, x.shape[2])
-    return squares.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(0, 2)

@@ -24,6 +24,13 @@ def patches_of(pixels: torch.Tensor, size: int) -> torch.Tensor:
     return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
+def shuffled(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """[tiles, side * side, size] -> [tiles * (side / factor)^2, size * factor^2]: the patches of a square one after the other, row by row."""
+    side = int(x.shape[1] ** 0.5)
+    squares = x.reshape(len(x), side // factor, factor, side // factor, factor, x.shape[2])
+    return squares.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(0, 2)
+
+
 class ReshapedLinear:
     """A linear layer whose matrix a checkpoint has in another shape. It is not quantised.
 
