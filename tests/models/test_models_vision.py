@@ -13,7 +13,7 @@ from headrace import kernels
 from headrace.checkpoint.media_config import SERVED
 from headrace.messages import media
 from headrace.models.media import encode
-from headrace.models.vision import tower
+from headrace.models.towers import tower
 
 # float32 on both sides, sums in another order.
 TOLERANCE = 2e-4

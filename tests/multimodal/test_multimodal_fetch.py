@@ -15,7 +15,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch
 from headrace.multimodal.fetch import Fetcher, is_public
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 
 PNG = file_of(picture(9, 9))
 MOST = 10_000
@@ -162,7 +162,7 @@ def test_an_address_is_public(address: str):
 @pytest.mark.parametrize("beside", [[], ["8.8.8.8"]], ids=["alone", "beside a public one"])
 async def test_a_name_for_a_private_address_is_refused(address: str, beside: list[str], host: Host):
     client = fetcher(f"images.example:{host.port}", {"images.example": [*beside, address]})
-    with pytest.raises(ImageRefusedError, match="not a public one") as error:
+    with pytest.raises(MediaRefusedError, match="not a public one") as error:
         await get(client, f"http://images.example:{host.port}/image.png")
     assert address not in error.value.message
     assert host.asked == []
@@ -207,7 +207,7 @@ async def test_no_request_leaves_for_a_url(url: str, words: str, host: Host):
 
     domains = parse_media_domains(f"images.example,127.0.0.1:{host.port}")
     client = Fetcher(MediaArgs(domains=domains), resolve)
-    with pytest.raises(ImageRefusedError, match=words):
+    with pytest.raises(MediaRefusedError, match=words):
         await get(client, url.replace("PORT", str(host.port)))
     assert looked_up == host.asked == []
 
@@ -221,7 +221,7 @@ async def test_a_url_is_asked_for_as_it_is_written(host: Host):
 
 
 async def test_by_default_nothing_is_fetched(host: Host):
-    with pytest.raises(ImageRefusedError, match="allowed-media-domains"):
+    with pytest.raises(MediaRefusedError, match="allowed-media-domains"):
         await get(Fetcher(MediaArgs()), f"http://127.0.0.1:{host.port}/image.png")
     assert host.asked == []
 
@@ -237,7 +237,7 @@ async def test_the_address_that_was_checked_is_asked(host: Host, monkeypatch):
     client = Fetcher(MediaArgs(domains=parse_media_domains(f"images.example:{host.port}")), resolve)
     assert await get(client, f"http://{name}/image.png") == PNG
     assert host.asked[0][1]["Host"].lower() == f"images.example:{host.port}"
-    with pytest.raises(ImageRefusedError, match="not a public one"):
+    with pytest.raises(MediaRefusedError, match="not a public one"):
         await get(client, f"http://{name}/image.png")
     assert len(host.asked) == 1
 
@@ -263,7 +263,7 @@ ANSWERS = {
 @pytest.mark.parametrize("path", ANSWERS)
 async def test_an_answer_is_refused(path: str, host: Host):
     client, url = at_its_address(host)
-    with pytest.raises(ImageRefusedError, match=ANSWERS[path]) as error:
+    with pytest.raises(MediaRefusedError, match=ANSWERS[path]) as error:
         await get(client, url + path.format(port=host.port))
     assert not {"10.0.0.1", "metadata", "passwd"} & set(error.value.message.replace("/", " ").replace(":", " ").split())
     assert all(asked[0].startswith(path.partition("?")[0]) for asked in host.asked)
@@ -277,7 +277,7 @@ async def test_a_redirect_at_the_host_is_followed(host: Host):
 @pytest.mark.parametrize("path", ["/slow", "/drip"])
 async def test_what_takes_too_long_is_given_up(path: str, host: Host):
     client, url = at_its_address(host, limit_s=0.3)
-    with pytest.raises(ImageRefusedError, match=r"longer than 0\.3 s"):
+    with pytest.raises(MediaRefusedError, match=r"longer than 0\.3 s"):
         await get(client, url + path)
 
 
@@ -286,17 +286,17 @@ async def test_nobody_answers():
         taken.bind(("127.0.0.1", 0))  # and does not listen
         port = taken.getsockname()[1]
         client = fetcher(f"127.0.0.1:{port},gone.example")
-        with pytest.raises(ImageRefusedError, match="does not answer"):
+        with pytest.raises(MediaRefusedError, match="does not answer"):
             await get(client, f"http://127.0.0.1:{port}/")
-        with pytest.raises(ImageRefusedError, match="does not answer"):
+        with pytest.raises(MediaRefusedError, match="does not answer"):
             await get(client, f"https://127.0.0.1:{port}/")
-    with pytest.raises(ImageRefusedError, match="not known"):
+    with pytest.raises(MediaRefusedError, match="not known"):
         await get(client, "http://gone.example/")
 
 
 async def test_a_server_without_tls_is_no_https_server(host: Host):
     client, url = at_its_address(host)
-    with pytest.raises(ImageRefusedError):
+    with pytest.raises(MediaRefusedError):
         await get(client, url.replace("http:", "https:") + "/image.png")
 
 

@@ -16,9 +16,9 @@ from seeing_checkpoints import PROCESSOR, file_of, picture
 from headrace.checkpoint.image_processors import image_settings
 from headrace.child_pool.child_side import MIB
 from headrace.errors import ExecutionError
-from headrace.multimodal.image_pool import ImagePool
 from headrace.multimodal.images import read_image
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.media_pool import MediaPool
+from headrace.multimodal.refused import MediaRefusedError
 
 SETTINGS = image_settings(PROCESSOR["llava"], "llava")
 PNG, JPEG = file_of(picture(60, 80)), file_of(picture(60, 80), "JPEG")
@@ -151,15 +151,15 @@ TAKEN = {
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = ImagePool(SETTINGS)
+    pool = MediaPool(SETTINGS)
     yield pool
     pool.close()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_is_refused_in_words(pool: ImagePool, name: str):
+def test_a_file_is_refused_in_words(pool: MediaPool, name: str):
     data, words = REFUSED[name]
-    with pytest.raises(ImageRefusedError, match=words) as error:
+    with pytest.raises(MediaRefusedError, match=words) as error:
         pool.prepare(data)
     assert len(error.value.message) < 200
     assert "/etc" not in error.value.message
@@ -168,18 +168,18 @@ def test_a_file_is_refused_in_words(pool: ImagePool, name: str):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_file_is_an_image(pool: ImagePool, name: str):
+def test_a_file_is_an_image(pool: MediaPool, name: str):
     done = pool.prepare(TAKEN[name])
     assert np.isfinite(np.frombuffer(done.values, np.float32)).all()
     assert pool.num_killed == 0
 
 
-def test_spoiled_files_are_images_or_refused(pool: ImagePool):
+def test_spoiled_files_are_images_or_refused(pool: MediaPool):
     for seed in range(60):
         for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
             try:
                 pool.prepare(noise(file_of(picture(40, 40), kind), seed))
-            except ImageRefusedError as error:
+            except MediaRefusedError as error:
                 assert error.kind in ("broken", "pixels", "frames", "format", "memory")  # noqa: PT017
     assert pool.prepare(PNG).shape == (1, 3, 28, 28)
 
@@ -195,12 +195,12 @@ def test_an_orientation_that_is_none_turns_nothing():
     assert np.array_equal(np.asarray(read_image(upright(77))), np.asarray(picture(6, 9)))
 
 
-def test_a_photo_with_a_second_picture_is_its_first(pool: ImagePool):
+def test_a_photo_with_a_second_picture_is_its_first(pool: MediaPool):
     data = frames("MPO")
     assert np.array_equal(np.asarray(read_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
-def test_the_largest_image_is_taken_and_leaves_nothing(pool: ImagePool):
+def test_the_largest_image_is_taken_and_leaves_nothing(pool: MediaPool):
     pool.prepare(PNG)
     (pid,) = pool.pids
     data = file_of(Image.new("L", (7000, 7000), 3), "JPEG")
@@ -213,9 +213,9 @@ def test_the_largest_image_is_taken_and_leaves_nothing(pool: ImagePool):
 
 
 def test_what_takes_too_much_memory_is_refused():
-    pool = ImagePool(SETTINGS, memory_bytes=64 * MIB)
+    pool = MediaPool(SETTINGS, memory_bytes=64 * MIB)
     try:
-        with pytest.raises(ImageRefusedError, match="memory"):
+        with pytest.raises(MediaRefusedError, match="memory"):
             pool.prepare(file_of(Image.new("RGB", (6000, 6000)), "JPEG"))
         assert pool.prepare(PNG).shape == (1, 3, 28, 28)
     finally:
@@ -224,7 +224,7 @@ def test_what_takes_too_much_memory_is_refused():
 
 STUB = """
 import os
-from headrace.multimodal import image_child as child
+from headrace.multimodal import media_child as child
 real = child.prepare_job
 
 def prepare_job(job, *more):
@@ -243,16 +243,16 @@ child.main()
 
 def test_what_ends_or_holds_a_child_is_refused_and_others_are_not(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    pool = ImagePool(SETTINGS, limit_s=0.5, program=(sys.executable, "-c", STUB))
+    pool = MediaPool(SETTINGS, limit_s=0.5, program=(sys.executable, "-c", STUB))
     try:
         assert pool.pids == []
         for data, kind, words in ((b"hang", "time", "longer than 0.5 s"), (b"die", "memory", "broken")):
-            with pytest.raises(ImageRefusedError, match=words) as error:
+            with pytest.raises(MediaRefusedError, match=words) as error:
                 pool.prepare(data)
             assert error.value.kind == kind
             assert pool.pids == []
         assert pool.num_killed == 2
-        with pytest.raises(ImageRefusedError) as error:
+        with pytest.raises(MediaRefusedError) as error:
             pool.prepare(b"environment")
         assert "SOME_API_KEY" not in error.value.message
         assert pool.prepare(PNG).shape == (1, 3, 28, 28)

@@ -16,10 +16,10 @@ from headrace.config.media_args import MediaArgs, parse_media_domains
 from headrace.errors import ExecutionError, RequestError
 from headrace.messages.media import KEY_BYTES, ImageRef
 from headrace.multimodal import sources
-from headrace.multimodal.image_messages import Done
 from headrace.multimodal.loader import MediaLoader, make_loader
+from headrace.multimodal.media_messages import Done
 from headrace.multimodal.prepared_cache import PreparedCache, RecentRefusals
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.sources import inline_bytes
 
 PNG = file_of(picture(40, 40))
@@ -44,9 +44,9 @@ class Pool:
         if self.is_closed:
             raise ExecutionError("the server is stopping")
         if data.startswith(b"costly"):
-            raise ImageRefusedError("it takes too long", "time")
+            raise MediaRefusedError("it takes too long", "time")
         if data.startswith(b"bad"):
-            raise ImageRefusedError("it is bad", "broken")
+            raise MediaRefusedError("it is bad", "broken")
         return Done(data.ljust(16)[:16], data.ljust(64)[:64], (1, 1, 4, 4), (0, 0, 0))
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ def test_base64_is_decoded_in_pieces(size: int, monkeypatch):
     for form in (text, text.rstrip("="), "\n".join(text), text + "\n" * 20):
         assert inline_bytes(ImageRef(url=f"data:;base64,{form}"), 100) == data
     for form in (text + "=" * 9 + text, "ä" + text, text + "-", "*" + text):
-        with pytest.raises(ImageRefusedError, match="base64"):
+        with pytest.raises(MediaRefusedError, match="base64"):
             inline_bytes(ImageRef(url=f"data:;base64,{form}"), 1000)
 
 

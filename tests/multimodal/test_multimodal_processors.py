@@ -13,7 +13,7 @@ from headrace.checkpoint.image_processors import ImageSettings, image_settings, 
 from headrace.errors import ModelError
 from headrace.multimodal.images import read_image
 from headrace.multimodal.processors import prepare
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 
 TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
@@ -222,5 +222,5 @@ def test_few_tokens_are_taken_where_there_is_a_choice():
 )
 def test_an_image_that_is_too_long_is_refused(case: str, size: tuple[int, int]):
     _, settings = theirs(case)
-    with pytest.raises(ImageRefusedError, match="too long"):
+    with pytest.raises(MediaRefusedError, match="too long"):
         prepare(picture(*size), settings)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.config.media_args import MediaArgs
 from headrace.errors import CapacityError
 from headrace.multimodal.limits import FETCH_LIMIT_S
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.sources import too_large
 from headrace.version import VERSION
 
@@ -63,7 +63,7 @@ class Fetcher:
 
     @asynccontextmanager
     async def fetched(self, url: str) -> AsyncIterator[bytes]:
-        """The bytes of an image, for which there is a place as long as they are needed. Raises ImageRefusedError, or CapacityError if too many others
+        """The bytes of an image, for which there is a place as long as they are needed. Raises MediaRefusedError, or CapacityError if too many others
         have one."""
         target = self._checked(url)
         try:
@@ -81,32 +81,32 @@ class Fetcher:
             async with asyncio.timeout(self._limit_s):
                 return await self._fetched(target)
         except TimeoutError:
-            raise ImageRefusedError(f"fetching the image takes longer than {self._limit_s:g} s", "time") from None
+            raise MediaRefusedError(f"fetching the image takes longer than {self._limit_s:g} s", "time") from None
 
     def close(self) -> None:
         """End its threads."""
         self._dns_threads.shutdown(wait=False, cancel_futures=True)
 
     def _checked(self, url: str) -> "URL":
-        """The URL, taken apart as it is asked. Raises ImageRefusedError if its host is not allowed."""
+        """The URL, taken apart as it is asked. Raises MediaRefusedError if its host is not allowed."""
         from yarl import URL
 
         if not self._domains.names and not self._domains.addresses:
-            raise ImageRefusedError("this server fetches no images (--allowed-media-domains)", "url")
+            raise MediaRefusedError("this server fetches no images (--allowed-media-domains)", "url")
         if len(url) > _MOST_URL or any(letter <= " " or letter in "\\\x7f" for letter in url):
-            raise ImageRefusedError("the URL is too long, or has characters that a URL cannot have", "url")
+            raise MediaRefusedError("the URL is too long, or has characters that a URL cannot have", "url")
         try:
             # What a signature of the URL covers must be asked for as it is written.
             target = URL(url, encoded=url.isascii()).with_fragment(None)
             host, port = _host(target), target.port
         except ValueError:
-            raise ImageRefusedError("the URL cannot be read", "url") from None
+            raise MediaRefusedError("the URL cannot be read", "url") from None
         if target.scheme not in _USUAL_PORTS or not host or not port:
-            raise ImageRefusedError("the URL has no host", "url")
+            raise MediaRefusedError("the URL has no host", "url")
         if target.user is not None or target.password is not None:
-            raise ImageRefusedError("the URL has a user name or a password", "url")
+            raise MediaRefusedError("the URL has a user name or a password", "url")
         if not self._allows(host, port, _USUAL_PORTS[target.scheme]):
-            raise ImageRefusedError(
+            raise MediaRefusedError(
                 f"images of {target.raw_authority!r:.200} are not fetched; the server's operator allows hosts (--allowed-media-domains)",
                 "url",
             )
@@ -119,7 +119,7 @@ class Fetcher:
         return self._domains.allows_name(host.removesuffix("."), port, usual_port)
 
     async def _addresses(self, target: "URL") -> list[str]:
-        """Where to connect to: what is checked, and nothing else. Raises ImageRefusedError."""
+        """Where to connect to: what is checked, and nothing else. Raises MediaRefusedError."""
         host, port = _host(target), target.port
         assert port is not None, "_checked has refused it"
         if _literal(host) is not None:
@@ -129,9 +129,9 @@ class Fetcher:
         except OSError:
             addresses = []
         if not addresses:
-            raise ImageRefusedError(f"the host {host!r:.200} is not known", "fetch")
+            raise MediaRefusedError(f"the host {host!r:.200} is not known", "fetch")
         if not all(map(is_public, addresses)):
-            raise ImageRefusedError(f"the host {host!r:.200} is not a public one", "url")
+            raise MediaRefusedError(f"the host {host!r:.200} is not a public one", "url")
         return addresses
 
     async def _fetched(self, target: "URL") -> bytes:
@@ -155,33 +155,33 @@ class Fetcher:
                             return await self._body(response)
                         target = self._redirected(target, response.headers.get("Location", ""))
                 except aiohttp.ClientSSLError:
-                    raise ImageRefusedError("the host's certificate is not accepted", "fetch") from None
+                    raise MediaRefusedError("the host's certificate is not accepted", "fetch") from None
                 except (aiohttp.ClientError, OSError, ValueError):
-                    raise ImageRefusedError(
+                    raise MediaRefusedError(
                         "the image could not be fetched: the host does not answer as it should", "fetch"
                     ) from None
-        raise ImageRefusedError(f"the image could not be fetched: more than {MAX_REDIRECTS} redirects", "fetch")
+        raise MediaRefusedError(f"the image could not be fetched: more than {MAX_REDIRECTS} redirects", "fetch")
 
     def _redirected(self, target: "URL", location: str) -> "URL":
-        """Where a redirect leads to. Raises ImageRefusedError if that is another host."""
+        """Where a redirect leads to. Raises MediaRefusedError if that is another host."""
         from yarl import URL
 
         try:
             there = target.join(URL(location, encoded=location.isascii()))
         except ValueError:
-            raise ImageRefusedError("the host answers with a redirect that cannot be read", "fetch") from None
+            raise MediaRefusedError("the host answers with a redirect that cannot be read", "fetch") from None
         if _host(there) != _host(target) or (target.scheme, there.scheme) == ("https", "http"):
-            raise ImageRefusedError(
+            raise MediaRefusedError(
                 "the host answers with a redirect to another one, or to http:, which is not followed", "url"
             )
         return self._checked(str(there))
 
     async def _body(self, response: Any) -> bytes:
-        """The bytes of an answer, as far as the limit. Raises ImageRefusedError."""
+        """The bytes of an answer, as far as the limit. Raises MediaRefusedError."""
         if response.status != 200:
-            raise ImageRefusedError(f"the image could not be fetched: the host answers {response.status}", "fetch")
+            raise MediaRefusedError(f"the image could not be fetched: the host answers {response.status}", "fetch")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ImageRefusedError("the host answers with a compressed file, which was not asked for", "fetch")
+            raise MediaRefusedError("the host answers with a compressed file, which was not asked for", "fetch")
         if (response.content_length or 0) > self._max_bytes:
             raise too_large(self._max_bytes)
         data = bytearray()

@@ -22,7 +22,7 @@ from PIL import PngImagePlugin as _png  # noqa: F401
 from PIL import WebPImagePlugin as _webp  # noqa: F401
 
 from headrace.multimodal.limits import MAX_PIXELS, MAX_SIDE
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 SERVED = "PNG, JPEG, WEBP, GIF and BMP"
@@ -69,44 +69,44 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 def read_image(data: bytes) -> Image.Image:
-    """The pixels of a file, in mode RGB. Raises ImageRefusedError."""
+    """The pixels of a file, in mode RGB. Raises MediaRefusedError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return _rgb(_turned(_opened(data)))
         except MemoryError:
-            raise ImageRefusedError("decoding the image takes too much memory", "memory") from None
+            raise MediaRefusedError("decoding the image takes too much memory", "memory") from None
 
 
 def _opened(data: bytes) -> Image.Image:
     if not data:
-        raise ImageRefusedError("the file is empty", "format")
+        raise MediaRefusedError("the file is empty", "format")
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except MemoryError:
         raise
     except UnidentifiedImageError:
         if data.startswith(_SERVED_STARTS) or data[:4] + data[8:12] == b"RIFFWEBP":
-            raise ImageRefusedError("the image is broken: its header cannot be read", "broken") from None
-        raise ImageRefusedError(f"it is {_name(data)}; {SERVED} images are read", "format") from None
+            raise MediaRefusedError("the image is broken: its header cannot be read", "broken") from None
+        raise MediaRefusedError(f"it is {_name(data)}; {SERVED} images are read", "format") from None
     except Exception:
-        raise ImageRefusedError("the image is broken: its header cannot be read", "broken") from None
+        raise MediaRefusedError("the image is broken: its header cannot be read", "broken") from None
     width, height = image.size
     if width < 1 or height < 1:
-        raise ImageRefusedError(f"the image has {width} x {height} pixels", "broken")
+        raise MediaRefusedError(f"the image has {width} x {height} pixels", "broken")
     if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-        raise ImageRefusedError(
+        raise MediaRefusedError(
             f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are decoded, and {MAX_SIDE} of a side",
             "pixels",
         )
     try:
         if image.format != "MPO" and getattr(image, "is_animated", False):
-            raise ImageRefusedError("the image has several frames: send the one that is meant", "frames")
+            raise MediaRefusedError("the image has several frames: send the one that is meant", "frames")
         image.load()
-    except (MemoryError, ImageRefusedError):
+    except (MemoryError, MediaRefusedError):
         raise
     except Exception:
-        raise ImageRefusedError("the image is broken or incomplete: it cannot be decoded", "broken") from None
+        raise MediaRefusedError("the image is broken or incomplete: it cannot be decoded", "broken") from None
     return image
 
 
@@ -127,7 +127,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         grey = np.asarray(image).astype(np.uint16) >> 8
         image = Image.fromarray(grey.astype(np.uint8))
     elif image.mode not in _CONVERTED:
-        raise ImageRefusedError(f"pixels of the kind {image.mode} are not read; convert the image to RGB", "format")
+        raise MediaRefusedError(f"pixels of the kind {image.mode} are not read; convert the image to RGB", "format")
     try:
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
@@ -137,7 +137,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     except MemoryError:
         raise
     except Exception:
-        raise ImageRefusedError("the image is broken: its colours cannot be read", "broken") from None
+        raise MediaRefusedError("the image is broken: its colours cannot be read", "broken") from None
 
 
 def _name(data: bytes) -> str:

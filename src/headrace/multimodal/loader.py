@@ -1,7 +1,7 @@
 """Loads the images of prompts: from `ImageRef` to items for the model's encoder and their tokens.
 
 Owns `MediaLoader`, the cache of prepared images, and how many images are fetched and decoded at a time. Does not own the steps: `sources` and
-`fetch` get the bytes, children (`image_pool`) decode and prepare them, `families` says what stands for them. Runs in the main process's event
+`fetch` get the bytes, children (`media_pool`) decode and prepare them, `families` says what stands for them. Runs in the main process's event
 loop; what takes time is done by threads and children.
 
 A request's images wait for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one
@@ -27,10 +27,10 @@ from headrace.messages.image_stats import ImageStats
 from headrace.messages.media import KEY_BYTES, ImageRef, MediaInfo, MediaItem
 from headrace.multimodal.families import Family, Vocabulary, make_family
 from headrace.multimodal.fetch import Fetcher
-from headrace.multimodal.image_pool import ImagePool
 from headrace.multimodal.layout import TokenLayout
+from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import file_bytes, form_of, inline_bytes
 
@@ -64,7 +64,7 @@ class MediaLoader:
         self._has_low = settings.recipe != "fixed"
         # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt.
         self._several_are_low = family.info.family == "llava_onevision"
-        self._pool = ImagePool(settings, args.num_processes)
+        self._pool = MediaPool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "images")
         self._threads = ThreadPoolExecutor(_THREADS, "image-bytes")
         # A file system that does not answer holds these only.
@@ -173,7 +173,7 @@ class MediaLoader:
         try:
             loop = asyncio.get_running_loop()
             done = await loop.run_in_executor(self._pool_threads, self._pool.prepare, data, low)
-        except ImageRefusedError as error:
+        except MediaRefusedError as error:
             if error.kind in ("time", "memory"):
                 self._costly.add(key, error)
             raise
@@ -197,7 +197,7 @@ class MediaLoader:
 
     def _told(self, error: BaseException, number: int) -> BaseException:
         """What the client is told of an error."""
-        if not isinstance(error, ImageRefusedError):
+        if not isinstance(error, MediaRefusedError):
             return error
         self._refused[error.kind] += 1
         return RequestError(f"{FIELD}[{number}]: {error.message}", FIELD, "invalid_image")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 
 T = TypeVar("T")
 
@@ -52,18 +52,18 @@ class RecentRefusals:
     def __init__(self, seconds: float = 60.0, max_refusals: int = 256) -> None:
         self._seconds = seconds
         self._max_refusals = max_refusals
-        self._refusals: OrderedDict[bytes, tuple[float, ImageRefusedError]] = OrderedDict()
+        self._refusals: OrderedDict[bytes, tuple[float, MediaRefusedError]] = OrderedDict()
 
     def check(self, key: bytes) -> None:
-        """Raises ImageRefusedError for a file that was refused a short time ago."""
+        """Raises MediaRefusedError for a file that was refused a short time ago."""
         if (found := self._refusals.get(key)) is None:
             return
         until_s, error = found
         if time.monotonic() < until_s:
-            raise ImageRefusedError(error.message, error.kind)
+            raise MediaRefusedError(error.message, error.kind)
         del self._refusals[key]
 
-    def add(self, key: bytes, error: ImageRefusedError) -> None:
+    def add(self, key: bytes, error: MediaRefusedError) -> None:
         """Remember a refusal."""
         self._refusals[key] = time.monotonic() + self._seconds, error
         if len(self._refusals) > self._max_refusals:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from headrace.checkpoint.image_processors import ImageSettings
 from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import (
     best_resolution,
     best_tiles,
@@ -56,7 +56,7 @@ class Prepared:
 
 
 def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> Prepared:
-    """The values of one image in mode RGB. low: few tokens, where there is a choice. Raises ImageRefusedError."""
+    """The values of one image in mode RGB. low: few tokens, where there is a choice. Raises MediaRefusedError."""
     pixels, grid = _pixels(image, settings, low)
     values = _values(pixels, settings)
     if settings.recipe == "qwen2_vl":
@@ -111,7 +111,7 @@ def _pixtral(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
         height, width = (math.floor(side / ratio) for side in (height, width))
     rows, columns = ((side - 1) // patch + 1 for side in (height, width))
     if rows < 1 or columns < 1:
-        raise ImageRefusedError(_too_long(image), "pixels")
+        raise MediaRefusedError(_too_long(image), "pixels")
     return [np.asarray(_resized(image, rows * patch, columns * patch, settings.resample))], NO_GRID
 
 
@@ -140,14 +140,14 @@ def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     """Both edges multiples of a square of patches, and a number of pixels within bounds."""
     height, width = image.height, image.width
     if max(height, width) / min(height, width) > _MOST_ASPECT:
-        raise ImageRefusedError(_too_long(image), "pixels")
+        raise MediaRefusedError(_too_long(image), "pixels")
     patch, merge = settings.patch_size, settings.merge_size
     size = settings.size
     if low:
         size = within(size.shortest_edge, size.longest_edge, LOW_TOKENS * (patch * merge) ** 2)
     height, width = smart_size(height, width, patch * merge, size.shortest_edge, size.longest_edge)
     if height * width > size.longest_edge:  # one square of patches high or wide, and still too long
-        raise ImageRefusedError(_too_long(image), "pixels")
+        raise MediaRefusedError(_too_long(image), "pixels")
     pixels = np.asarray(_resized(image, height, width, settings.resample))
     return [pixels], (1, height // patch, width // patch)
 
@@ -166,7 +166,7 @@ def _anyres(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     else:
         width, height = min(math.ceil(image.width * by_height), wide), tall
     if tall * wide > MAX_PIXELS:
-        raise ImageRefusedError(_too_long(image), "pixels")
+        raise MediaRefusedError(_too_long(image), "pixels")
     pixels = np.zeros((tall, wide, 3), np.uint8)
     top, left = (tall - height) // 2, (wide - width) // 2
     pixels[top : top + height, left : left + width] = np.asarray(_resized(image, height, width, settings.resample))
@@ -196,7 +196,7 @@ def _values(images: Sequence[Bytes], settings: ImageSettings) -> Floats:
     """float32 [images, 3, height, width] of pixels [height, width, 3], which are all of one size."""
     shape = (len(images), 3, *images[0].shape[:2])
     if math.prod(shape) * 4 > MAX_ITEM_BYTES:
-        raise ImageRefusedError(f"the image takes more than {MAX_ITEM_BYTES} bytes for this model", "pixels")
+        raise MediaRefusedError(f"the image takes more than {MAX_ITEM_BYTES} bytes for this model", "pixels")
     values = np.empty(shape, np.float32)
     tables = _tables(settings)
     for image, own in zip(images, values, strict=True):
@@ -230,7 +230,7 @@ def _tables(settings: ImageSettings) -> Floats:
 
 def _resized(image: Image.Image, height: int, width: int, resample: int) -> Image.Image:
     if height < 1 or width < 1 or height * width > MAX_PIXELS:
-        raise ImageRefusedError(_too_long(image), "pixels")
+        raise MediaRefusedError(_too_long(image), "pixels")
     return image.resize((width, height), resample=Image.Resampling(resample))
 
 
@@ -240,7 +240,7 @@ def _squared(image: Image.Image, mean: Sequence[float]) -> Image.Image:
     if image.width == image.height:
         return image
     if side * side > MAX_PIXELS:
-        raise ImageRefusedError(_too_long(image), "pixels")
+        raise MediaRefusedError(_too_long(image), "pixels")
     square = Image.new("RGB", (side, side), tuple(int(value * 255) for value in mean) if mean else (0, 0, 0))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square

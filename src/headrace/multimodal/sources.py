@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 from headrace.messages.media import ImageRef
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 
 Form = Literal["inline", "file", "web"]
 
@@ -37,7 +37,7 @@ _ESCAPED = (
 
 
 def form_of(ref: ImageRef) -> Form:
-    """Where the bytes of an image are. Raises ImageRefusedError for a URL of another scheme."""
+    """Where the bytes of an image are. Raises MediaRefusedError for a URL of another scheme."""
     if not ref.url:
         return "inline"
     start = ref.url[:16].lower()
@@ -49,12 +49,12 @@ def form_of(ref: ImageRef) -> Form:
         return "file"
     scheme, found, _ = ref.url[:32].partition(":")
     if found:
-        raise ImageRefusedError(f"URLs of the scheme {scheme!r:.40} are not read; use data:, https: or base64", "url")
+        raise MediaRefusedError(f"URLs of the scheme {scheme!r:.40} are not read; use data:, https: or base64", "url")
     return "inline"
 
 
 def inline_bytes(ref: ImageRef, max_bytes: int) -> bytes:
-    """The bytes that the request itself has. Raises ImageRefusedError."""
+    """The bytes that the request itself has. Raises MediaRefusedError."""
     if not ref.url:
         data = ref.data
     elif ref.url[:5].lower() == "data:":
@@ -69,11 +69,11 @@ def inline_bytes(ref: ImageRef, max_bytes: int) -> bytes:
 
 
 def file_bytes(url: str, folder: Path | None, max_bytes: int) -> bytes:
-    """The bytes of a `file:` URL. folder: what it must be below, without links in its path. Raises ImageRefusedError."""
+    """The bytes of a `file:` URL. folder: what it must be below, without links in its path. Raises MediaRefusedError."""
     if folder is None:
-        raise ImageRefusedError("this server reads no files (--allowed-local-media-path)", "url")
+        raise MediaRefusedError("this server reads no files (--allowed-local-media-path)", "url")
     # The same words for whatever is wrong, so that nobody learns which files there are.
-    refused = ImageRefusedError("there is no such file below --allowed-local-media-path that can be read", "url")
+    refused = MediaRefusedError("there is no such file below --allowed-local-media-path that can be read", "url")
     try:
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
@@ -93,17 +93,17 @@ def file_bytes(url: str, folder: Path | None, max_bytes: int) -> bytes:
     return data
 
 
-def too_large(max_bytes: int) -> ImageRefusedError:
+def too_large(max_bytes: int) -> MediaRefusedError:
     """For a file with more bytes than the limit."""
-    return ImageRefusedError(f"the file is larger than {max_bytes} bytes (--max-image-bytes)", "bytes")
+    return MediaRefusedError(f"the file is larger than {max_bytes} bytes (--max-image-bytes)", "bytes")
 
 
 def _of_data_uri(url: str, max_bytes: int) -> bytes:
     head, found, text = url.partition(",")
     if not found:
-        raise ImageRefusedError("the data: URL has no comma, after which its data should be", "url")
+        raise MediaRefusedError("the data: URL has no comma, after which its data should be", "url")
     if not head.lower().endswith(";base64"):
-        raise ImageRefusedError("the data: URL is not in base64", "url")
+        raise MediaRefusedError("the data: URL is not in base64", "url")
     for escaped, letter in _ESCAPED:
         text = text.replace(escaped, letter)
     return _of_base64(text, max_bytes)
@@ -130,7 +130,7 @@ def _of_base64(text: str, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _no_base64() -> ImageRefusedError:
-    return ImageRefusedError(
+def _no_base64() -> MediaRefusedError:
+    return MediaRefusedError(
         "it is neither a URL nor base64; give an https: or data: URL, or the base64 text of a file", "url"
     )

@@ -13,7 +13,7 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaInput, Slices
-from headrace.models.vision.blocks import in_floats
+from headrace.models.towers.blocks import in_floats
 from headrace.models.vision.llava import ClipEyes
 from headrace.models.vision.patches import shuffled
 

@@ -15,10 +15,10 @@ from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
-from headrace.models.vision.blocks import BlockOptions, activation, in_floats
+from headrace.models.towers.blocks import BlockOptions, activation, in_floats
+from headrace.models.towers.table import Table
+from headrace.models.towers.tower import Tower, axial_rope, packed
 from headrace.models.vision.patches import patch_layer, patches_of
-from headrace.models.vision.table import Table
-from headrace.models.vision.tower import Tower, axial_rope, packed
 
 _CLIP = BlockOptions(
     attention_norm="layer_norm1",

@@ -12,8 +12,8 @@ import torch
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaInput, Slices
+from headrace.models.towers.table import Table
 from headrace.models.vision.llava import LlavaEncoder
-from headrace.models.vision.table import Table
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
 

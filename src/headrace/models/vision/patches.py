@@ -13,7 +13,7 @@ import torch
 
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Kept, Parts, Placement, Weight
-from headrace.models.vision.blocks import in_floats
+from headrace.models.towers.blocks import in_floats
 
 
 def patches_of(pixels: torch.Tensor, size: int) -> torch.Tensor:

@@ -17,11 +17,11 @@ from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
-from headrace.models.vision.blocks import BlockOptions, in_floats
+from headrace.models.towers.blocks import BlockOptions, in_floats
+from headrace.models.towers.table import Table
+from headrace.models.towers.tower import Tower, axial_rope, packed
 from headrace.models.vision.llava import in_precision
 from headrace.models.vision.patches import patch_layer
-from headrace.models.vision.table import Table
-from headrace.models.vision.tower import Tower, axial_rope, packed
 
 _QWEN2 = BlockOptions(
     attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up=("mlp.fc1",), down="mlp.fc2"

@@ -10,7 +10,7 @@ import torch
 
 from headrace.checkpoint.media_config import VisionConfig
 from headrace.layers.weight import Placement, Weight
-from headrace.models.vision.blocks import BlockOptions, PackedImages, VisionBlock
+from headrace.models.towers.blocks import BlockOptions, PackedItems, TowerBlock
 
 MAX_TOKENS = 4096
 """A layer computes images together while they have at most this many tokens: what lies between its parts takes much more memory than its input."""
@@ -22,7 +22,7 @@ class Tower:
     def __init__(self, config: VisionConfig, options: BlockOptions, layers: str, placement: Placement) -> None:
         self.config = config
         self._layers = layers
-        self._blocks = [VisionBlock(config, options, placement) for _ in range(config.num_layers)]
+        self._blocks = [TowerBlock(config, options, placement) for _ in range(config.num_layers)]
 
     @property
     def num_slices(self) -> int:
@@ -32,8 +32,8 @@ class Tower:
     def run(
         self,
         x: torch.Tensor,
-        images: PackedImages,
-        windows: PackedImages | None = None,
+        images: PackedItems,
+        windows: PackedItems | None = None,
         tap: Callable[[int, torch.Tensor], None] = lambda layer, x: None,
         num_parts: int = 1,
     ) -> Generator[None, None, torch.Tensor]:
@@ -68,22 +68,22 @@ class Tower:
             yield from block.weights(f"{self._layers}.{index}.")
 
 
-def pieces_of(images: PackedImages, num_pieces: int) -> list[tuple[slice, PackedImages]]:
+def pieces_of(images: PackedItems, num_pieces: int) -> list[tuple[slice, PackedItems]]:
     """Neighbouring images in so many pieces, with the tokens that are theirs."""
     count = len(images.row_starts) - 1
     assert num_pieces <= max(1, count), (num_pieces, count)
     return [_some(images, count * i // num_pieces, count * (i + 1) // num_pieces) for i in range(num_pieces)]
 
 
-def _some(images: PackedImages, first: int, last: int) -> tuple[slice, PackedImages]:
+def _some(images: PackedItems, first: int, last: int) -> tuple[slice, PackedItems]:
     """Images first .. last - 1, and the tokens that are theirs."""
     starts = images.row_starts[first : last + 1]
     tokens = slice(int(starts[0]), int(starts[-1]))
     rope = None if images.rope is None else (images.rope[0][tokens], images.rope[1][tokens])
-    return tokens, PackedImages(starts - starts[0], images.positions[: tokens.stop - tokens.start], rope)
+    return tokens, PackedItems(starts - starts[0], images.positions[: tokens.stop - tokens.start], rope)
 
 
-def _computed(block: VisionBlock, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
+def _computed(block: TowerBlock, x: torch.Tensor, images: PackedItems) -> torch.Tensor:
     """A layer over x, which it may overwrite, a few of the images at a time where that takes less memory."""
     if len(x) <= MAX_TOKENS or block.is_one_call(images):
         return block(x, images)
@@ -99,14 +99,14 @@ def _computed(block: VisionBlock, x: torch.Tensor, images: PackedImages) -> torc
 
 def packed(
     lengths: list[int], device: torch.device, rope: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> PackedImages:
-    """Images of so many tokens each; those without any are left out. rope: see `PackedImages`."""
+) -> PackedItems:
+    """Images of so many tokens each; those without any are left out. rope: see `PackedItems`."""
     starts = [0]
     for length in lengths:
         if length:
             starts.append(starts[-1] + length)
     positions = torch.arange(starts[-1], dtype=torch.int32, device=device)
-    return PackedImages(torch.tensor(starts, dtype=torch.int32), positions, rope)
+    return PackedItems(torch.tensor(starts, dtype=torch.int32), positions, rope)
 
 
 def axial_rope(

@@ -1,7 +1,7 @@
-"""A child that decodes and prepares images: `python -m headrace.multimodal.image_child`. What costs too much costs it its life, not the server's.
+"""A child that decodes and prepares images: `python -m headrace.multimodal.media_child`. What costs too much costs it its life, not the server's.
 
-Owns the child's work; `image_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each
-`ImageJob` with a `Verdict` (`image_messages`).
+Owns the child's work; `media_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each
+`ImageJob` with a `Verdict` (`media_messages`).
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_by
 from headrace.child_pool.frames import Frames
 from headrace.garbage import give_back_free_memory
 from headrace.messages.media import KEY_BYTES
-from headrace.multimodal.image_messages import Done, ImageJob, Refused, Setup, Verdict
 from headrace.multimodal.images import read_image
+from headrace.multimodal.media_messages import Done, ImageJob, Refused, Setup, Verdict
 from headrace.multimodal.processors import prepare
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.refused import MediaRefusedError
 
 STACK_BYTES = 8 * MIB
 
@@ -31,7 +31,7 @@ def prepare_job(job: ImageJob, settings: ImageSettings, settings_key: bytes) -> 
     """Decode and prepare an image. settings_key: stands for the settings in the key of the item."""
     try:
         done = prepare(read_image(job.data), settings, job.low)
-    except ImageRefusedError as error:
+    except MediaRefusedError as error:
         return Refused(error.message, error.kind)
     except MemoryError:
         return Refused("decoding the image takes too much memory", "memory")

@@ -18,7 +18,7 @@ from headrace.kernels.encoder import Activation, why_not
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
-from headrace.models.vision.table import Table
+from headrace.models.towers.table import Table
 
 _QUICK = 1.702
 """Of the sigmoid form of gelu (D. Hendrycks and K. Gimpel, "Gaussian Error Linear Units", 2016)."""
@@ -82,7 +82,7 @@ class BlockOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedImages:
+class PackedItems:
     """Where the tokens of images that lie one after the other are.
 
     row_starts: int32[num_images + 1] on the CPU; a token sees those between two of them. rope: cos, sin float32[tokens, head_dim / 2] by which q
@@ -94,7 +94,7 @@ class PackedImages:
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-class VisionBlock:
+class TowerBlock:
     """One layer."""
 
     def __init__(self, config: VisionConfig, options: BlockOptions, placement: Placement) -> None:
@@ -105,28 +105,28 @@ class VisionBlock:
         self._out = Linear(width, {options.out: size}, placement, bias=options.bias)
         self._up = Linear(size, dict.fromkeys(options.up, config.intermediate_size), placement, bias=options.bias)
         self._down = Linear(config.intermediate_size, {options.down: size}, placement, bias=options.bias)
-        self._attention_norm, self._mlp_norm = (vision_norm(config, options.rms, placement) for _ in range(2))
+        self._attention_norm, self._mlp_norm = (tower_norm(config, options.rms, placement) for _ in range(2))
         self._activate = activation(config.hidden_act, gated=len(options.up) > 1)
         self._scales = [Table((size,), placement) for name in options.scales if name]
         self._options = options
         self._config = config
         self._fused: FusedEncoder | None = None
 
-    def __call__(self, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, images: PackedItems) -> torch.Tensor:
         """x [tokens, hidden_size], which it may overwrite -> the same shape."""
         if self._fused is not None and self.is_one_call(images):
             return self._fused(x, images.positions, images.row_starts)
         x = x + self._scaled(0, self._attend(self._attention_norm(x), images))
         return x + self._scaled(1, self._down(self._activate(self._up(self._mlp_norm(x)))))
 
-    def is_one_call(self, images: PackedImages) -> bool:
+    def is_one_call(self, images: PackedItems) -> bool:
         """Whether it is computed in one native call, which goes over the tokens in parts by itself."""
         return self._fused is not None and images.rope is None
 
     def _scaled(self, index: int, x: torch.Tensor) -> torch.Tensor:
         return x * self._scales[index].rows.to(x.dtype) if self._scales else x
 
-    def _attend(self, x: torch.Tensor, images: PackedImages) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, images: PackedItems) -> torch.Tensor:
         heads = self._config.num_heads
         q, k, v = self._qkv(x).unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
         if images.rope is not None:
@@ -184,7 +184,7 @@ class VisionBlock:
             yield from scale.weights(f"{prefix}{name}")
 
 
-def vision_norm(config: VisionConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:
+def tower_norm(config: VisionConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:
     """A norm over the tower's hidden states."""
     if rms:
         return RMSNorm(config.hidden_size, config.norm_eps, placement)

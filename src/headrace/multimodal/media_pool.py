@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from headrace.checkpoint.image_processors import ImageSettings
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
-from headrace.multimodal.image_messages import VERDICTS, Done, ImageJob, Refused, Setup, Verdict
 from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S
-from headrace.multimodal.refused import ImageRefusedError
+from headrace.multimodal.media_messages import VERDICTS, Done, ImageJob, Refused, Setup, Verdict
+from headrace.multimodal.refused import MediaRefusedError
 
-PROGRAM = (sys.executable, "-m", "headrace.multimodal.image_child")
+PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 
 
-class ImagePool(ChildPool[Verdict]):
+class MediaPool(ChildPool[Verdict]):
     """Prepares images in children. limit_s: processor time for one image. memory_bytes: memory for one, beyond the child's own."""
 
     def __init__(
@@ -38,16 +38,16 @@ class ImagePool(ChildPool[Verdict]):
         self._memory_bytes = memory_bytes
 
     def prepare(self, data: bytes, low: bool = False) -> Done:
-        """An image, ready for the encoder. Waits for a free child. Raises ImageRefusedError, or ExecutionError if it could not be tried."""
+        """An image, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError if it could not be tried."""
         try:
             verdict = self.ask(ImageJob(data, low))
         except ChildLateError:
-            raise ImageRefusedError(f"decoding the image takes longer than {self._limit_s:g} s", "time") from None
+            raise MediaRefusedError(f"decoding the image takes longer than {self._limit_s:g} s", "time") from None
         except ChildLostError:
-            raise ImageRefusedError(
+            raise MediaRefusedError(
                 f"decoding the image takes more memory than one may ({self._memory_bytes // MIB} MiB), or it is broken",
                 "memory",
             ) from None
         if isinstance(verdict, Refused):
-            raise ImageRefusedError(verdict.message, verdict.kind)
+            raise MediaRefusedError(verdict.message, verdict.kind)
         return verdict
