@@ -21,6 +21,7 @@ from PIL import JpegImagePlugin as _jpeg  # noqa: F401
 from PIL import PngImagePlugin as _png  # noqa: F401
 from PIL import WebPImagePlugin as _webp  # noqa: F401
 
+from headrace.multimodal.file_names import file_name
 from headrace.multimodal.limits import MAX_PIXELS, MAX_SIDE
 from headrace.multimodal.refused import MediaRefusedError
 
@@ -43,26 +44,6 @@ _CONVERTED = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", 
 _GREY_16 = {"I;16": "<u2", "I;16L": "<u2", "I;16B": ">u2", "I;16N": "=u2"}
 
 _SERVED_STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM")
-_OTHERS = (
-    (b"%PDF-", "a PDF"),
-    (b"II*\0", "a TIFF image"),
-    (b"MM\0*", "a TIFF image"),
-    (b"8BPS", "a Photoshop file"),
-    (b"\0\0\x01\0", "an icon (ICO)"),
-    (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000 image"),
-    (b"\xff\x0a", "a JPEG XL image"),
-    (b"\x00\x00\x00\x0cJXL ", "a JPEG XL image"),
-    (b"PK\x03\x04", "a ZIP archive"),
-    (b"\x1f\x8b", "a gzip archive"),
-    (b"\x1aE\xdf\xa3", "a WebM or Matroska video"),
-    (b"RIFF", "a RIFF file other than WEBP"),
-    (b"OggS", "an Ogg file"),
-    (b"ID3", "an MP3 file"),
-    (b"{", "JSON"),
-)
-_BRANDS = {
-    b"heic": "a HEIC image", b"heix": "a HEIC image", b"mif1": "a HEIF image", b"avif": "an AVIF image", b"avis": "an AVIF image",
-}  # fmt: skip
 
 Image.MAX_IMAGE_PIXELS = None  # the size is checked here, before anything is decoded
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -88,7 +69,9 @@ def _opened(data: bytes) -> Image.Image:
     except UnidentifiedImageError:
         if data.startswith(_SERVED_STARTS) or data[:4] + data[8:12] == b"RIFFWEBP":
             raise MediaRefusedError("the image is broken: its header cannot be read", "broken") from None
-        raise MediaRefusedError(f"it is {_name(data)}; {SERVED} images are read", "format") from None
+        raise MediaRefusedError(
+            f"it is {file_name(data, 'no image that is known')}; {SERVED} images are read", "format"
+        ) from None
     except Exception:
         raise MediaRefusedError("the image is broken: its header cannot be read", "broken") from None
     width, height = image.size
@@ -138,18 +121,3 @@ def _rgb(image: Image.Image) -> Image.Image:
         raise
     except Exception:
         raise MediaRefusedError("the image is broken: its colours cannot be read", "broken") from None
-
-
-def _name(data: bytes) -> str:
-    """What a file is that is no image of `FORMATS`, as far as its first bytes say it."""
-    for start, name in _OTHERS:
-        if data.startswith(start):
-            return name
-    if data[4:8] == b"ftyp":
-        return _BRANDS.get(data[8:12], "an MP4 or QuickTime file")
-    text = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<svg", b"<?xml")):
-        return "SVG or other XML"
-    if text.startswith((b"<!doctype", b"<html")):
-        return "a web page (HTML)"
-    return "no image that is known"
