@@ -28,7 +28,7 @@ from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import (
     open_chat_template,
-    open_images,
+    open_media,
     open_output_format,
     open_tokenizer,
     read_model_config,
@@ -41,7 +41,7 @@ from headrace.processes.threads import ThreadParts
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.checkpoint.pooling import PoolingConfig
-    from headrace.frontend.images import PromptImages
+    from headrace.frontend.media import PromptMedia
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.spans import Spans
     from headrace.sampling.params import GenerationDefaults
@@ -112,13 +112,13 @@ def launch_engine(
             tokenizer = open_tokenizer(args)
             _check_not_stopped(should_stop)
             template = open_chat_template(args, tokenizer)
-            images = open_images(args, tokenizer, model, pooling)
+            media = open_media(args, tokenizer, model, pooling)
             open_output_format(args, tokenizer, template)  # a wrong name is refused before the model is loaded
             _import_front_end()
             _check_not_stopped(should_stop)
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
-            manager = _tokenizer_manager(args, ready, tokenizer, model, pooling, images, parts, from_engine, spans)
+            manager = _tokenizer_manager(args, ready, tokenizer, model, pooling, media, parts, from_engine, spans)
         except BaseException:
             parts.kill()
             raise
@@ -175,7 +175,7 @@ def _tokenizer_manager(
     tokenizer: "Tokenizer",
     model: "ModelConfig",
     pooling: "PoolingConfig | None",
-    images: "PromptImages",
+    media: "PromptMedia",
     parts: Parts,
     from_engine: Receiver,
     spans: "Spans | None",
@@ -195,7 +195,7 @@ def _tokenizer_manager(
         from_engine,
         defaults=_generation_defaults(args, model),
         pooling=pooling,
-        images=images.as_loaded(ready),
+        media=media.as_loaded(ready),
         metrics=Metrics(args.served_name),
         to_detokenizer=to_detokenizer,
         more_schedulers=schedulers[1:],

@@ -15,9 +15,9 @@ from PIL import Image
 from headrace import Engine
 from headrace.config.media_args import MediaArgs
 from headrace.errors import RequestError
-from headrace.frontend.images import PromptImages
+from headrace.frontend.media import PromptMedia
 from headrace.messages import media
-from headrace.messages.media import ImageRef
+from headrace.messages.media import ImageRef, MediaRefs
 from headrace.messages.requests import PromptContent
 from headrace.multimodal.loader import make_loader
 from headrace.text.tokenizers import load_tokenizer
@@ -65,10 +65,10 @@ def prompt(family: str, num_images: int) -> str:
 def read(family: str, folder: Path, num_images: int, files: list[bytes] = FILES) -> PromptContent:
     """What the model reads of the prompt."""
     tokenizer = load_tokenizer(folder)
-    images = PromptImages(make_loader(folder, family, tokenizer, MediaArgs()))
+    images = PromptMedia(make_loader(folder, tokenizer, MediaArgs()))
     ids = tokenizer.encode(prompt(family, num_images), allow_special=True)
     try:
-        return asyncio.run(images.add(ids, [ImageRef(data=file) for file in files[:num_images]]))
+        return asyncio.run(images.add(ids, MediaRefs(tuple(ImageRef(data=file) for file in files[:num_images]))))
     finally:
         images.close()
 

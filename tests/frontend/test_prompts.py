@@ -17,8 +17,6 @@ from headrace.sampling.thinking_budget import ThinkingBudget
 
 LIMITS = CallLimits(vocab_size=VOCAB_SIZE, hidden_size=2, max_n=4, max_prompts=3, max_samples=100, context_length=64)
 NOT_YET = {
-    "audio_data": "x",
-    "video_data": "x",
     "bootstrap_host": "h",
     "bootstrap_port": 1,
     "bootstrap_room": 1,
@@ -202,6 +200,8 @@ CARRIED = {
 }
 SEEN_ELSEWHERE = {
     "image_data",
+    "audio_data",
+    "video_data",
     "lora_path",
     "routed_dp_rank",
     "data_parallel_rank",

@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
-from headrace.messages.image_stats import ImageStats
+from headrace.messages.media_stats import MediaStats
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 
@@ -17,7 +17,7 @@ def busy_metrics():
     metrics.set_scheduler_state(STATE)
     metrics.set_cache_config(16, 62, 1)
     metrics.lora_requests.watch(8, lambda: ({"b", "a"}, {"c"}))
-    metrics.images.watch(lambda: ImageStats(num_loaded=2, num_refused={"size": 1}))
+    metrics.media.watch(lambda: MediaStats(num_loaded={"image": 2}, num_refused={"size": 1}))
     metrics.count_end("stop")
     metrics.count_rejected("queue_full")
     metrics.count_restart("scheduler")

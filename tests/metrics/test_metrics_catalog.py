@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
 from headrace.messages.grammar import GrammarStats
-from headrace.messages.image_stats import ImageStats
 from headrace.messages.media import EncodingStats
+from headrace.messages.media_stats import MediaStats
 from headrace.messages.outputs import SpeculationCounts
 from headrace.metrics.catalog import MAX_KEY_NAMES, OTHER_KEYS, Metrics
 from headrace.metrics.export import render
@@ -31,6 +31,11 @@ def values(metrics):
             assert labels.pop("model_name") == "tiny"
             found[(sample.name.removeprefix("headrace:"), *labels.values())] = sample.value
     return found
+
+
+def loaded(metrics):
+    """Items that the loader gave to requests, by kind."""
+    return {key[1]: int(value) for key, value in values(metrics).items() if key[0] == "media_loaded_total"}
 
 
 def state(**changes):
@@ -158,18 +163,18 @@ def test_what_is_encoded_is_counted_over_restarts():
 
 def test_what_the_loader_of_images_has_done_is_read_at_each_scrape():
     metrics = Metrics("tiny")
-    assert values(metrics)[("images_loaded_total",)] == 0
-    metrics.images.watch(lambda: ImageStats(5, 2, {"size": 3}, 0.5, 1.5, 4, 700, 1))
+    assert loaded(metrics) == {"image": 0, "audio": 0, "video": 0}
+    metrics.media.watch(lambda: MediaStats({"image": 5}, 2, {"size": 3}, 0.5, 1.5, 4, 700, 1))
 
     got = values(metrics)
 
-    assert got[("images_loaded_total",)] == 5
-    assert got[("image_cache_hits_total",)] == 2
-    assert got[("image_fetch_seconds_total",)] == 0.5
-    assert got[("image_decode_seconds_total",)] == 1.5
-    assert got[("image_processes_killed_total",)] == 1
-    assert [value for key, value in got.items() if key[0] == "images_refused_total"] == [3]
-    assert [value for key, value in got.items() if key[0] == "image_cache_bytes"] == [700]
+    assert loaded(metrics) == {"image": 5, "audio": 0, "video": 0}
+    assert got[("media_cache_hits_total",)] == 2
+    assert got[("media_fetch_seconds_total",)] == 0.5
+    assert got[("media_decode_seconds_total",)] == 1.5
+    assert got[("media_processes_killed_total",)] == 1
+    assert [value for key, value in got.items() if key[0] == "media_refused_total"] == [3]
+    assert [value for key, value in got.items() if key[0] == "media_cache_bytes"] == [700]
 
 
 def test_guesses_of_all_replicas_are_counted_over_restarts():

@@ -16,9 +16,11 @@ from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch
 from headrace.multimodal.fetch import Fetcher, is_public
 from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.sources import FileLimit
 
 PNG = file_of(picture(9, 9))
 MOST = 10_000
+LIMIT = FileLimit(MOST, "--max-image-bytes")
 
 
 class Host:
@@ -116,7 +118,7 @@ def fetcher(domains: str, addresses: dict[str, list[str]] | None = None, limit_s
             raise socket.gaierror(socket.EAI_NONAME, "not known")
         return addresses[name]
 
-    return Fetcher(MediaArgs(domains=parse_media_domains(domains), max_image_bytes=MOST), resolve, limit_s)
+    return Fetcher(MediaArgs(domains=parse_media_domains(domains)), resolve, limit_s)
 
 
 def at_its_address(host: Host, limit_s: float = 10.0) -> tuple[Fetcher, str]:
@@ -136,7 +138,7 @@ async def test_an_image_is_fetched_without_anything_of_the_servers(host: Host, m
 
 
 async def get(client: Fetcher, url: str) -> bytes:
-    async with client.fetched(url) as data:
+    async with client.fetched(url, LIMIT) as data:
         return data
 
 

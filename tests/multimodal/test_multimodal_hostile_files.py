@@ -17,6 +17,7 @@ from headrace.checkpoint.image_processors import image_settings
 from headrace.child_pool.child_side import MIB
 from headrace.errors import ExecutionError
 from headrace.multimodal.images import read_image
+from headrace.multimodal.media_messages import ImageJob, MediaSettings
 from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.refused import MediaRefusedError
 
@@ -151,7 +152,7 @@ TAKEN = {
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = MediaPool(SETTINGS)
+    pool = MediaPool(MediaSettings(images=SETTINGS))
     yield pool
     pool.close()
 
@@ -160,16 +161,16 @@ def pool():
 def test_a_file_is_refused_in_words(pool: MediaPool, name: str):
     data, words = REFUSED[name]
     with pytest.raises(MediaRefusedError, match=words) as error:
-        pool.prepare(data)
+        pool.prepare(ImageJob(data))
     assert len(error.value.message) < 200
     assert "/etc" not in error.value.message
-    assert pool.prepare(PNG).shape == (1, 3, 28, 28)
+    assert pool.prepare(ImageJob(PNG)).shape == (1, 3, 28, 28)
     assert pool.num_killed == 0
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_file_is_an_image(pool: MediaPool, name: str):
-    done = pool.prepare(TAKEN[name])
+    done = pool.prepare(ImageJob(TAKEN[name]))
     assert np.isfinite(np.frombuffer(done.values, np.float32)).all()
     assert pool.num_killed == 0
 
@@ -178,10 +179,10 @@ def test_spoiled_files_are_images_or_refused(pool: MediaPool):
     for seed in range(60):
         for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
             try:
-                pool.prepare(noise(file_of(picture(40, 40), kind), seed))
+                pool.prepare(ImageJob(noise(file_of(picture(40, 40), kind), seed)))
             except MediaRefusedError as error:
                 assert error.kind in ("broken", "pixels", "frames", "format", "memory")  # noqa: PT017
-    assert pool.prepare(PNG).shape == (1, 3, 28, 28)
+    assert pool.prepare(ImageJob(PNG)).shape == (1, 3, 28, 28)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -201,23 +202,23 @@ def test_a_photo_with_a_second_picture_is_its_first(pool: MediaPool):
 
 
 def test_the_largest_image_is_taken_and_leaves_nothing(pool: MediaPool):
-    pool.prepare(PNG)
+    pool.prepare(ImageJob(PNG))
     (pid,) = pool.pids
     data = file_of(Image.new("L", (7000, 7000), 3), "JPEG")
     before = psutil.Process(os.getpid()).memory_info().rss
     for _ in range(3):
-        assert pool.prepare(data).left_bytes < 32 * MIB
+        assert pool.prepare(ImageJob(data)).left_bytes < 32 * MIB
     assert pool.pids == [pid]
     assert psutil.Process(pid).memory_info().rss < 200 * MIB
     assert psutil.Process(os.getpid()).memory_info().rss - before < 32 * MIB
 
 
 def test_what_takes_too_much_memory_is_refused():
-    pool = MediaPool(SETTINGS, memory_bytes=64 * MIB)
+    pool = MediaPool(MediaSettings(images=SETTINGS), memory_bytes=64 * MIB)
     try:
         with pytest.raises(MediaRefusedError, match="memory"):
-            pool.prepare(file_of(Image.new("RGB", (6000, 6000)), "JPEG"))
-        assert pool.prepare(PNG).shape == (1, 3, 28, 28)
+            pool.prepare(ImageJob(file_of(Image.new("RGB", (6000, 6000)), "JPEG")))
+        assert pool.prepare(ImageJob(PNG)).shape == (1, 3, 28, 28)
     finally:
         pool.close()
 
@@ -243,20 +244,20 @@ child.main()
 
 def test_what_ends_or_holds_a_child_is_refused_and_others_are_not(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    pool = MediaPool(SETTINGS, limit_s=0.5, program=(sys.executable, "-c", STUB))
+    pool = MediaPool(MediaSettings(images=SETTINGS), limit_s=0.5, program=(sys.executable, "-c", STUB))
     try:
         assert pool.pids == []
         for data, kind, words in ((b"hang", "time", "longer than 0.5 s"), (b"die", "memory", "broken")):
             with pytest.raises(MediaRefusedError, match=words) as error:
-                pool.prepare(data)
+                pool.prepare(ImageJob(data))
             assert error.value.kind == kind
             assert pool.pids == []
         assert pool.num_killed == 2
         with pytest.raises(MediaRefusedError) as error:
-            pool.prepare(b"environment")
+            pool.prepare(ImageJob(b"environment"))
         assert "SOME_API_KEY" not in error.value.message
-        assert pool.prepare(PNG).shape == (1, 3, 28, 28)
+        assert pool.prepare(ImageJob(PNG)).shape == (1, 3, 28, 28)
     finally:
         pool.close()
     with pytest.raises(ExecutionError, match="stopping"):
-        pool.prepare(PNG)
+        pool.prepare(ImageJob(PNG))

@@ -26,10 +26,10 @@ from headrace.checkpoint.image_processors import image_settings
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.config.media_args import MediaArgs
 from headrace.errors import ModelError
-from headrace.frontend.images import PromptImages
-from headrace.messages.media import ImageRef
+from headrace.frontend.media import PromptMedia
+from headrace.messages.media import ImageRef, MediaRefs
 from headrace.multimodal.families import make_family
-from headrace.multimodal.layout import PLAIN, Joints, layout_of
+from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, layout_of
 from headrace.multimodal.loader import make_loader
 from headrace.multimodal.processors import prepare
 
@@ -106,12 +106,12 @@ TEXTS = ["a I b I\nc\n\nI", "III", "user\nI\nI\n\nI\n", "\n\n\nI\n\n\nI\n\n\n\n\
 @pytest.mark.parametrize("family", THEIRS)
 async def test_ids_are_those_of_transformers(family: str, tmp_path):
     ours = write_checkpoint(tmp_path, family)
-    loader = make_loader(tmp_path, family, ours, MediaArgs())
-    images = PromptImages(loader)
-    refs = [ImageRef(data=file_of(image)) for image in IMAGES]
+    loader = make_loader(tmp_path, ours, MediaArgs())
+    images = PromptMedia(loader)
+    refs = MediaRefs(tuple(ImageRef(data=file_of(image)) for image in IMAGES))
     try:
         for text in TEXTS:
-            text = text.replace("I", loader.info.image_token)
+            text = text.replace("I", loader.senses.tokens["image"])
             content = await images.add(ours.encode(text, allow_special=True), refs)
             ids = content.ids()
             assert list(ids) == THEIRS[family](text), text
@@ -129,7 +129,7 @@ async def test_ids_are_those_of_transformers(family: str, tmp_path):
 
 async def test_an_image_has_the_same_key_wherever_it_comes_from(tmp_path):
     ours = write_checkpoint(tmp_path, "qwen2_vl")
-    loader = make_loader(tmp_path, "qwen2_vl", ours, MediaArgs())
+    loader = make_loader(tmp_path, ours, MediaArgs())
     png, bmp = file_of(IMAGES[0]), file_of(IMAGES[0], "BMP")
     first, second, other = await loader.load([ImageRef(data=data) for data in (png, bmp, file_of(IMAGES[1]))])
     loader.close()
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(family, vision, config,
     found["vision_config"] |= vision
     (tmp_path / "config.json").write_text(json.dumps(found | config))
     with pytest.raises(ModelError, match=words):
-        make_loader(tmp_path, family, ours, MediaArgs())
+        make_loader(tmp_path, ours, MediaArgs())
 
 
 def media(family: str, config: dict, **vision) -> MediaConfig:
@@ -194,9 +194,9 @@ def test_tokens_of_llava_onevision(most: int, tmp_path):
     for height, width in [(50, 70), (20, 20), (300, 41), (33, 500), (128, 128), (127, 95), (1, 64)]:
         inputs = images([picture(height, width)])
         expected = len(LlavaOnevisionProcessor.replace_image_token(theirs, inputs, 0))
-        layout = family.layout((2,), (0, height, width))
+        layout = family.kinds["image"].layout(ItemFacts((2,), (0, height, width)))
         assert (layout.num_rows, len(layout.tokens)) == (expected, expected)
-    assert family.layout((1,), (0, 50, 70)).num_rows == 16 + 1
+    assert family.kinds["image"].layout(ItemFacts((1,), (0, 50, 70))).num_rows == 16 + 1
     assert prepared[0].grid == (0, 50, 70)
 
 
@@ -206,7 +206,7 @@ def test_tokens_of_internvl(tmp_path):
     assert settings.splits
     found = GotOcr2ImageProcessorPil(**options)(IMAGES, crop_to_patches=True)["num_patches"]
     for number, image in zip(found, prepared, strict=True):
-        layout = family.layout(image.values.shape, image.grid)
+        layout = family.kinds["image"].layout(ItemFacts(image.values.shape, image.grid))
         assert layout.tokens == (token_id("<img>"), *[token_id("<image>")] * (4 * number), token_id("</img>"))
         assert layout.spans == ((1, 4 * number, 0),)
 
@@ -214,8 +214,8 @@ def test_tokens_of_internvl(tmp_path):
 def test_a_model_without_eyes_has_no_loader(tmp_path):
     ours = write_checkpoint(tmp_path, "llava")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="do not see"):
-        make_loader(tmp_path, "llama", ours, MediaArgs())
+    with pytest.raises(ModelError, match="read text alone"):
+        make_loader(tmp_path, ours, MediaArgs())
 
 
 @given(st.lists(st.integers(0, 3), max_size=30))

@@ -17,10 +17,10 @@ from headrace.errors import ExecutionError, RequestError
 from headrace.messages.media import KEY_BYTES, ImageRef
 from headrace.multimodal import sources
 from headrace.multimodal.loader import MediaLoader, make_loader
-from headrace.multimodal.media_messages import Done
+from headrace.multimodal.media_messages import Done, ImageJob
 from headrace.multimodal.prepared_cache import PreparedCache, RecentRefusals
 from headrace.multimodal.refused import MediaRefusedError
-from headrace.multimodal.sources import inline_bytes
+from headrace.multimodal.sources import FileLimit, inline_bytes
 
 PNG = file_of(picture(40, 40))
 TEXT = base64.b64encode(PNG).decode()
@@ -37,7 +37,8 @@ class Pool:
         self.going = threading.Semaphore(0)
         self.is_closed = False
 
-    def prepare(self, data: bytes, low: bool) -> Done:
+    def prepare(self, job: ImageJob) -> Done:
+        data = job.data
         self.asked.append(data)
         self.begun.release()
         self.going.acquire()
@@ -60,7 +61,7 @@ def loaders(tmp_path: Path) -> Iterator:
 
     def make(family: str = "qwen2_vl", **args) -> MediaLoader:
         tokenizer = write_checkpoint(tmp_path, family)
-        made.append(make_loader(tmp_path, family, tokenizer, MediaArgs(**args)))
+        made.append(make_loader(tmp_path, tokenizer, MediaArgs(**args)))
         return made[-1]
 
     yield make
@@ -114,7 +115,7 @@ async def test_an_image_is_one_however_it_comes(loaders, tmp_path):
 
     assert len({id(each) for each in found}) == 1
     stats = loader.stats()
-    assert (stats.num_loaded, stats.num_cache_hits, stats.num_cached) == (5, 4, 1)
+    assert (stats.num_loaded, stats.num_cache_hits, stats.num_cached) == ({"image": 5}, 4, 1)
     assert stats.cache_bytes > len(found[0].item.values)
     assert stats.fetch_s > 0
     assert len(loader._pool.pids) == 1
@@ -216,10 +217,10 @@ def test_base64_is_decoded_in_pieces(size: int, monkeypatch):
     data = os.urandom(30 + size)
     text = base64.b64encode(data).decode()
     for form in (text, text.rstrip("="), "\n".join(text), text + "\n" * 20):
-        assert inline_bytes(ImageRef(url=f"data:;base64,{form}"), 100) == data
+        assert inline_bytes(ImageRef(url=f"data:;base64,{form}"), FileLimit(100, "--max")) == data
     for form in (text + "=" * 9 + text, "ä" + text, text + "-", "*" + text):
         with pytest.raises(MediaRefusedError, match="base64"):
-            inline_bytes(ImageRef(url=f"data:;base64,{form}"), 1000)
+            inline_bytes(ImageRef(url=f"data:;base64,{form}"), FileLimit(1000, "--max"))
 
 
 async def test_few_tokens_are_another_image(loaders):

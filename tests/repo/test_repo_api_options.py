@@ -13,7 +13,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.openai.protocol import ChatCompletionRequest
 
-STRUCTS = {"response_format", "session_params", "thinking_budget", "image_data"}
+STRUCTS = {"response_format", "session_params", "thinking_budget", "image_data", "audio_data", "video_data"}
 """Objects in Python and JSON, structs within."""
 
 ARGUMENTS = {"input_ids", "sampling_params", "stream"}

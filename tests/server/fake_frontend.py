@@ -35,7 +35,7 @@ from headrace.frontend.sample_update import (
 from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.cache_tree import CacheNode, CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
-from headrace.messages.media import ImageRef, MediaInfo
+from headrace.messages.media import NO_SENSES, MediaRefs, Senses
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -196,11 +196,10 @@ class FakeFrontend:
         self.own_counters = {"num_unknown_outputs": 0}
         self.replies: list[tuple[str, int]] = []
 
-    async def ids_with_images(
-        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = NOBODY
-    ) -> list[int]:
-        self.counted = [*input_ids], [*image_data]
-        return [*input_ids, *[0] * (IMAGE_TOKENS - 1) * len(image_data)]
+    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = NOBODY) -> list[int]:
+        self.counted = [*input_ids], media
+        count = len(media.images) + len(media.sounds) + len(media.videos)
+        return [*input_ids, *[0] * (IMAGE_TOKENS - 1) * count]
 
     async def generate_request(
         self,
@@ -417,9 +416,9 @@ def served_model(
     context_length: int = CONTEXT_LENGTH,
     reasoning_parser: str = "think",
     pooling: PoolingConfig | None = None,
-    images: MediaInfo | None = None,
+    senses: Senses = NO_SENSES,
 ) -> ServedModel:
-    """The fake model as the server knows it. pooling: what it makes of a text instead of more text. images: of a model that sees."""
+    """The fake model as the server knows it. pooling: what it makes of a text instead of more text. senses: the media that it takes."""
     ready = ReadyInfo(
         max_total_tokens=1024, max_running_requests=8, context_length=context_length, vocab_size=tokenizer.vocab_size,
         hidden_size=8, page_size=1, dtype="float32", kv_cache_dtype="float32", device="cpu", attention_backend="torch_native",
@@ -432,7 +431,7 @@ def served_model(
     return ServedModel(
         output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
         model_type="fake", architectures=("FakeForCausalLM" if pooling is None else "FakeModel",), pooling=pooling,
-        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"), images=images,
+        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"), senses=senses,
     )  # fmt: skip
 
 
@@ -455,14 +454,14 @@ def make_app(
     status: ServerStatus | None = None,
     template: str | None = TEMPLATE,
     pooling: PoolingConfig | None = None,
-    images: MediaInfo | None = None,
+    senses: Senses = NO_SENSES,
     **options: Any,
 ) -> Any:
     """The application around a fake."""
     args = ServerArgs(**({"port": 0} | options))
     reasoning_parser = "think" if args.reasoning_parser == "auto" else args.reasoning_parser
     context_length = getattr(frontend, "context_length", CONTEXT_LENGTH)
-    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser, pooling, images)
+    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser, pooling, senses)
     return create_app(frontend, args, model, status), args
 
 
@@ -473,13 +472,13 @@ def running_server(
     special_tokens: Sequence[str] = (),
     frontend: FakeFrontend | None = None,
     pooling: PoolingConfig | None = None,
-    images: MediaInfo | None = None,
+    senses: Senses = NO_SENSES,
     **options: Any,
 ) -> Iterator[Running]:
     """A real server on a free port, in a thread. special_tokens: more of the fake's tokenizer. frontend: another fake than the usual one."""
     frontend = frontend or FakeFrontend(fake_context_length, special_tokens)
     status = ServerStatus()
-    app, args = make_app(frontend, status, template, pooling, images, **options)
+    app, args = make_app(frontend, status, template, pooling, senses, **options)
     server = Server(app, args)
     failures: list[BaseException] = []
 

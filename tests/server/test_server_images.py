@@ -12,10 +12,10 @@ from fake_frontend import IMAGE_TOKENS, MODEL, TEMPLATE, Running, running_server
 from headrace.api.chat_reply import chat_fields
 from headrace.api.engine_chat import EngineChat
 from headrace.config.server_args import ServerArgs
-from headrace.messages.media import ImageRef, MediaInfo
+from headrace.messages.media import ImageRef, MediaRefs, Senses
 from headrace.server.context import ServerStatus, ServingContext
 
-INFO = MediaInfo("llava", "<image>")
+INFO = Senses("llava", {"image": "<image>"})
 URL = "data:image/png;base64,aGVsbG8="
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -25,18 +25,18 @@ PARTS = (
 ONLY_PARTS = PARTS.replace("{% if m.content is string %}{{ m.content }}{% else %}", "").replace(
     "{% endfor %}{% endif %}{{ '", "{% endfor %}{{ '"
 )
-NO_IMAGES = PARTS.replace("<image>", "")
+NO_MEDIA = PARTS.replace("<image>", "")
 
 
 def server_with(template: str) -> Iterator[Running]:
     with running_server(
-        template, 1024, special_tokens=("<image>",), images=INFO, max_images=3, max_stored_responses=9
+        template, 1024, special_tokens=("<image>",), senses=INFO, max_images=3, max_stored_responses=9
     ) as running:
         yield running
 
 
 @pytest.fixture(
-    scope="module", params=[TEMPLATE, PARTS, ONLY_PARTS, NO_IMAGES], ids=["texts", "parts", "only parts", "no images"]
+    scope="module", params=[TEMPLATE, PARTS, ONLY_PARTS, NO_MEDIA], ids=["texts", "parts", "only parts", "no images"]
 )
 def server(request: pytest.FixtureRequest) -> Iterator[Running]:
     yield from server_with(request.param)
@@ -185,18 +185,18 @@ def test_counts_have_the_tokens_of_images(server: Running, client: httpx.Client)
     body = {name: value for name, value in body.items() if name != "max_tokens"}
     counted = client.post(f"{path}/count_tokens", json=body).json()["input_tokens"]
 
-    ids, images = server.frontend.counted
+    ids, media = server.frontend.counted
     assert counted == len(ids) - 1 + IMAGE_TOKENS
-    assert images == [ImageRef(url=URL)]
+    assert media == MediaRefs((ImageRef(url=URL),))
 
 
 def test_tokenizing_messages_gives_the_tokens_of_images_too(server: Running, client: httpx.Client):
     body = {"messages": chat(image(), text("what?"))["messages"]}
     reply = client.post("/tokenize", json=body).json()
 
-    ids, images = server.frontend.counted
+    ids, media = server.frontend.counted
     assert reply["count"] == len(reply["tokens"]) == len(ids) - 1 + IMAGE_TOKENS
-    assert images == [ImageRef(url=URL)]
+    assert media == MediaRefs((ImageRef(url=URL),))
 
 
 def test_the_output_of_a_tool_may_be_an_image_in_responses(server: Running, client: httpx.Client):
@@ -223,7 +223,7 @@ def test_bytes_are_images_in_chats_of_the_engine(server: Running):
     parts = [{"type": "image_url", "image_url": {"url": file, "detail": "low"}}, text("what?")]
     context = ServingContext(
         server.frontend,
-        served_model(server.frontend.tokenizer, images=INFO),
+        served_model(server.frontend.tokenizer, senses=INFO),
         ServerArgs(max_images=3),
         ServerStatus(started=True),
     )
@@ -240,7 +240,7 @@ def test_bytes_are_images_in_chats_of_the_engine(server: Running):
         (chat(image("")), "messages[0].content[0].image_url", "must be a URL"),
         (chat(image(size=5)), "messages[0].content[0].image_url", "must be a URL"),
         (chat(image() | {"text": "a"}), "messages[0].content[0].text", "does not belong"),
-        (chat({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0].type", "not supported"),
+        (chat({"type": "file", "file": {"file_id": "a"}}), "messages[0].content[0].type", "not supported"),
         (chat(image(), truncate_prompt_tokens=2), "truncate_prompt_tokens", "cannot be cut"),
     ],
 )  # fmt: skip

@@ -312,7 +312,7 @@ def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Runnin
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].input_audio"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]}, "messages[0].content[0].txt"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "file": {"file_id": "x"}}]}]}, "messages[0].content[0].file"),

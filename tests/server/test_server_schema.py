@@ -108,9 +108,21 @@ def test_every_body_that_the_schema_allows_is_understood(path, api, shared_serve
             body["serialized_named_tensors"] = [base64.b64encode(b"tensors").decode()]
         if path == "/generate":
             body.pop("input_embeds", None)
+            body = without_files(body)
         decode_json(json.dumps(body).encode(), decoder)
 
     understood()
+
+
+def without_files(value: Any) -> Any:
+    """Without the base64 texts of media."""
+    match value:
+        case dict():
+            return {name: without_files(item) for name, item in value.items() if name != "data"}
+        case list():
+            return [without_files(item) for item in value]
+        case _:
+            return value
 
 
 def as_written(value: Any) -> Any:

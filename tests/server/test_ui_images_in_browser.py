@@ -9,7 +9,7 @@ import pytest
 from fake_frontend import Running, running_server
 from web_page import check_accessible
 
-from headrace.messages.media import ImageRef, MediaInfo
+from headrace.messages.media import ImageRef, Senses
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
 expect = sync_api.expect
@@ -37,7 +37,7 @@ URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[Running]:
-    with running_server(special_tokens=("<image>",), images=MediaInfo("llava", "<image>")) as running:
+    with running_server(special_tokens=("<image>",), senses=Senses("llava", {"image": "<image>"})) as running:
         yield running
 
 

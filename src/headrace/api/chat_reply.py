@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.api.images import messages_as_json
+from headrace.api.media import messages_as_json
 from headrace.errors import RequestError
 
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from headrace.api.images import image_structs
+from headrace.api.media import media_structs
 from headrace.errors import RequestError
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
@@ -33,8 +33,7 @@ def generate_request(
         input_ids = _plain_ids(input_ids)
     given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
     given = {name: value for name, value in given.items() if value is not None}
-    if "image_data" in given:
-        given["image_data"] = image_structs(given["image_data"])
+    given = media_structs(given)
     try:
         return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
     except msgspec.ValidationError as error:

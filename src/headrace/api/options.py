@@ -6,7 +6,7 @@ Owns no defaults and no checks: those are of the structs that the arguments beco
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from headrace.messages.media import ImageRef
+from headrace.messages.media import AudioRef, ImageRef, VideoRef
 from headrace.sampling.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
@@ -147,6 +147,10 @@ class ServerOptions(TypedDict, total=False):
     max_inputs: int
     max_images: int
     max_image_bytes: int
+    max_audios: int
+    max_audio_bytes: int
+    max_videos: int
+    max_video_frames: int
     max_image_patches: int
     allowed_media_domains: str
     allowed_local_media_path: str | None
@@ -260,12 +264,21 @@ Image = ImageRef | bytes | str | dict[str, str]
 """The bytes of a file, or what is sent over HTTP: a `data:`, `http(s):` or `file:` URL, base64, or these with a detail. See docs/images.md."""
 
 
+Audio = AudioRef | bytes | str | dict[str, str]
+"""A sound in the same ways."""
+
+Video = VideoRef | str | dict[str, Any]
+"""A video by its frames, each an `Image`: a dict with "frames" and "fps". See docs/images.md."""
+
+
 class GenerateOptions(TypedDict, total=False):
     """The other fields of `/generate`, see docs/http-api.md; a list has one value for each prompt."""
 
     text: str | list[str] | None
     input_embeds: bytes | list[bytes | list[float | list[float]]] | None
     image_data: Image | Sequence[Image | Sequence[Image] | None] | None
+    audio_data: Audio | Sequence[Audio | Sequence[Audio] | None] | None
+    video_data: Video | Sequence[Video | Sequence[Video] | None] | None
     rid: str | list[str] | None
     return_logprob: bool | list[bool]
     logprob_start_len: int | list[int]

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields, read_chunk, read_reply
 from headrace.api.generate_request import PooledInputs
-from headrace.api.images import image_json
+from headrace.api.media import media_json
 from headrace.api.native_client import NativeClient
 from headrace.api.options import (
     ChatOptions,
@@ -367,8 +367,7 @@ class Runtime(WeightOperations, Scores):
 
 def _body(prompt: object, sampling_params: object, others: dict[str, Any]) -> bytes:
     given = {"text": prompt, "sampling_params": sampling_params, **others}
-    if "image_data" in given:
-        given["image_data"] = image_json(given["image_data"])
+    given = media_json(given)
     return json.dumps({name: value for name, value in given.items() if value is not None}).encode()
 
 

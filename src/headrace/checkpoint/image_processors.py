@@ -1,4 +1,4 @@
-"""How a checkpoint wants images to be prepared: `ImageSettings`, read from its `preprocessor_config.json` or `processor_config.json`.
+"""How a checkpoint wants images and frames of videos to be prepared: `ImageSettings`, read from its `preprocessor_config.json` and the like.
 
 Owns the kinds of image processors that are known, with the defaults of transformers, and every spelling of their settings. A setting that is not
 known is refused, since it may change the values. Does not prepare anything (`multimodal.processors`). Imports neither torch nor transformers.
@@ -43,7 +43,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     squares: the image is first made square by a border. scale: factor of the values 0 .. 255, 0 = none. mean, std: of red, green and blue, empty =
     values are not normalised. patch_size, temporal_patch_size, merge_size: of Qwen and Pixtral. max_side: pixels of a side of a tile (Idefics3).
     splits: large images are cut into tiles. min_tiles, max_tiles: how many (InternVL). pinpoints: (height, width) of which the one that fits best is
-    filled with tiles (LLaVA-OneVision).
+    filled with tiles (LLaVA-OneVision). by_volume: of videos, `size` counts the pixels of all frames (Qwen3-VL), not those of one.
     """
 
     recipe: Recipe
@@ -63,6 +63,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_tiles: int = 1
     max_tiles: int = 1
     pinpoints: tuple[tuple[int, int], ...] = ()
+    by_volume: bool = False
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +146,34 @@ _KINDS = {
 }
 """By the name of transformers' class without `ImageProcessor` and what follows."""
 
+_FRAMES = "patch_size temporal_patch_size merge_size min_pixels max_pixels min_frames max_frames cap_pixels_per_frame max_video_tokens"
+_VIDEO_KINDS = {
+    "Qwen2VL": _kind(
+        "qwen2_vl",
+        _CLIP,
+        _FRAMES,
+        size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+        default_to_square=False,
+        patch_size=14,
+        temporal_patch_size=2,
+        merge_size=2,
+    ),
+    "Qwen3VL": _kind(
+        "qwen2_vl",
+        _HALF,
+        _FRAMES,
+        size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+        default_to_square=False,
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+    ),
+}
+"""By the name of transformers' class without `VideoProcessor`. Which frames of a video are shown is the client's choice, so settings for it are
+not read."""
+
+_VIDEO_KIND_OF_FAMILY = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL"}
+
 _KIND_OF_FAMILY = {
     "llava": "CLIP",
     "idefics3": "Idefics3",
@@ -167,6 +196,7 @@ _COMMON = frozenset({
 _OF_NO_EFFECT = frozenset({
     "image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "data_format", "input_data_format", "device",
     "disable_grouping", "return_tensors", "model_input_names", "image_seq_length", "image_seq_len", "video_sampling", "video_size",
+    "video_processor_type", "do_sample_frames", "num_frames", "fps", "return_metadata", "video_metadata", "max_duration",
 })  # fmt: skip
 """Settings that do not change the values of one image. What a file says of videos belongs to another processor."""
 
@@ -188,6 +218,31 @@ def image_settings(config: dict[str, Any], family: str) -> ImageSettings:
     if kind is None:
         known = ", ".join(f"{each}ImageProcessor" for each in _KINDS)
         raise ModelError(f"images for a {name!r:.80} image processor cannot be prepared; those for these can: {known}")
+    return _of_kind(config, kind, name)
+
+
+def read_video_settings(folder: Path, family: str) -> ImageSettings | None:
+    """The settings for frames of videos; None = the family takes no videos. Raises ModelError, with the reason if videos cannot be prepared."""
+    default = _VIDEO_KIND_OF_FAMILY.get(family)
+    if default is None:
+        return None
+    config = _read_if_there(folder / "processor_config.json").get("video_processor")
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        if not isinstance(config, dict):
+            config = _read_if_there(folder / name) or None
+    if config is None:
+        raise ModelError("video_preprocessor_config.json is missing: it says how videos are prepared")
+    name = str(config.get("video_processor_type") or default).removesuffix("VideoProcessor")
+    kind = _VIDEO_KINDS.get(name)
+    if kind is None:
+        known = ", ".join(f"{each}VideoProcessor" for each in _VIDEO_KINDS)
+        raise ModelError(f"videos for a {name!r:.80} video processor cannot be prepared; those for these can: {known}")
+    if config.get("cap_pixels_per_frame"):
+        raise ModelError("the video processor's cap_pixels_per_frame is not served")
+    return msgspec.structs.replace(_of_kind(config, kind, name), by_volume=name == "Qwen3VL")
+
+
+def _of_kind(config: dict[str, Any], kind: _Kind, name: str) -> ImageSettings:
     given = {key: value for key, value in config.items() if value is not None}
     unknown = given.keys() - _COMMON - _OF_NO_EFFECT - kind.own - kind.defaults.keys()
     if unknown:

@@ -40,7 +40,8 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     patch_size: pixels of a side of a patch. temporal_patch_size: frames of a patch. merge_size: patches of a side that become one token.
     window_size: pixels of a side of a window of attention, 0 = none; full_layers: those that attend to the whole image all the same.
     rope_theta: of its rotary positions. out_size: elements of what it gives for each token, where it projects itself. num_positions: of a table
-    that is stretched over the image. deep_layers: those whose output the text model's first layers get, too (DeepStack). rms, qkv_bias,
+    that is stretched over the image. deep_layers: those whose output the text model's first layers get, too (DeepStack). places_per_second: how far
+    the tokens of a video are from each other in time, 0 = one place a step (Qwen2.5-VL). rms, qkv_bias,
     final_norm: of InternVL: norms are RMSNorms; q, k and v have biases; there is a norm after the last layer.
     """
 
@@ -63,6 +64,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     out_size: int = 0
     num_positions: int = 0
     deep_layers: tuple[int, ...] = ()
+    places_per_second: float = 0.0
     rms: bool = False
     qkv_bias: bool = True
     final_norm: bool = False
@@ -389,6 +391,7 @@ def _qwen2_5_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
         merge_size=vision.count("spatial_merge_size", default=2),
         window_size=vision.count("window_size", default=112),
         full_layers=_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        places_per_second=vision.positive("tokens_per_second", 4),
         out_size=vision.count("out_hidden_size", default=3584),
     )
     return MediaConfig(

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.checkpoint.audio_config import AudioConfig, read_audio
 from headrace.checkpoint.config_keys import ConfigKeys
 from headrace.checkpoint.encoder_config import EncoderConfig, encoder_keys, read_encoder
 from headrace.checkpoint.families import ENCODERS
@@ -57,7 +58,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: the `quantization_config` dict of the checkpoint, None if there is none.
     encoder: what only encoders have; None for a decoder. An encoder's `rms_norm_eps` is that of its LayerNorms, and `max_position_embeddings` is
     the longest text, without the rows of the table that no token uses.
-    media: its eyes, None without any; blind: why those that it has are not served.
+    media: its eyes, None without any; blind: why those that it has are not served. audio, deaf: the same of its ears.
     raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built. around: of a model with eyes, the
     dict that this is in.
     """
@@ -94,6 +95,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     encoder: EncoderConfig | None = None
     media: MediaConfig | None = None
     blind: str = ""
+    audio: AudioConfig | None = None
+    deaf: str = ""
     raw: dict[str, Any] = {}
     around: dict[str, Any] = {}
 
@@ -137,7 +140,8 @@ def parse_hf_config(
     """
     generation = generation or {}
     media, blind = read_media(config, origin)
-    around = config if media is not None or blind else {}
+    audio, deaf = read_audio(config, origin)
+    around = config if media is not None or audio is not None or blind or deaf else {}
     config = _text_config(config, origin)
     if config["model_type"] in ENCODERS:
         return _encoder(config, origin)
@@ -192,6 +196,8 @@ def parse_hf_config(
         quantization=keys.optional_object("quantization_config"),
         media=media,
         blind=blind,
+        audio=audio,
+        deaf=deaf,
         around=around,
         raw=config,
     )

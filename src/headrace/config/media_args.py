@@ -1,11 +1,12 @@
-"""Options of models that see, taken apart: `MediaArgs`.
+"""Options of models that see and hear, taken apart: `MediaArgs`.
 
 Owns the checks of --allowed-media-domains and --allowed-local-media-path. Looks up no names.
 """
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 @dataclass(frozen=True, slots=True)
 class MediaDomains:
-    """Hosts from which images may be fetched. names: (name, port), port None = the usual one of http and https; a name that begins with `*.` is every
+    """Hosts from which files may be fetched. names: (name, port), port None = the usual one of http and https; a name that begins with `*.` is every
     host below it. addresses: (address, port): what the operator names so may be fetched from although it is not public."""
 
     names: frozenset[tuple[str, int | None]] = frozenset()
@@ -37,14 +38,17 @@ class MediaDomains:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaArgs:
-    """Options of models that see. folder: images below it may be read, None = none. max_image_bytes: of a file. max_patches: of an image, where
-    its size decides. cache_bytes: of prepared images that are kept. num_processes: that decode images."""
+    """Options of models that see and hear. folder: files below it may be read, None = none. most: items of each kind in a prompt. max_image_bytes,
+    max_audio_bytes: of a file. max_patches: of an image, where its size decides. max_frames: of a video. cache_bytes: of prepared items that are
+    kept. num_processes: that decode them."""
 
     domains: MediaDomains = MediaDomains()
     folder: Path | None = None
-    max_images: int = 8
+    most: Mapping[str, int] = field(default_factory=lambda: {"image": 8, "audio": 8, "video": 2})
     max_image_bytes: int = 20_000_000
+    max_audio_bytes: int = 20_000_000
     max_patches: int = 4096
+    max_frames: int = 64
     cache_bytes: int = 256 << 20
     num_processes: int = 1
 
@@ -54,12 +58,19 @@ def media_args(args: "ServerArgs") -> MediaArgs:
     return MediaArgs(
         domains=parse_media_domains(args.allowed_media_domains),
         folder=parse_media_folder(args.allowed_local_media_path),
-        max_images=args.max_images,
+        most=most_media(args),
         max_image_bytes=args.max_image_bytes,
+        max_audio_bytes=args.max_audio_bytes,
+        max_frames=args.max_video_frames,
         max_patches=args.max_image_patches,
         cache_bytes=args.image_cache_bytes,
         num_processes=args.image_processes,
     )
+
+
+def most_media(args: "ServerArgs") -> dict[str, int]:
+    """Most items of each kind in a prompt."""
+    return {"image": args.max_images, "audio": args.max_audios, "video": args.max_videos}
 
 
 def parse_media_domains(text: str) -> MediaDomains:

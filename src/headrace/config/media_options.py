@@ -1,4 +1,4 @@
-"""Options for models that see: what clients may send, and what is kept of it."""
+"""Options for models that see and hear: what clients may send, and what is kept of it."""
 
 from typing import TYPE_CHECKING
 
@@ -8,39 +8,46 @@ from headrace.config.option import FILLED, POSITIVE, option
 if TYPE_CHECKING:
     from headrace.config.server_args import ServerArgs
 
-_GROUP = "Images"
+_GROUP = "Images, sounds and videos"
 
 MAX_IMAGES = option(8, _GROUP, "Most images in one prompt.", POSITIVE)
-MAX_IMAGE_BYTES = option(20_000_000, _GROUP, "Largest file of an image, in bytes.", POSITIVE)
+MAX_IMAGE_BYTES = option(20_000_000, _GROUP, "Largest file of an image, or of a frame of a video, in bytes.", POSITIVE)
+MAX_AUDIOS = option(8, _GROUP, "Most sounds in one prompt.", POSITIVE)
+MAX_AUDIO_BYTES = option(20_000_000, _GROUP, "Largest file of a sound, in bytes.", POSITIVE)
+MAX_VIDEOS = option(2, _GROUP, "Most videos in one prompt.", POSITIVE)
+MAX_VIDEO_FRAMES = option(64, _GROUP, "Most frames of a video.", POSITIVE)
 MAX_IMAGE_PATCHES = option(
     4096,
     _GROUP,
-    "Most patches of an image, of models whose images have no fixed size: larger ones are made smaller. Qwen2-VL has 4 patches for a token.",
+    "Most patches of an image, of models whose images have no fixed size: larger ones are made smaller. A video may have four times as many.",
     Bounds(least=16),
 )
 ALLOWED_MEDIA_DOMAINS = option(
     "",
     _GROUP,
-    "Hosts, separated by commas, from which images may be fetched by URL; by default none. An address is written with its port.",
+    "Hosts, separated by commas, from which files may be fetched by URL; by default none. An address is written with its port.",
 )
 ALLOWED_LOCAL_MEDIA_PATH = option(
-    None, _GROUP, "Folder below which images may be read by file: URL; by default none.", FILLED
+    None, _GROUP, "Folder below which files may be read by file: URL; by default none.", FILLED
 )
-IMAGE_PROCESSES = option(1, _GROUP, "Processes that decode images.", Bounds(least=1, most=64))
+IMAGE_PROCESSES = option(1, _GROUP, "Processes that decode images and sounds.", Bounds(least=1, most=64))
 IMAGE_CACHE_BYTES = option(
-    256 << 20, _GROUP, "Decoded images that are kept, in bytes, for when they are sent again.", Bounds(least=0)
+    256 << 20,
+    _GROUP,
+    "Decoded images, sounds and videos that are kept, in bytes, for when they are sent again.",
+    Bounds(least=0),
 )
 ENCODER_CACHE_BYTES = option(
-    256 << 20, _GROUP, "What the model's encoder made of images that is kept, in bytes.", POSITIVE
+    256 << 20, _GROUP, "What the model's encoder made of images, sounds and videos that is kept, in bytes.", POSITIVE
 )
 
 
-def blind_by_options(args: "ServerArgs", pools: bool) -> str:
-    """Why a model that could see does not with these options, or "". pools: it makes vectors instead of text."""
+def textual_by_options(args: "ServerArgs", pools: bool) -> str:
+    """Why a model that could see or hear does not with these options, or "". pools: it makes vectors instead of text."""
     if pools:
         return "it makes vectors of text alone"
     if args.num_ranks > 1:
-        return "it is split over several ranks, and images need --tp-size 1 and --pp-size 1"
+        return "it is split over several ranks, and images, sounds and videos need --tp-size 1 and --pp-size 1"
     if args.model_impl == "transformers":
         return "it runs transformers' code (--model-impl transformers)"
     if args.skip_tokenizer_init:

@@ -285,6 +285,8 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
         sampling_defaults=model.sampling_defaults,
         media=model.media,
         blind=model.blind,
+        audio=model.audio,
+        deaf=model.deaf,
         around=model.around,
     )
 

@@ -21,8 +21,7 @@ from headrace.config.speculation import check_speculation
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
 
-_M, _L, _S, _Q = "Model", "Adapters", "Serving", "Memory and schedule"
-_K, _O, _R = "Kernels", "Observability", "Ray"
+_M, _L, _S, _Q, _K, _O, _R = "Model", "Adapters", "Serving", "Memory and schedule", "Kernels", "Observability", "Ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +304,10 @@ class ServerArgs:
     max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", POSITIVE)
     max_images: int = media_options.MAX_IMAGES
     max_image_bytes: int = media_options.MAX_IMAGE_BYTES
+    max_audios: int = media_options.MAX_AUDIOS
+    max_audio_bytes: int = media_options.MAX_AUDIO_BYTES
+    max_videos: int = media_options.MAX_VIDEOS
+    max_video_frames: int = media_options.MAX_VIDEO_FRAMES
     max_image_patches: int = media_options.MAX_IMAGE_PATCHES
     allowed_media_domains: str = media_options.ALLOWED_MEDIA_DOMAINS
     allowed_local_media_path: str | None = media_options.ALLOWED_LOCAL_MEDIA_PATH

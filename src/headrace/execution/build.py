@@ -259,6 +259,7 @@ def _media(setup: Setup, model: CausalLM, attention: AttentionBackend, rank: Ran
         synchronize,
         model.sectioned,
         merge_size=media.vision.merge_size,
+        places_per_second=media.vision.places_per_second,
         deep=model.deep,
     )
 

@@ -44,15 +44,17 @@ class MediaRows:
         synchronize: Callable[[], None] = lambda: None,
         rotary: SectionedRotary | None = None,
         merge_size: int = 1,
+        places_per_second: float = 0.0,
         deep: DeepRows | None = None,
     ) -> None:
         """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself. rotary: of a model whose tokens
-        of images have three positions each; merge_size: patches of a side of a token. deep: of a model whose images add to its first layers."""
+        of images have three positions each; merge_size, places_per_second: see `places_of`. deep: of a model whose images add to its first layers."""
         self._encoder = encoder
         self._device = device
         self._synchronize = synchronize
         self._rotary = rotary
         self._merge_size = merge_size
+        self._places_per_second = places_per_second
         self._deep = deep or DeepRows()
         self._deep_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._places: dict[int, tuple[Places, int]] = {}
@@ -146,7 +148,7 @@ class MediaRows:
         """A sequence enters or re-enters."""
         self._places.pop(seq, None)
         if self._rotary is not None and content.spans:
-            self._places[seq] = places_of(content, self._merge_size)
+            self._places[seq] = places_of(content, self._merge_size, self._places_per_second)
 
     def begin_step(self) -> None:
         """Nothing has been placed yet."""

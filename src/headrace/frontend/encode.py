@@ -20,8 +20,8 @@ from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.encode_pooled import PooledEncoder
 from headrace.frontend.engine_request import engine_request
-from headrace.frontend.images import NO_IMAGES, PromptImages, add_images, check_media_bytes
 from headrace.frontend.inputs import PromptInput, check_text, encode_inputs, is_large
+from headrace.frontend.media import NO_MEDIA, PromptMedia, add_media, check_media_bytes
 from headrace.frontend.pooled_prompts import PooledPrompt
 from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
 from headrace.frontend.request_log import RequestLog
@@ -60,7 +60,7 @@ class Encoder:
     """See the module docstring.
 
     limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
-    found that a request of a session replaces. pooling: what the model makes of a text; None = it generates. images: makes those of prompts.
+    found that a request of a session replaces. pooling: what the model makes of a text; None = it generates. media: makes those of prompts.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Encoder:
         adapters: Adapters,
         request_log: RequestLog,
         pooling: PoolingConfig | None = None,
-        images: PromptImages = NO_IMAGES,
+        media: PromptMedia = NO_MEDIA,
     ) -> None:
         self.limits = call_limits(args, ready, table.queue.most_at_once)
         self._args = args
@@ -91,7 +91,7 @@ class Encoder:
         self._adapters = adapters
         self._request_log = request_log
         self._pooling = pooling
-        self._images = images
+        self._media = media
         self._pooled = (
             PooledEncoder(args, ready, pooling, self._batch_tokenizer, request_log) if pooling is not None else None
         )
@@ -139,8 +139,8 @@ class Encoder:
     ) -> list[TokenizedGenerateReqInput]:
         given = [prompt.given for prompt in call.prompts]
         contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
-        if any(prompt.images for prompt in given):
-            contents = await self._add_images(call, contents, state)
+        if any(prompt.media for prompt in given):
+            contents = await self._add_media(call, contents, state)
         samples = iter(state.samples)
         requests: list[TokenizedGenerateReqInput] = []
         predictions: dict[str, list[int]] = {}
@@ -167,15 +167,15 @@ class Encoder:
             requests += _requests(prompt, content, sampling, logprobs, predicted_ids, own, obj)
         return requests
 
-    async def _add_images(
+    async def _add_media(
         self, call: Call[Prompt], contents: list[PromptContent], state: CallState
     ) -> list[PromptContent]:
-        """The prompts with their images, whose bytes the samples of the call hold from now on. Raises RequestError, CapacityError."""
-        images = [prompt.given.images for prompt in call.prompts]
-        self._images.check(images)
-        self._table.hold_given(state, sum(len(ref.url) + len(ref.data) for refs in images for ref in refs))
+        """The prompts with their media, whose bytes the samples of the call hold from now on. Raises RequestError, CapacityError."""
+        media = [prompt.given.media for prompt in call.prompts]
+        self._media.check(media)
+        self._table.hold_given(state, sum(refs.num_bytes for refs in media))
         owners = [state.tenant.namespace(prompt.namespace) for prompt in call.prompts]
-        contents = await add_images(self._images, contents, images, owners)
+        contents = await add_media(self._media, contents, media, owners)
         check_media_bytes(
             [(content, prompt.num_samples) for content, prompt in zip(contents, call.prompts, strict=True)]
         )
@@ -185,9 +185,9 @@ class Encoder:
         return contents
 
     def close(self) -> None:
-        """Stop the tokenizing threads, and what loads images."""
+        """Stop the tokenizing threads, and what loads media."""
         self._batch_tokenizer.close()
-        self._images.close()
+        self._media.close()
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Token sequences of the words, at the start of a text and after a space."""

@@ -10,8 +10,8 @@ from typing import cast
 
 from headrace.errors import RequestError
 from headrace.frontend.embeddings import pack_embeds
-from headrace.frontend.images import images_of
-from headrace.messages.media import ImageRef
+from headrace.frontend.media import KINDS, refs_of
+from headrace.messages.media import NO_REFS, WORDS, MediaRefs
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import CallInput, GenerateReqInput, PromptContent
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
@@ -19,23 +19,20 @@ from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 LARGE_ITEMS = 8192
 """Calls with more token ids or prompts than this are split in a thread."""
 
-MEDIA_NOT_YET = (("audio_data", "audio input"), ("video_data", "video input"))
-"""Fields that hold parts of prompts and are not supported yet, and what messages call them."""
-
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
     """One prompt as a call gives it. Exactly one of `text`, `ids` and `embeds` is not None.
 
-    embeds: float32[num_tokens, hidden_size], num_tokens > 0. second: the second text of a pair, whose first is `text`. images: for each of its
-    image tokens one.
+    embeds: float32[num_tokens, hidden_size], num_tokens > 0. second: the second text of a pair, whose first is `text`. media: for each of its
+    image tokens an image, and so on.
     """
 
     text: str | None = None
     ids: list[int] | None = None
     embeds: bytes | None = None
     second: str | None = None
-    images: tuple[ImageRef, ...] = ()
+    media: MediaRefs = NO_REFS
 
     @property
     def field(self) -> str:
@@ -47,7 +44,7 @@ class PromptInput:
     @property
     def only_tokens(self) -> bool:
         """Whether tokens are all that it will contain."""
-        return self.embeds is None and not self.images
+        return self.embeds is None and not self.media
 
     def most_bytes(self, context_length: int) -> int:
         """Approximate upper bound of the bytes of its content."""
@@ -68,16 +65,17 @@ def is_large(obj: CallInput) -> bool:
 
 def given_inputs(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
     """The prompts of a call, and whether they were given as a list. Raises RequestError naming the field."""
-    inputs, is_batch = _without_images(obj, vocab_size, hidden_size)
-    if obj.image_data is None:
+    inputs, is_batch = _without_media(obj, vocab_size, hidden_size)
+    if obj.image_data is None and obj.audio_data is None and obj.video_data is None:
         return inputs, is_batch
-    images = images_of(obj.image_data, len(inputs), is_batch)
-    if any(images) and obj.input_embeds is not None:
-        raise RequestError("image_data: prompts of input_embeds take no images", "image_data")
-    return [replace(given, images=own) for given, own in zip(inputs, images, strict=True)], is_batch
+    media = refs_of(obj.image_data, obj.audio_data, obj.video_data, len(inputs), is_batch)
+    if obj.input_embeds is not None and (kind := next((kind for kind in KINDS for own in media if own.of(kind)), None)):
+        words = WORDS[kind]
+        raise RequestError(f"{words.field}: prompts of input_embeds take no {words.many}", words.field)
+    return [replace(given, media=own) for given, own in zip(inputs, media, strict=True)], is_batch
 
 
-def _without_images(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
+def _without_media(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
     _check_one_input(obj)
     if obj.text is not None:
         return [PromptInput(text=text) for text in _texts(obj.text)], isinstance(obj.text, list)

@@ -95,8 +95,9 @@ def _meta_info(update: SampleUpdate) -> dict[str, Any]:
         "ttft": times.ttft_s,
         "decode_throughput": times.decode_throughput,
     }
-    if usage.image_tokens:
-        meta["image_tokens"] = usage.image_tokens
+    for name in ("image_tokens", "audio_tokens", "video_tokens"):
+        if count := getattr(usage, name):
+            meta[name] = count
     if update.speculation is not None:
         meta |= _speculation(update.speculation)
     return meta

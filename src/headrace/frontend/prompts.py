@@ -12,7 +12,6 @@ from typing import Generic, NoReturn, TypeVar, cast
 
 from headrace.errors import RequestError
 from headrace.frontend.inputs import (
-    MEDIA_NOT_YET,
     PromptInput,
     check_num_prompts,
     check_text,
@@ -47,7 +46,6 @@ _KINDS: dict[type, tuple[str, str]] = {
 """What messages call a value of a type, and several."""
 
 _NOT_YET: tuple[tuple[str, str], ...] = (
-    *MEDIA_NOT_YET,
     ("bootstrap_host", "disaggregated prefill"),
     ("bootstrap_port", "disaggregated prefill"),
     ("bootstrap_room", "disaggregated prefill"),

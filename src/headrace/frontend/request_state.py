@@ -19,6 +19,7 @@ from headrace.frontend.logprob_lists import LogprobLists, TokenText
 from headrace.frontend.sample_update import SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
+from headrace.messages.media import NO_MEDIA_TOKENS, MediaTokens
 from headrace.messages.outputs import FinishReason, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
@@ -39,7 +40,7 @@ class ReqState:
     request: as it was first sent. replica: the replica that has it, -1 = none. routed_replica: the only one that may have it.
     num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
     number of outputs at the last death; see `engine_link`.
-    media_bytes, media_tokens: of the images that its request carries.
+    media_bytes, media_tokens: of the media that its request carries.
     _num_taken_texts etc.: how much of its output earlier updates contained.
     """
 
@@ -56,7 +57,7 @@ class ReqState:
     first_logprob_id: int | None = None
     num_prompt_tokens: int = 0
     media_bytes: int = 0
-    media_tokens: int = 0
+    media_tokens: MediaTokens = NO_MEDIA_TOKENS
     leader: "ReqState | None" = None
     logged_input: str = ""
     dumped_prompt: str = ""
@@ -206,7 +207,7 @@ class ReqState:
                 self.num_prompt_tokens,
                 num_ids,
                 min(stats.cached_tokens, self.num_prompt_tokens),
-                self.media_tokens,
+                *self.media_tokens,
             ),
             SampleTimes(
                 stats.queue_time_s,
@@ -252,7 +253,7 @@ class CallState:
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
     timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
     is_list: its answer is a list. tenant: whose limits count. owner: whose it is, see `Caller`. token_text: text of a token for logprob lists.
-    given_bytes: of the images that its client gave.
+    given_bytes: of the media that its client gave.
     """
 
     def __init__(self, *, stream: bool, is_list: bool, token_text: TokenText) -> None:

@@ -16,12 +16,12 @@ from headrace.frontend.sample_queue import SampleQueue
 from headrace.messages.requests import PromptContent
 
 MAX_MEDIA_BYTES = 1 << 30
-"""Most bytes of decoded images of all live samples: they are kept until a sample has ended, to be sent again after a death."""
+"""Most bytes of decoded media of all live samples: they are kept until a sample has ended, to be sent again after a death."""
 
 MAX_GIVEN_BYTES = 1 << 30
-"""Most bytes of the files and texts that all waiting clients have given as images: who called keeps them until the call has ended."""
+"""Most bytes of the files and texts that all waiting clients have given as media: who called keeps them until the call has ended."""
 
-_TOO_MUCH = "the images of all requests take too much memory now; try again when others have ended"
+_TOO_MUCH = "the images, sounds and videos of all requests take too much memory now; try again when others have ended"
 
 
 class SampleTable:
@@ -81,21 +81,21 @@ class SampleTable:
             sample.call.tenant.leave_queue()
 
     def hold_given(self, call: CallState, num_bytes: int) -> None:
-        """The call's images as its client gave them are kept until the client leaves. Raises CapacityError if those of others leave no room."""
+        """The call's media as its client gave them are kept until the client leaves. Raises CapacityError if those of others leave no room."""
         if self._given_bytes and self._given_bytes + num_bytes > MAX_GIVEN_BYTES:
             raise CapacityError(_TOO_MUCH)
         self._given_bytes += num_bytes
         call.given_bytes += num_bytes
 
     def hold_media(self, samples: Sequence[ReqState], content: PromptContent) -> None:
-        """Each of these live samples of a prompt keeps its images until it is forgotten. Raises CapacityError if that is too much."""
+        """Each of these live samples of a prompt keeps its media until it is forgotten. Raises CapacityError if that is too much."""
         num_bytes = content.media_bytes
         live = [sample for sample in samples if self._by_rid.get(sample.rid) is sample]
         if self._media_bytes + num_bytes * len(live) > MAX_MEDIA_BYTES:
             raise CapacityError(_TOO_MUCH)
         self._media_bytes += num_bytes * len(live)
         for sample in live:
-            sample.media_bytes, sample.media_tokens = num_bytes, content.num_media_tokens
+            sample.media_bytes, sample.media_tokens = num_bytes, content.media_tokens
 
     def leave(self, call: CallState, now_s: float) -> None:
         """The client of the call has its answer or has left. The samples stay until each is forgotten."""

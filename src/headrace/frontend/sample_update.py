@@ -17,12 +17,15 @@ LogprobRow = list[LogprobItem] | None
 
 
 class SampleUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Token counts of a sample so far. cached_tokens: of the prompt, found in the prefix cache. image_tokens: of the prompt, those of images."""
+    """Token counts of a sample so far. cached_tokens: of the prompt, found in the prefix cache. image_tokens, audio_tokens,
+    video_tokens: of the prompt, those of images, sounds and videos."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     image_tokens: int = 0
+    audio_tokens: int = 0
+    video_tokens: int = 0
 
 
 class SampleTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -33,7 +33,7 @@ from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.health import Health
 from headrace.frontend.heartbeats import Heartbeats
-from headrace.frontend.images import NO_IMAGES, PromptImages
+from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.records import Records
@@ -51,7 +51,7 @@ from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
-from headrace.messages.media import ImageRef
+from headrace.messages.media import MediaRefs
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply
@@ -77,7 +77,7 @@ ABORT_WAIT_S = 2.0
 class TokenizerManager:
     """See the module docstring.
 
-    ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. images: makes those of prompts.
+    ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. media: makes those of prompts.
     more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in the detokenizer, and news of deaths. clock: seconds; the
     one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs. spans: gets the timeline of every sample that has ended.
     on_broken: set by the owner; called in the event loop when taking outputs has failed, after every waiter has been answered.
@@ -93,7 +93,7 @@ class TokenizerManager:
         *,
         defaults: GenerationDefaults | None = None,
         pooling: PoolingConfig | None = None,
-        images: PromptImages = NO_IMAGES,
+        media: PromptMedia = NO_MEDIA,
         metrics: Metrics | None = None,
         to_detokenizer: Sender | None = None,
         more_schedulers: Sequence[Sender] = (),
@@ -104,7 +104,7 @@ class TokenizerManager:
         self.args = args
         self.ready = ready
         self.tokenizer = tokenizer
-        self.images = images
+        self.media = media
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
         self.on_broken: Callable[[], None] = lambda: None
         self._clock = clock
@@ -174,7 +174,7 @@ class TokenizerManager:
             self.adapters,
             request_log,
             pooling,
-            images,
+            media,
         )
         generate = functools.partial(self.generate_request, caller=SERVER)
         self._health = Health(
@@ -183,8 +183,8 @@ class TokenizerManager:
 
         self.metrics.set_cache_config(ready.page_size, ready.max_total_tokens // ready.page_size, args.num_replicas)
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
-        if images.loader is not None:
-            self.metrics.images.watch(images.loader.stats)
+        if media.loader is not None:
+            self.metrics.media.watch(media.loader.stats)
         self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
         self.parts = EngineParts(
             self.engine_loop,
@@ -274,13 +274,11 @@ class TokenizerManager:
         """`generate_request` of a call whose inputs become vectors."""
         return self.generate_request(obj, is_disconnected, caller=caller)
 
-    async def ids_with_images(
-        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = NOBODY
-    ) -> list[int]:
-        """The tokens of a prompt with those of images in place of its image tokens. caller: whose images they are. Raises RequestError."""
-        self.images.check([image_data])
+    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = NOBODY) -> list[int]:
+        """The tokens of a prompt with those of media in place of their tokens. caller: whose media they are. Raises RequestError."""
+        self.media.check([media])
         owner = (caller.tenant or self._anybody).namespace("")
-        return list((await self.images.add(input_ids, image_data, owner)).ids())
+        return list((await self.media.add(input_ids, media, owner)).ids())
 
     def _check_accepting(self) -> None:
         self.engine_loop.check()

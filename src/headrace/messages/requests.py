@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.messages.grammar import GrammarSpec
-from headrace.messages.media import KEY_BYTES, ImageData, MediaItem, MediaSpan, pad_spans
+from headrace.messages.media import (
+    KEY_BYTES,
+    AudioData,
+    ImageData,
+    MediaItem,
+    MediaKind,
+    MediaSpan,
+    MediaTokens,
+    VideoData,
+    pad_spans,
+)
 from headrace.messages.outputs import DecodeOptions
 from headrace.messages.packing import unpack_int32
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
@@ -38,8 +48,9 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
     Fields that take
-    one value or one per prompt are lists in the second case. What is not supported yet (sounds, videos, disaggregation) is refused by name.
-    image_data: images of the prompts, see `ImageData`. In each prompt one image token of the model (docs/images.md) stands where an image is.
+    one value or one per prompt are lists in the second case. What is not supported yet (disaggregation) is refused by name.
+    image_data, audio_data, video_data: media of the prompts, see `ImageData` and so on. In each prompt one token of the model (docs/images.md)
+    stands where an item is.
     data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. prediction: text that the output may contain, from which
     tokens are guessed if the server guesses any.
     """
@@ -64,8 +75,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     lora_path: str | list[str | None] | None = None
     session_params: SessionParams | list[SessionParams] | None = None
     image_data: ImageData = None
-    audio_data: NotYet = None
-    video_data: NotYet = None
+    audio_data: AudioData = None
+    video_data: VideoData = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     bootstrap_host: NotYet = None
@@ -160,9 +171,12 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return pad_spans(token_ids, self.spans, self.media) if self.spans else token_ids
 
     @property
-    def num_media_tokens(self) -> int:
-        """Tokens that stand for images and sounds."""
-        return sum(span.length for span in self.spans)
+    def media_tokens(self) -> MediaTokens:
+        """Tokens that stand for media."""
+        counts: dict[MediaKind, int] = {"image": 0, "audio": 0, "video": 0}
+        for span in self.spans:
+            counts[self.media[span.item].kind] += span.length
+        return MediaTokens(*counts.values())
 
     @property
     def media_bytes(self) -> int:

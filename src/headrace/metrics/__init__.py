@@ -2,5 +2,5 @@
 
 Read first: catalog.py (every metric, once), timeline.py (a request's).
 
-export.py, process_use.py, images.py (those of the loader), compat.py (other servers' names), watchdog.py, spans.py (OpenTelemetry), crash_dump.py.
+export.py, process_use.py, media.py (those of the loader), compat.py (other servers' names), watchdog.py, spans.py (OpenTelemetry), crash_dump.py.
 """

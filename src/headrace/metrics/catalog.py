@@ -19,7 +19,7 @@ from headrace.messages.control import InternalState
 from headrace.messages.grammar import GrammarStats
 from headrace.messages.media import EncodingStats
 from headrace.messages.outputs import SpeculationCounts
-from headrace.metrics.images import LoadedImages
+from headrace.metrics.media import LoadedMedia
 from headrace.metrics.process_use import ProcessUse
 from headrace.version import VERSION
 
@@ -174,8 +174,8 @@ class Metrics:
             "headrace:lora_requests_info", "Since when the labels are the adapters in use.", model_name
         )
         self.registry.register(self.lora_requests)
-        self.images = LoadedImages(model_name)
-        self.registry.register(self.images)
+        self.media = LoadedMedia(model_name)
+        self.registry.register(self.media)
         self.time_to_first_token_s = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS_LONG
         )

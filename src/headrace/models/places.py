@@ -1,37 +1,49 @@
-"""Where the tokens of a prompt with images are for rotary embedding in three parts (M-RoPE): in time, height and width.
+"""Where the tokens of a prompt with images and videos are for rotary embedding in three parts (M-RoPE): in time, height and width.
 
 Owns the places. Does not own the tables (`layers.rotary.SectionedRotary`). Used by the thread that runs the model.
 
-Source: P. Wang et al., "Qwen2-VL" (2024), section 2.1.
+Sources: P. Wang et al., "Qwen2-VL" (2024), section 2.1; S. Bai et al., "Qwen2.5-VL Technical Report" (2025), section 2.1.2, of places in time.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.messages.media import MediaItem
 from headrace.messages.requests import PromptContent
 
 Places = npt.NDArray[np.int32]
 """int32[3, num_tokens]."""
 
 
-def places_of(content: PromptContent, merge_size: int) -> tuple[Places, int]:
+def places_of(content: PromptContent, merge_size: int, places_per_second: float = 0.0) -> tuple[Places, int]:
     """The places of a prompt's tokens, and what is added to the index of a token after the prompt, for all three.
 
     Tokens of text are at the same place in all three. Those of an image are at its place in time and, from there on, in its rows and columns of
-    `merge_size` patches each; the text after it goes on behind the longer of its sides. Each image has one span.
+    `merge_size` patches each; the text after it goes on behind the longer of its sides. Those of a video are, step by step, at places in time:
+    one for each step, or so many for a second. Of a video in several spans each begins anew, behind the text before it. What follows the prompt
+    is behind all of it.
     """
     places = np.tile(np.arange(content.num_tokens, dtype=np.int32), (3, 1))
     shift = 0
     for span in content.spans:
-        time, height, width = content.media[span.item].grid
-        rows, columns = height // merge_size, width // merge_size
-        assert span.length == time * rows * columns, (span, content.media[span.item].grid)
+        item = content.media[span.item]
+        rows, columns = (side // merge_size for side in item.grid[1:])
+        assert span.length % (rows * columns) == 0, (span, item.grid)
         first = span.start + shift
         index = np.arange(span.length)
         inside = places[:, span.start : span.end]
-        inside[0] = first + index // (rows * columns)
+        inside[0] = first + _in_time(index // (rows * columns), item, places_per_second)
         inside[1] = first + index // columns % rows
         inside[2] = first + index % columns
         shift += max(rows, columns) - span.length
         places[:, span.end :] = np.arange(span.end, content.num_tokens, dtype=np.int32) + shift
-    return places, shift
+    return places, int(places.max()) + 1 - content.num_tokens if content.num_tokens else 0
+
+
+def _in_time(steps: npt.NDArray[np.int64], item: MediaItem, places_per_second: float) -> npt.NDArray[np.int64]:
+    if item.kind != "video" or not places_per_second:
+        return steps
+    places: npt.NDArray[np.int64] = (steps.astype(np.float32) * np.float32(places_per_second * item.step_s)).astype(
+        np.int64
+    )
+    return places

@@ -1,28 +1,27 @@
-"""What stands for one image in a prompt, by family: the tokens that transformers' processors write.
+"""What stands for one image, sound or video in a prompt, by family: the tokens that transformers' processors write.
 
 Owns the families' texts and counts of tokens. Does not prepare values (`processors`), and knows no prompts. Sources: the processors of transformers
-5 for LLaVA, LLaVA-OneVision, Pixtral, Mistral 3, Idefics3, SmolVLM, Qwen2-VL to Qwen3-VL, InternVL and Gemma 3.
+5 for LLaVA, LLaVA-OneVision, Pixtral, Mistral 3, Idefics3, SmolVLM, Qwen2-VL to Qwen3-VL, InternVL, Gemma 3 and Qwen2-Audio.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.checkpoint.audio_config import AudioConfig
 from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.errors import ModelError
-from headrace.messages.media import MediaInfo
-from headrace.multimodal.layout import PLAIN, Joints, TokenLayout, layout_of
+from headrace.messages.media import MediaKind, Senses
+from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, TokenLayout, layout_of
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
 _CACHED_LAYOUTS = 256
 _LONGEST_RUN = 32
-
-Shape = tuple[int, ...]
-Grid = tuple[int, int, int]
 
 
 class Vocabulary(Protocol):
@@ -35,22 +34,35 @@ class Vocabulary(Protocol):
     def id_to_token(self, token_id: int) -> str | None: ...
 
 
+LayoutOf = Callable[[ItemFacts], TokenLayout]
+
+
+class KindTokens(NamedTuple):
+    """Of one kind of media: the token that stands for an item in a prompt that a client sends, and what stands for it in what the model reads."""
+
+    token_id: int
+    layout: LayoutOf
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The tokens of a model that sees. image_token_id: what stands for an image in a prompt that a client sends. layout: what stands for it in
-    what the model reads, by the shape and the grid of its item. joints: put both together."""
+    """The tokens of a model that sees or hears. kinds: what it takes. joints: put layouts and text together."""
 
-    info: MediaInfo
-    image_token_id: int
-    layout: Callable[[Shape, Grid], TokenLayout]
+    senses: Senses
+    kinds: Mapping[MediaKind, KindTokens]
     joints: Joints = PLAIN
 
 
 def make_family(
-    media: MediaConfig, settings: ImageSettings, vocabulary: Vocabulary, config: dict[str, Any]
+    media: MediaConfig,
+    settings: ImageSettings,
+    vocabulary: Vocabulary,
+    config: dict[str, Any],
+    reasons: Mapping[MediaKind, str] | None = None,
+    has_videos: bool = False,
 ) -> tuple[Family, ImageSettings]:
-    """The family of a checkpoint, and the settings as this family has them. config: its config.json. Raises ModelError, with the reason why its
-    images cannot be served."""
+    """The family of a checkpoint that sees, and the settings as this family has them. config: its config.json. reasons: why it does not take other
+    kinds. has_videos: its videos can be prepared. Raises ModelError, with the reason why its images cannot be served."""
     if media.vision.num_channels != 3:
         raise ModelError(f"the vision tower takes {media.vision.num_channels} channels; only 3 are served")
     build = _FAMILIES.get(media.family)
@@ -62,10 +74,39 @@ def make_family(
         build, settings = _pixtral, _pixtral_settings(media, settings)
     if media.family == "internvl":  # transformers' processor asks for tiles, whatever the file says
         settings = msgspec.structs.replace(settings, splits=True)
-    image_token_id, layout = build(media, settings, tokens, config)
-    info = MediaInfo(media.family, tokens.text(image_token_id))
+    kinds: dict[MediaKind, KindTokens] = {"image": build(media, settings, tokens, config)}
+    why = dict(reasons or {})
+    if has_videos:
+        try:
+            kinds["video"] = _qwen_videos(media, _Tokens(vocabulary, _token(config, "video_token_id", 151656)))
+        except ModelError as error:
+            why["video"] = error.message
     joints = _line_ends(tokens) if media.family == "gemma3" else PLAIN
-    return Family(info, image_token_id, lru_cache(_CACHED_LAYOUTS)(layout), joints), settings
+    return _family(media.family, kinds, tokens, why, joints), settings
+
+
+def make_hearing_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Mapping[MediaKind, str]) -> Family:
+    """The family of a checkpoint that hears. reasons: why it does not take other kinds. Raises ModelError."""
+    tokens = _Tokens(vocabulary, audio.audio_token_id)
+
+    def layout(facts: ItemFacts) -> TokenLayout:
+        """Two neighbouring positions are one row."""
+        return tokens.layout([tokens.row] * (facts.grid[0] // 2))
+
+    return _family(audio.family, {"audio": KindTokens(tokens.row, layout)}, tokens, reasons, PLAIN)
+
+
+def _family(
+    name: str,
+    kinds: Mapping[MediaKind, KindTokens],
+    tokens: "_Tokens",
+    reasons: Mapping[MediaKind, str],
+    joints: Joints,
+) -> Family:
+    texts = {kind: tokens.text(own.token_id) for kind, own in kinds.items()}
+    others = {kind: reason for kind, reason in reasons.items() if kind not in kinds}
+    kept = {kind: KindTokens(own.token_id, lru_cache(_CACHED_LAYOUTS)(own.layout)) for kind, own in kinds.items()}
+    return Family(Senses(name, texts, others), kept, joints)
 
 
 class _Tokens:
@@ -79,14 +120,14 @@ class _Tokens:
         """Raises ModelError."""
         text = self._vocabulary.id_to_token(token_id)
         if text is None:
-            raise ModelError(f"the tokenizer has no token {token_id}, which stands for images")
+            raise ModelError(f"the tokenizer has no token {token_id}, which stands for an image, a sound or a video")
         return text
 
     def id(self, text: str) -> int:
         """Raises ModelError."""
         token_id = self._vocabulary.token_to_id(text)
         if token_id is None:
-            raise ModelError(f"the tokenizer has no token {text!r}, which images need")
+            raise ModelError(f"the tokenizer has no token {text!r}, which its media need")
         return token_id
 
     def ids(self, text: str) -> list[int]:
@@ -98,34 +139,31 @@ class _Tokens:
         return layout_of(tokens, self.row)
 
 
-_Built = tuple[int, Callable[[Shape, Grid], TokenLayout]]
-
-
-def _llava(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _llava(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
     vision = media.vision
     _check_side(settings, vision.image_size)
     num_tokens = (vision.image_size // vision.patch_size) ** 2
     num_tokens += vision.tower == "clip"
     num_tokens -= media.drops_first
     layout = tokens.layout([tokens.row] * num_tokens)
-    return tokens.row, lambda shape, grid: layout
+    return KindTokens(tokens.row, lambda facts: layout)
 
 
-def _pixtral(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _pixtral(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
     """A token after each row of patches, and another one after the last."""
     side = settings.patch_size * settings.merge_size
     after_row, after_image = tokens.id("[IMG_BREAK]"), tokens.id("[IMG_END]")
 
-    def layout(shape: Shape, grid: Grid) -> TokenLayout:
-        rows, columns = shape[2] // side, shape[3] // side
+    def layout(facts: ItemFacts) -> TokenLayout:
+        rows, columns = facts.shape[2] // side, facts.shape[3] // side
         ids = ([tokens.row] * columns + [after_row]) * rows
         ids[-1] = after_image
         return tokens.layout(ids)
 
-    return tokens.row, layout
+    return KindTokens(tokens.row, layout)
 
 
-def _idefics3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _idefics3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
     vision = media.vision
     if settings.max_side > vision.image_size:
         raise ModelError(
@@ -139,8 +177,8 @@ def _idefics3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
     around = "<fake_token_around_image>"
     tokens.id(around)
 
-    def layout(shape: Shape, grid: Grid) -> TokenLayout:
-        _, rows, columns = grid
+    def layout(facts: ItemFacts) -> TokenLayout:
+        _, rows, columns = facts.grid
         text = "".join(
             "".join(f"{around}<row_{row}_col_{column}>{image}" for column in range(1, columns + 1)) + "\n"
             for row in range(1, rows + 1)
@@ -148,10 +186,10 @@ def _idefics3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
         text += ("\n" if rows else "") + f"{around}<global-img>{image}{around}"
         return tokens.layout(tokens.ids(text))
 
-    return tokens.row, layout
+    return KindTokens(tokens.row, layout)
 
 
-def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
     vision = media.vision
     for name in ("patch_size", "temporal_patch_size", "merge_size"):
         theirs, ours = getattr(settings, name), getattr(vision, name)
@@ -159,13 +197,35 @@ def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
             raise ModelError(f"the image processor's {name} is {theirs}, and that of the vision tower {ours}")
     merged = vision.merge_size**2
 
-    def layout(shape: Shape, grid: Grid) -> TokenLayout:
-        return tokens.layout([tokens.row] * (grid[0] * grid[1] * grid[2] // merged))
+    def layout(facts: ItemFacts) -> TokenLayout:
+        return tokens.layout([tokens.row] * (math.prod(facts.grid) // merged))
 
-    return tokens.row, layout
+    return KindTokens(tokens.row, layout)
 
 
-def _anyres(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _qwen_videos(media: MediaConfig, tokens: _Tokens) -> KindTokens:
+    """All rows one after the other, or, of Qwen3-VL, those of each step in time between two tokens, after its time in seconds."""
+    merged = media.vision.merge_size**2
+    tokens.text(tokens.row)
+    if media.family != "qwen3_vl":
+        return KindTokens(tokens.row, lambda facts: tokens.layout([tokens.row] * (math.prod(facts.grid) // merged)))
+    begin, end = tokens.id("<|vision_start|>"), tokens.id("<|vision_end|>")
+
+    def layout(facts: ItemFacts) -> TokenLayout:
+        steps, height, width = facts.grid
+        together = media.vision.temporal_patch_size
+        fps = together / facts.step_s
+        ids: list[int] = []
+        for first in range(0, steps * together, together):
+            last = min(first + together, facts.num_frames) - 1
+            ids += tokens.ids(f"<{(first / fps + last / fps) / 2:.1f} seconds>")
+            ids += [begin, *[tokens.row] * (height * width // merged), end]
+        return tokens.layout(ids)
+
+    return KindTokens(tokens.row, layout)
+
+
+def _anyres(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
     """The whole image, and a larger one without the black around it, with a token at the end of each row; or the former alone, with one token."""
     vision = media.vision
     if settings.recipe != "anyres" or settings.size.height != vision.image_size:
@@ -174,18 +234,19 @@ def _anyres(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config
     if settings.pinpoints != media.pinpoints:
         raise ModelError("image_grid_pinpoints of the image processor are not those of the model")
 
-    def layout(shape: Shape, grid: Grid) -> TokenLayout:
-        if shape[0] == 1:
+    def layout(facts: ItemFacts) -> TokenLayout:
+        if facts.shape[0] == 1:
             return tokens.layout([tokens.row] * (side * side + 1))
-        tall, wide = best_resolution(grid[1], grid[2], settings.pinpoints)
+        _, height, width = facts.grid
+        tall, wide = best_resolution(height, width, settings.pinpoints)
         rows, columns = (each // vision.image_size * side for each in (tall, wide))
-        rows, columns = shrunk(*without_border(grid[1], grid[2], rows, columns), media.max_tiles * side**2)
+        rows, columns = shrunk(*without_border(height, width, rows, columns), media.max_tiles * side**2)
         return tokens.layout([tokens.row] * (side * side + rows * columns + rows))
 
-    return tokens.row, layout
+    return KindTokens(tokens.row, layout)
 
 
-def _internvl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _internvl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
     vision = media.vision
     size = settings.size
     if settings.recipe != "tiled" or (size.height, size.width) != (vision.image_size, vision.image_size):
@@ -194,13 +255,13 @@ def _internvl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
     num_tokens = int((vision.image_size // vision.patch_size) ** 2 * ratio**2)
     begin, end = tokens.id("<img>"), tokens.id("</img>")
 
-    def layout(shape: Shape, grid: Grid) -> TokenLayout:
-        return tokens.layout([begin, *[tokens.row] * (num_tokens * shape[0]), end])
+    def layout(facts: ItemFacts) -> TokenLayout:
+        return tokens.layout([begin, *[tokens.row] * (num_tokens * facts.shape[0]), end])
 
-    return tokens.row, layout
+    return KindTokens(tokens.row, layout)
 
 
-def _gemma3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> _Built:
+def _gemma3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
     _check_side(settings, media.vision.image_size)
     begin, end = (
         _token(config, name, default) for name, default in (("boi_token_index", 255999), ("eoi_token_index", 256000))
@@ -208,10 +269,10 @@ def _gemma3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config
     apart = tokens.ids("\n\n")
     layout = tokens.layout([*apart, begin, *[tokens.row] * media.mm_tokens, end, *apart])
     tokens.text(end)
-    return begin, lambda shape, grid: layout
+    return KindTokens(begin, lambda facts: layout)
 
 
-_FAMILIES: dict[str, Callable[[MediaConfig, ImageSettings, _Tokens, dict[str, Any]], _Built]] = {
+_FAMILIES: dict[str, Callable[[MediaConfig, ImageSettings, _Tokens, dict[str, Any]], KindTokens]] = {
     "llava": _llava,
     "mistral3": _pixtral,
     "idefics3": _idefics3,

@@ -1,4 +1,4 @@
-"""Fetches images over HTTP, of the hosts that the operator allows and of no other address.
+"""Fetches images and sounds over HTTP, of the hosts that the operator allows and of no other address.
 
 Owns which URLs are asked, the look-up of names, and the limits of an answer. What a client names may be meant to reach what only the server can
 reach, so: a host has to be allowed by name; all of its addresses have to be public; the connection goes to exactly the addresses that were checked;
@@ -19,7 +19,7 @@ from headrace.config.media_args import MediaArgs
 from headrace.errors import CapacityError
 from headrace.multimodal.limits import FETCH_LIMIT_S
 from headrace.multimodal.refused import MediaRefusedError
-from headrace.multimodal.sources import too_large
+from headrace.multimodal.sources import FileLimit, too_large
 from headrace.version import VERSION
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_REDIRECTS = 3
 AT_A_TIME = 32
-"""Images that are fetched, or have been and are yet to be prepared, at a time."""
+"""Files that are fetched, or have been and are yet to be prepared, at a time."""
 
 AT_A_TIME_OF_HOST = 8
 """Those of them that are of one host: a slow one leaves room for others."""
@@ -41,7 +41,7 @@ _MOST_URL = 8192
 _USUAL_PORTS = {"http": 80, "https": 443}
 _HEADERS = {
     "User-Agent": f"headrace/{VERSION}",
-    "Accept": "image/*",
+    "Accept": "image/*, audio/*",
     "Accept-Encoding": "identity",
 }
 
@@ -55,33 +55,32 @@ class Fetcher:
 
     def __init__(self, args: MediaArgs, resolve: Resolve | None = None, limit_s: float = FETCH_LIMIT_S) -> None:
         self._domains = args.domains
-        self._max_bytes = args.max_image_bytes
         self._limit_s = limit_s
         self._resolve = resolve or self._look_up
-        self._dns_threads = ThreadPoolExecutor(_DNS_THREADS, "image-hosts")
+        self._dns_threads = ThreadPoolExecutor(_DNS_THREADS, "media-hosts")
         self._places = _Places(AT_A_TIME, AT_A_TIME_OF_HOST)
 
     @asynccontextmanager
-    async def fetched(self, url: str) -> AsyncIterator[bytes]:
-        """The bytes of an image, for which there is a place as long as they are needed. Raises MediaRefusedError, or CapacityError if too many others
+    async def fetched(self, url: str, limit: FileLimit) -> AsyncIterator[bytes]:
+        """The bytes of a file, for which there is a place as long as they are needed. Raises MediaRefusedError, or CapacityError if too many others
         have one."""
         target = self._checked(url)
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._places.take(_host(target))
         except TimeoutError:
-            raise CapacityError("too many images are being fetched from this host", retry_after_s=5) from None
+            raise CapacityError("too many files are being fetched from this host", retry_after_s=5) from None
         try:
-            yield await self._in_time(target)
+            yield await self._in_time(target, limit)
         finally:
             self._places.leave(_host(target))
 
-    async def _in_time(self, target: "URL") -> bytes:
+    async def _in_time(self, target: "URL", limit: FileLimit) -> bytes:
         try:
             async with asyncio.timeout(self._limit_s):
-                return await self._fetched(target)
+                return await self._fetched(target, limit)
         except TimeoutError:
-            raise MediaRefusedError(f"fetching the image takes longer than {self._limit_s:g} s", "time") from None
+            raise MediaRefusedError(f"fetching the file takes longer than {self._limit_s:g} s", "time") from None
 
     def close(self) -> None:
         """End its threads."""
@@ -92,7 +91,7 @@ class Fetcher:
         from yarl import URL
 
         if not self._domains.names and not self._domains.addresses:
-            raise MediaRefusedError("this server fetches no images (--allowed-media-domains)", "url")
+            raise MediaRefusedError("this server fetches no files (--allowed-media-domains)", "url")
         if len(url) > _MOST_URL or any(letter <= " " or letter in "\\\x7f" for letter in url):
             raise MediaRefusedError("the URL is too long, or has characters that a URL cannot have", "url")
         try:
@@ -107,7 +106,7 @@ class Fetcher:
             raise MediaRefusedError("the URL has a user name or a password", "url")
         if not self._allows(host, port, _USUAL_PORTS[target.scheme]):
             raise MediaRefusedError(
-                f"images of {target.raw_authority!r:.200} are not fetched; the server's operator allows hosts (--allowed-media-domains)",
+                f"files of {target.raw_authority!r:.200} are not fetched; the server's operator allows hosts (--allowed-media-domains)",
                 "url",
             )
         return target
@@ -134,7 +133,7 @@ class Fetcher:
             raise MediaRefusedError(f"the host {host!r:.200} is not a public one", "url")
         return addresses
 
-    async def _fetched(self, target: "URL") -> bytes:
+    async def _fetched(self, target: "URL", limit: FileLimit) -> bytes:
         import aiohttp
 
         addresses = await self._addresses(target)
@@ -152,15 +151,15 @@ class Fetcher:
                 try:
                     async with session.get(target, allow_redirects=False) as response:
                         if response.status not in (301, 302, 303, 307, 308):
-                            return await self._body(response)
+                            return await self._body(response, limit)
                         target = self._redirected(target, response.headers.get("Location", ""))
                 except aiohttp.ClientSSLError:
                     raise MediaRefusedError("the host's certificate is not accepted", "fetch") from None
                 except (aiohttp.ClientError, OSError, ValueError):
                     raise MediaRefusedError(
-                        "the image could not be fetched: the host does not answer as it should", "fetch"
+                        "the file could not be fetched: the host does not answer as it should", "fetch"
                     ) from None
-        raise MediaRefusedError(f"the image could not be fetched: more than {MAX_REDIRECTS} redirects", "fetch")
+        raise MediaRefusedError(f"the file could not be fetched: more than {MAX_REDIRECTS} redirects", "fetch")
 
     def _redirected(self, target: "URL", location: str) -> "URL":
         """Where a redirect leads to. Raises MediaRefusedError if that is another host."""
@@ -176,19 +175,19 @@ class Fetcher:
             )
         return self._checked(str(there))
 
-    async def _body(self, response: Any) -> bytes:
+    async def _body(self, response: Any, limit: FileLimit) -> bytes:
         """The bytes of an answer, as far as the limit. Raises MediaRefusedError."""
         if response.status != 200:
-            raise MediaRefusedError(f"the image could not be fetched: the host answers {response.status}", "fetch")
+            raise MediaRefusedError(f"the file could not be fetched: the host answers {response.status}", "fetch")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise MediaRefusedError("the host answers with a compressed file, which was not asked for", "fetch")
-        if (response.content_length or 0) > self._max_bytes:
-            raise too_large(self._max_bytes)
+        if (response.content_length or 0) > limit.num_bytes:
+            raise too_large(limit)
         data = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
             data += chunk
-            if len(data) > self._max_bytes:
-                raise too_large(self._max_bytes)
+            if len(data) > limit.num_bytes:
+                raise too_large(limit)
         return bytes(data)
 
     async def _look_up(self, host: str, port: int) -> list[str]:

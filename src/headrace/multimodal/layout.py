@@ -1,15 +1,25 @@
-"""What stands for an image in a prompt: tokens, and which of them are rows of the encoder's output.
+"""What stands for an item in a prompt: tokens, and which of them are rows of the encoder's output.
 
-Owns `TokenLayout`, and how its tokens join those of the text around an image. Which tokens a family takes, `families` says.
+Owns `TokenLayout`, and how its tokens join those of the text around it. Which tokens a family takes, `families` says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ItemFacts(NamedTuple):
+    """What the tokens of an item depend on. shape, grid, step_s: see `MediaItem`. num_frames: of a video."""
+
+    shape: tuple[int, ...]
+    grid: tuple[int, int, int] = (0, 0, 0)
+    step_s: float = 0.0
+    num_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """See `frontend.images.Layout`. tokens: in place of an image token. spans: (start, length, first_row) of the rows among them."""
+    """See `frontend.media.Layout`. tokens: in place of its own token. spans: (start, length, first_row) of the rows among them."""
 
     tokens: tuple[int, ...]
     spans: tuple[tuple[int, int, int], ...]

@@ -1,46 +1,69 @@
-"""Loads the images of prompts: from `ImageRef` to items for the model's encoder and their tokens.
+"""Loads the media of prompts: from what clients give to items for the model's encoder and their tokens.
 
-Owns `MediaLoader`, the cache of prepared images, and how many images are fetched and decoded at a time. Does not own the steps: `sources` and
+Owns `MediaLoader`, the cache of prepared items, and how many files are fetched and decoded at a time. Does not own the steps: `sources` and
 `fetch` get the bytes, children (`media_pool`) decode and prepare them, `families` says what stands for them. Runs in the main process's event
 loop; what takes time is done by threads and children.
 
-A request's images wait for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one
-with a single image. Work for a request that has gone is cancelled, unless another one waits for the same image.
+A request's items wait for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one
+with a single image. Work for a request that has gone is cancelled, unless another one waits for the same item.
 """
 
 import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from headrace.checkpoint.image_processors import ImageSettings, read_image_settings
+from headrace.checkpoint.audio_config import AudioConfig, read_audio
+from headrace.checkpoint.audio_processors import AudioSettings, read_audio_settings
+from headrace.checkpoint.image_processors import read_image_settings, read_video_settings
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.media_config import read_media
 from headrace.config.media_args import MediaArgs
 from headrace.errors import ExecutionError, ModelError, RequestError
-from headrace.messages.image_stats import ImageStats
-from headrace.messages.media import KEY_BYTES, ImageRef, MediaInfo, MediaItem
-from headrace.multimodal.families import Family, Vocabulary, make_family
+from headrace.messages.media import (
+    KEY_BYTES,
+    WORDS,
+    AudioRef,
+    ImageRef,
+    MediaItem,
+    MediaKind,
+    MediaRef,
+    Senses,
+    VideoRef,
+)
+from headrace.messages.media_stats import MediaStats
+from headrace.multimodal.families import Family, Vocabulary, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
-from headrace.multimodal.layout import TokenLayout
+from headrace.multimodal.layout import ItemFacts, TokenLayout
+from headrace.multimodal.limits import MAX_VIDEO_BYTES, VIDEO_LIMIT_S
+from headrace.multimodal.media_messages import AudioJob, ImageJob, MediaJob, MediaSettings, VideoJob
 from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
-from headrace.multimodal.sources import file_bytes, form_of, inline_bytes
+from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
 
-FIELD = "image_data"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+VIDEO_PATCHES = 4
+"""A video may have so many times the patches of an image."""
 
 _AT_A_TIME = 4
-"""Images of one request that are fetched or decoded at a time."""
+"""Files of one request that are fetched or decoded at a time."""
 
 _FILES = 8
 """Files that have been read and are yet to be prepared, at a time."""
+
+_VIDEOS = 4
+"""Videos whose frames are being fetched or read, or have been and are yet to be prepared, at a time."""
 
 _THREADS = 2
 """That decode base64 and hash files."""
@@ -48,56 +71,63 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An image that is ready for the encoder, and its tokens."""
+    """An item that is ready for the encoder, and its tokens."""
 
     item: MediaItem
     layout: TokenLayout
 
 
 class MediaLoader:
-    """See the module docstring, and `frontend.images.ImageLoader`. `close` ends the children; nothing is loaded afterwards."""
+    """See the module docstring, and `frontend.media.Loader`. `close` ends the children; nothing is loaded afterwards."""
 
-    def __init__(self, family: Family, settings: ImageSettings, args: MediaArgs) -> None:
+    def __init__(self, family: Family, settings: MediaSettings, args: MediaArgs) -> None:
         self._family = family
         self._args = args
+        self._limits: dict[MediaKind, FileLimit] = {
+            "image": FileLimit(args.max_image_bytes, "--max-image-bytes"),
+            "audio": FileLimit(args.max_audio_bytes, "--max-audio-bytes"),
+            "video": FileLimit(args.max_image_bytes, "--max-image-bytes"),
+        }
         # Images of one size take the same tokens, however closely they are looked at.
-        self._has_low = settings.recipe != "fixed"
+        self._has_low = settings.images is not None and settings.images.recipe != "fixed"
         # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt.
-        self._several_are_low = family.info.family == "llava_onevision"
+        self._several_are_low = family.senses.family == "llava_onevision"
         self._pool = MediaPool(settings, args.num_processes)
-        self._pool_threads = ThreadPoolExecutor(args.num_processes, "images")
-        self._threads = ThreadPoolExecutor(_THREADS, "image-bytes")
+        self._pool_threads = ThreadPoolExecutor(args.num_processes, "media")
+        self._threads = ThreadPoolExecutor(_THREADS, "media-bytes")
         # A file system that does not answer holds these only.
-        self._file_threads = ThreadPoolExecutor(_FILES, "image-files")
+        self._file_threads = ThreadPoolExecutor(_FILES, "media-files")
         self._fetcher = Fetcher(args)
         self._files = asyncio.Semaphore(_FILES)
+        self._videos = asyncio.Semaphore(_VIDEOS)
         self._cache: PreparedCache[Loaded] = PreparedCache(args.cache_bytes, _num_bytes)
         self._flights: Flights[Loaded] = Flights()
         self._costly = RecentRefusals()
-        self._num_loaded = self._num_hits = 0
+        self._loaded: Counter[MediaKind] = Counter()
+        self._num_hits = 0
         self._fetch_s = self._decode_s = 0.0
         self._refused: Counter[str] = Counter()
         self._closed = False
 
     @property
-    def info(self) -> MediaInfo:
+    def senses(self) -> Senses:
         """What clients need to know of the model."""
-        return self._family.info
+        return self._family.senses
 
     @property
-    def image_token_id(self) -> int:
-        """The token that stands for an image in a prompt."""
-        return self._family.image_token_id
+    def token_ids(self) -> Mapping[MediaKind, int]:
+        """Of each kind that the model takes, the token that stands for an item in a prompt."""
+        return {kind: own.token_id for kind, own in self._family.kinds.items()}
 
     @property
-    def max_images(self) -> int:
-        """Most images in a prompt."""
-        return self._args.max_images
+    def most(self) -> Mapping[str, int]:
+        """Most items of each kind in a prompt."""
+        return self._args.most
 
-    def stats(self) -> ImageStats:
+    def stats(self) -> MediaStats:
         """What has been done so far."""
-        return ImageStats(
-            num_loaded=self._num_loaded,
+        return MediaStats(
+            num_loaded=dict(self._loaded),
             num_cache_hits=self._num_hits,
             num_refused=dict(self._refused),
             fetch_s=self._fetch_s,
@@ -107,19 +137,21 @@ class MediaLoader:
             num_killed=self._pool.num_killed,
         )
 
-    async def load(self, refs: Sequence[ImageRef], owner: str = "") -> list[Loaded]:
-        """Fetch, decode and prepare images. Raises RequestError, which tells which of them is wrong, and ExecutionError.
+    async def load(self, refs: Sequence[MediaRef], owner: str = "") -> list[Loaded]:
+        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, and ExecutionError.
 
         owner: only those with the same one share what is kept, so that nobody learns by the time what others sent.
         """
         places = asyncio.Semaphore(_AT_A_TIME)
-        several = len(refs) > 1
+        several = sum(isinstance(ref, ImageRef) for ref in refs) > 1
         tasks = [asyncio.create_task(self._load_one(ref, several, places, owner)) for ref in refs]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for number, task in enumerate(tasks):
                 if task.done() and (error := task.exception()) is not None:
-                    raise self._told(error, number) from None
+                    kind = _kind_of(refs[number])
+                    same = sum(_kind_of(ref) == kind for ref in refs[:number])
+                    raise self._told(error, kind, same) from None
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
@@ -127,7 +159,7 @@ class MediaLoader:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def append(self, tokens: list[int], more: Sequence[int]) -> int:
-        """See `frontend.images.ImageLoader`."""
+        """See `frontend.media.Loader`."""
         return self._family.joints.append(tokens, more)
 
     def close(self) -> None:
@@ -138,84 +170,181 @@ class MediaLoader:
         for threads in (self._pool_threads, self._threads, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load_one(self, ref: ImageRef, several: bool, places: asyncio.Semaphore, owner: str) -> Loaded:
+    async def _load_one(self, ref: MediaRef, several: bool, places: asyncio.Semaphore, owner: str) -> Loaded:
         """several: it is one of several images of a prompt."""
-        low = (ref.detail == "low" and self._has_low) or (ref.detail == "auto" and several and self._several_are_low)
-        async with places, self._bytes(ref) as data:
-            key = await asyncio.get_running_loop().run_in_executor(self._threads, _content_key, data, low, owner)
-            loaded = self._cache.get(key)
-            if loaded is not None or key in self._flights:
-                self._num_hits += 1
-            if loaded is None:
-                loaded = await self._flights.share(key, lambda: self._prepare(key, data, low, owner))
-            self._num_loaded += 1
-            return loaded
+        match ref:
+            case ImageRef():
+                low = (ref.detail == "low" and self._has_low) or (
+                    ref.detail == "auto" and several and self._several_are_low
+                )
+                async with places, self._bytes(ref, self._limits["image"]) as data:
+                    return await self._shared(ImageJob(data, low), owner)
+            case AudioRef():
+                async with places, self._bytes(ref, self._limits["audio"]) as data:
+                    return await self._shared(AudioJob(data), owner)
+            case VideoRef():
+                return await self._load_video(ref, owner)
+
+    async def _load_video(self, ref: VideoRef, owner: str) -> Loaded:
+        if len(ref.frames) > self._args.max_frames:
+            raise MediaRefusedError(
+                f"it has {len(ref.frames)} frames; the limit is {self._args.max_frames} (--max-video-frames)", "frames"
+            )
+        # The bytes of those that are in requests are there already.
+        is_inline = all(form_of(frame) == "inline" for frame in ref.images)
+        async with nullcontext() if is_inline else self._videos:
+            try:
+                async with asyncio.timeout(VIDEO_LIMIT_S):
+                    frames = await self._frames(ref)
+            except TimeoutError:
+                raise MediaRefusedError(f"getting its frames takes longer than {VIDEO_LIMIT_S:g} s", "time") from None
+            return await self._shared(VideoJob(frames, ref.fps), owner)
+
+    async def _frames(self, ref: VideoRef) -> tuple[bytes, ...]:
+        """The files of a video's frames, got one after the other, so that they take one place beside the items of others."""
+        frames: list[bytes] = []
+        for number, frame in enumerate(ref.images):
+            try:
+                async with self._bytes(frame, self._limits["video"]) as data:
+                    frames.append(data)
+            except MediaRefusedError as error:
+                raise MediaRefusedError(f"frame {number}: {error.message}", error.kind) from None
+            if sum(map(len, frames)) > MAX_VIDEO_BYTES:
+                raise MediaRefusedError(f"its frames take more than {MAX_VIDEO_BYTES} bytes", "bytes")
+        return tuple(frames)
+
+    async def _shared(self, job: MediaJob, owner: str) -> Loaded:
+        """What a job gives, or has given."""
+        key = await self._in(self._threads, _content_key, job, owner)
+        loaded = self._cache.get(key)
+        if loaded is not None or key in self._flights:
+            self._num_hits += 1
+        if loaded is None:
+            loaded = await self._flights.share(key, lambda: self._prepare(key, job, owner))
+        self._loaded[job.kind] += 1
+        return loaded
 
     @asynccontextmanager
-    async def _bytes(self, ref: ImageRef) -> AsyncIterator[bytes]:
-        """The bytes of an image. How many there are at a time is bounded, but for those that are in requests."""
-        form, most = form_of(ref), self._args.max_image_bytes
-        loop = asyncio.get_running_loop()
+    async def _bytes(self, ref: ImageRef | AudioRef, limit: FileLimit) -> AsyncIterator[bytes]:
+        """The bytes of a file. How many there are at a time is bounded, but for those that are in requests."""
+        form = form_of(ref)
         if form == "inline":
-            yield await loop.run_in_executor(self._threads, inline_bytes, ref, most)
+            yield await self._in(self._threads, inline_bytes, ref, limit)
         elif form == "file":
             async with self._files:
-                yield await loop.run_in_executor(self._file_threads, file_bytes, ref.url, self._args.folder, most)
+                yield await self._in(self._file_threads, file_bytes, ref.url, self._args.folder, limit)
         else:
             begun_s = time.perf_counter()
-            async with self._fetcher.fetched(ref.url) as data:
+            async with self._fetcher.fetched(ref.url, limit) as data:
                 self._fetch_s += time.perf_counter() - begun_s
                 yield data
 
-    async def _prepare(self, key: bytes, data: bytes, low: bool, owner: str) -> Loaded:
+    async def _prepare(self, key: bytes, job: MediaJob, owner: str) -> Loaded:
         begun_s = time.perf_counter()
         self._costly.check(key)
         try:
-            loop = asyncio.get_running_loop()
-            done = await loop.run_in_executor(self._pool_threads, self._pool.prepare, data, low)
+            done = await self._in(self._pool_threads, self._pool.prepare, job)
         except MediaRefusedError as error:
             if error.kind in ("time", "memory"):
                 self._costly.add(key, error)
             raise
-        except asyncio.CancelledError:
-            if self._closed:
-                raise ExecutionError("the server is stopping") from None
-            raise
         finally:
             self._decode_s += time.perf_counter() - begun_s
-        layout = self._family.layout(done.shape, done.grid)
+        num_frames = len(job.frames) if isinstance(job, VideoJob) else 0
+        layout = self._family.kinds[job.kind].layout(ItemFacts(done.shape, done.grid, done.step_s, num_frames))
         item = MediaItem(
             _owned(done.key, owner, KEY_BYTES) if owner else done.key,
             layout.num_rows,
             done.values,
             done.shape,
+            kind=job.kind,
             grid=done.grid,
+            step_s=done.step_s,
         )
         loaded = Loaded(item, layout)
         self._cache.put(key, loaded)
         return loaded
 
-    def _told(self, error: BaseException, number: int) -> BaseException:
-        """What the client is told of an error."""
+    async def _in(self, threads: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function gives, in one of the threads. Raises as it does, or ExecutionError if the loader has been closed."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args, **kwargs))
+        except (asyncio.CancelledError, RuntimeError):
+            if self._closed:
+                raise ExecutionError("the server is stopping") from None
+            raise
+
+    def _told(self, error: BaseException, kind: MediaKind, number: int) -> BaseException:
+        """What the client is told of an error. number: of the item among those of its kind."""
         if not isinstance(error, MediaRefusedError):
             return error
         self._refused[error.kind] += 1
-        return RequestError(f"{FIELD}[{number}]: {error.message}", FIELD, "invalid_image")
+        words = WORDS[kind]
+        return RequestError(f"{words.field}[{number}]: {error.message}", words.field, words.invalid)
 
 
-def make_loader(folder: Path, model_type: str, tokenizer: Vocabulary, args: MediaArgs) -> MediaLoader:
-    """The loader of a checkpoint. model_type: at the top of its config.json. Raises ModelError, with the reason why its images are not served."""
+def make_loader(
+    folder: Path, tokenizer: Vocabulary, args: MediaArgs, reasons: Mapping[MediaKind, str] | None = None
+) -> MediaLoader:
+    """The loader of a checkpoint. reasons: why it does not take other kinds of media. Raises ModelError, with the reason why none are served."""
     config = read_json_object(folder / "config.json")
+    audio, deaf = read_audio(config)
+    if audio is not None:
+        family = make_hearing_family(audio, tokenizer, reasons or {})
+        sounds = read_audio_settings(folder)
+        _check_sounds(audio, sounds)
+        return MediaLoader(family, MediaSettings(audio=sounds), args)
     media, blind = read_media(config)
     if media is None:
-        raise ModelError(blind or f"models of type {model_type!r:.80} do not see")
-    family, settings = make_family(media, read_image_settings(folder, model_type), tokenizer, config)
-    return MediaLoader(family, bounded(settings, args.max_patches), args)
+        raise ModelError(blind or deaf or f"models of type {config.get('model_type')!r:.80} read text alone")
+    why = dict(reasons or {})
+    videos = None
+    try:
+        videos = read_video_settings(folder, media.family)
+        why["video"] = "those of its family are not served; send frames as images"
+    except ModelError as error:
+        why["video"] = error.message
+    images = read_image_settings(folder, media.family)
+    family, images = make_family(media, images, tokenizer, config, why, has_videos=videos is not None)
+    settings = MediaSettings(
+        images=bounded(images, args.max_patches), videos=videos, video_patches=VIDEO_PATCHES * args.max_patches
+    )
+    return MediaLoader(family, settings, args)
 
 
-def _content_key(data: bytes, low: bool, owner: str) -> bytes:
-    key = hashlib.blake2b(data, digest_size=32, person=b"low" if low else b"").digest()
-    return _owned(key, owner, 32)
+def _check_sounds(audio: AudioConfig, settings: AudioSettings) -> None:
+    """Raises ModelError if the features are not those that the encoder takes."""
+    theirs = (settings.num_mel_bins, settings.chunk_frames)
+    ours = (audio.num_mel_bins, 2 * audio.max_positions)
+    if theirs != ours:
+        raise ModelError(
+            f"the feature extractor gives {theirs[1]} frames of {theirs[0]} values, and the encoder takes {ours[1]} of {ours[0]}"
+        )
+
+
+def _kind_of(ref: MediaRef) -> MediaKind:
+    match ref:
+        case ImageRef():
+            return "image"
+        case AudioRef():
+            return "audio"
+        case VideoRef():
+            return "video"
+
+
+def _content_key(job: MediaJob, owner: str) -> bytes:
+    """Of the files and all else that the values depend on, but for the settings."""
+    match job:
+        case ImageJob(data, low):
+            files, about = [data], "low" if low else ""
+        case AudioJob(data):
+            files, about = [data], ""
+        case VideoJob(frames, fps):
+            files, about = list(frames), f"{fps!r}"
+    key = hashlib.blake2b(f"{job.kind} {about} {[len(file) for file in files]}".encode(), digest_size=32)
+    for file in files:
+        key.update(file)
+    return _owned(key.digest(), owner, 32)
 
 
 def _owned(key: bytes, owner: str, num_bytes: int) -> bytes:

@@ -1,46 +1,57 @@
-"""A child that decodes and prepares images: `python -m headrace.multimodal.media_child`. What costs too much costs it its life, not the server's.
+"""A child that decodes and prepares media: `python -m headrace.multimodal.media_child`. What costs too much costs it its life, not the server's.
 
 Owns the child's work; `media_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each
-`ImageJob` with a `Verdict` (`media_messages`).
+job with a `Verdict` (`media_messages`).
 """
 
 import hashlib
 
 import msgspec
 
-from headrace.checkpoint.image_processors import ImageSettings
+from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
 from headrace.child_pool.frames import Frames
 from headrace.garbage import give_back_free_memory
-from headrace.messages.media import KEY_BYTES
+from headrace.messages.media import KEY_BYTES, WORDS
 from headrace.multimodal.images import read_image
-from headrace.multimodal.media_messages import Done, ImageJob, Refused, Setup, Verdict
-from headrace.multimodal.processors import prepare
+from headrace.multimodal.media_messages import (
+    AudioJob,
+    Done,
+    ImageJob,
+    MediaJob,
+    MediaSettings,
+    Refused,
+    Setup,
+    Verdict,
+    VideoJob,
+)
+from headrace.multimodal.processors import Prepared, prepare, prepare_video
 from headrace.multimodal.refused import MediaRefusedError
 
 STACK_BYTES = 8 * MIB
 
 NICE = 5
-"""A request waits for its images, and others for the steps of the model."""
+"""A request waits for its media, and others for the steps of the model."""
 
 _SETUPS = msgspec.msgpack.Decoder(Setup)
-_JOBS = msgspec.msgpack.Decoder(ImageJob)
+_JOBS: msgspec.msgpack.Decoder[MediaJob] = msgspec.msgpack.Decoder(MediaJob)
 
 
-def prepare_job(job: ImageJob, settings: ImageSettings, settings_key: bytes) -> Verdict:
-    """Decode and prepare an image. settings_key: stands for the settings in the key of the item."""
+def prepare_job(job: MediaJob, settings: MediaSettings, settings_key: bytes) -> Verdict:
+    """Decode and prepare an item. settings_key: stands for the settings in the key of the item."""
     try:
-        done = prepare(read_image(job.data), settings, job.low)
+        done = _prepared(job, settings)
     except MediaRefusedError as error:
         return Refused(error.message, error.kind)
     except MemoryError:
-        return Refused("decoding the image takes too much memory", "memory")
+        return Refused(f"decoding the {WORDS[job.kind].one} takes too much memory", "memory")
     values = done.values.astype("<f4", copy=False).tobytes()
-    key = hashlib.blake2b(done.digest + repr(done.grid).encode(), key=settings_key, digest_size=KEY_BYTES)
-    return Done(key.digest(), values, done.values.shape, done.grid)
+    about = repr((done.grid, done.step_s)).encode()
+    key = hashlib.blake2b(done.digest + about, key=settings_key, digest_size=KEY_BYTES, person=job.kind.encode())
+    return Done(key.digest(), values, done.values.shape, done.grid, done.step_s)
 
 
-def settings_key(settings: ImageSettings) -> bytes:
+def settings_key(settings: MediaSettings) -> bytes:
     """Stands for settings in keys: equal for equal settings."""
     return hashlib.blake2b(msgspec.msgpack.encode(settings), digest_size=KEY_BYTES).digest()
 
@@ -62,13 +73,36 @@ def serve(frames: Frames) -> None:
         del verdict
 
 
-def _num_bytes(verdict: Verdict) -> int:
-    return len(verdict.values) if isinstance(verdict, Done) else 0
-
-
 def main() -> None:
     """Entry of the child."""
-    run(serve, STACK_BYTES, "images", NICE)
+    run(serve, STACK_BYTES, "media", NICE)
+
+
+def _prepared(job: MediaJob, settings: MediaSettings) -> Prepared:
+    match job:
+        case ImageJob():
+            assert settings.images is not None, "the model takes images"
+            return prepare(read_image(job.data), settings.images, job.low)
+        case AudioJob():
+            assert settings.audio is not None, "the model takes sounds"
+            return _prepared_sound(job.data, settings.audio)
+        case VideoJob():
+            assert settings.videos is not None, "the model takes videos"
+            frames = map(read_image, job.frames)
+            return prepare_video(frames, len(job.frames), job.fps, settings.videos, settings.video_patches)
+
+
+def _prepared_sound(data: bytes, settings: AudioSettings) -> Prepared:
+    from headrace.multimodal.sounds import read_sound  # with the libraries that it needs, for the first sound
+    from headrace.multimodal.spectrogram import log_mel, num_positions
+
+    samples = read_sound(data, settings)
+    digest = hashlib.blake2b(samples.data).digest()
+    return Prepared(log_mel(samples, settings), (num_positions(len(samples), settings), 1, 1), digest)
+
+
+def _num_bytes(verdict: Verdict) -> int:
+    return len(verdict.values) if isinstance(verdict, Done) else 0
 
 
 if __name__ == "__main__":

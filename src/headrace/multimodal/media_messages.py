@@ -1,36 +1,69 @@
-"""What a child that prepares images is told, asked, and answers. Imported by both sides."""
+"""What a child that prepares media is told, asked, and answers. Imported by both sides."""
+
+from typing import ClassVar
 
 import msgspec
 
+from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.checkpoint.image_processors import ImageSettings
+from headrace.messages.media import MediaKind
+
+
+class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model wants its media, of the kinds that it takes. videos: of their frames. video_patches: most of a video."""
+
+    images: ImageSettings | None = None
+    audio: AudioSettings | None = None
+    videos: ImageSettings | None = None
+    video_patches: int = 0
 
 
 class Setup(msgspec.Struct, frozen=True):
     """What a child is told first. memory_bytes: what it may allocate beyond what it needs itself."""
 
-    settings: ImageSettings
+    settings: MediaSettings
     memory_bytes: int
 
 
-class ImageJob(msgspec.Struct, frozen=True):
+class ImageJob(msgspec.Struct, frozen=True, tag=True):
     """An image to prepare. data: of the file. low: few tokens, where there is a choice."""
 
+    kind: ClassVar[MediaKind] = "image"
     data: bytes
     low: bool = False
 
 
+class AudioJob(msgspec.Struct, frozen=True, tag=True):
+    """A sound to prepare. data: of the file."""
+
+    kind: ClassVar[MediaKind] = "audio"
+    data: bytes
+
+
+class VideoJob(msgspec.Struct, frozen=True, tag=True):
+    """A video to prepare. frames: the files of its frames. fps: frames of a second."""
+
+    kind: ClassVar[MediaKind] = "video"
+    frames: tuple[bytes, ...]
+    fps: float
+
+
+MediaJob = ImageJob | AudioJob | VideoJob
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """See `MediaItem`. left_bytes: by how much the child has grown since it was ready, once the image is gone."""
+    """See `MediaItem`. left_bytes: by how much the child has grown since it was ready, once the item is gone."""
 
     key: bytes
     values: bytes
     shape: tuple[int, ...]
     grid: tuple[int, int, int]
+    step_s: float = 0.0
     left_bytes: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """An image that is not taken, and why, in words for the client; kind: a word for metrics."""
+    """An item that is not taken, and why, in words for the client; kind: a word for metrics."""
 
     message: str
     kind: str

@@ -1,34 +1,34 @@
-"""Child processes that decode and prepare images, with limits of time and memory.
+"""Child processes that decode and prepare media, with limits of time and memory.
 
-Owns what is said of an image that ends its child. Does not own the children (`child_pool`), and keeps no images (`loader` does). Called from threads.
+Owns what is said of an item that ends its child. Does not own the children (`child_pool`), and keeps nothing (`loader` does). Called from threads.
 """
 
 import sys
 from collections.abc import Sequence
 
-from headrace.checkpoint.image_processors import ImageSettings
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
+from headrace.messages.media import WORDS
 from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S
-from headrace.multimodal.media_messages import VERDICTS, Done, ImageJob, Refused, Setup, Verdict
+from headrace.multimodal.media_messages import VERDICTS, Done, MediaJob, MediaSettings, Refused, Setup, Verdict
 from headrace.multimodal.refused import MediaRefusedError
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 
 
 class MediaPool(ChildPool[Verdict]):
-    """Prepares images in children. limit_s: processor time for one image. memory_bytes: memory for one, beyond the child's own."""
+    """Prepares media in children. limit_s: processor time for one item. memory_bytes: memory for one, beyond the child's own."""
 
     def __init__(
         self,
-        settings: ImageSettings,
+        settings: MediaSettings,
         num_children: int = 1,
         limit_s: float = PREPARE_LIMIT_S,
         memory_bytes: int = CHILD_MEMORY_BYTES,
         program: Sequence[str] = PROGRAM,
     ) -> None:
         super().__init__(
-            "decode images",
+            "decode images and sounds",
             program,
             Setup(settings, memory_bytes),
             VERDICTS,
@@ -37,16 +37,16 @@ class MediaPool(ChildPool[Verdict]):
         )
         self._memory_bytes = memory_bytes
 
-    def prepare(self, data: bytes, low: bool = False) -> Done:
-        """An image, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError if it could not be tried."""
+    def prepare(self, job: MediaJob) -> Done:
+        """An item, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError if it could not be tried."""
+        decoding = f"decoding the {WORDS[job.kind].one} takes"
         try:
-            verdict = self.ask(ImageJob(data, low))
+            verdict = self.ask(job)
         except ChildLateError:
-            raise MediaRefusedError(f"decoding the image takes longer than {self._limit_s:g} s", "time") from None
+            raise MediaRefusedError(f"{decoding} longer than {self._limit_s:g} s", "time") from None
         except ChildLostError:
             raise MediaRefusedError(
-                f"decoding the image takes more memory than one may ({self._memory_bytes // MIB} MiB), or it is broken",
-                "memory",
+                f"{decoding} more memory than one may ({self._memory_bytes // MIB} MiB), or it is broken", "memory"
             ) from None
         if isinstance(verdict, Refused):
             raise MediaRefusedError(verdict.message, verdict.kind)

@@ -7,7 +7,7 @@ and GOT-OCR2 (InternVL), in their variants for Pillow and NumPy.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -47,12 +47,13 @@ Pixels: TypeAlias = tuple[list[Bytes], Grid]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """values: float32 [tiles, 3, height, width], or [patches, size] of Qwen. grid: see `MediaItem`; of tiles (0, rows, columns). digest: of the
-    pixels of which the values are made; they are equal for the same digest, grid and settings."""
+    """values: float32 [tiles, 3, height, width], or [patches, size] of Qwen, or [frames, mel bins] of a sound. grid, step_s: see `MediaItem`; of
+    tiles (0, rows, columns). digest: of what the values are made of; they are equal for the same digest, grid and settings."""
 
     values: Floats
     grid: Grid
     digest: bytes
+    step_s: float = 0.0
 
 
 def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> Prepared:
@@ -60,11 +61,63 @@ def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> P
     pixels, grid = _pixels(image, settings, low)
     values = _values(pixels, settings)
     if settings.recipe == "qwen2_vl":
-        values = _patches(values[0], settings)
-    digest = hashlib.blake2b(repr(values.shape).encode())
+        # A still image is the same in each frame of a patch.
+        values = _patches(np.repeat(values, settings.temporal_patch_size, axis=0), settings)
+    return Prepared(values, grid, _digest(values.shape, pixels))
+
+
+def prepare_video(
+    frames: Iterable[Image.Image], num_frames: int, fps: float, settings: ImageSettings, max_patches: int
+) -> Prepared:
+    """The values of a video whose frames are all of one size. fps: frames of a second. max_patches: of all frames together; a video with more is made
+    smaller. Raises MediaRefusedError."""
+    together = settings.temporal_patch_size
+    pixels: list[Bytes] = []
+    size, target = (0, 0), (0, 0)
+    for number, frame in enumerate(frames):
+        if not number:
+            size, target = frame.size, _frame_size(frame, num_frames, settings, max_patches)
+        if frame.size != size:
+            raise MediaRefusedError(
+                f"frame {number} has {frame.width} x {frame.height} pixels, and the first {size[0]} x {size[1]}",
+                "pixels",
+            )
+        pixels.append(np.asarray(_resized(frame, *target, settings.resample)))
+    pixels += pixels[-1:] * (-len(pixels) % together)
+    values = _patches(_values(pixels, settings, "video"), settings)
+    grid = (len(pixels) // together, target[0] // settings.patch_size, target[1] // settings.patch_size)
+    return Prepared(values, grid, _digest(values.shape, pixels), together / fps)
+
+
+def _digest(shape: tuple[int, ...], pixels: Sequence[Bytes]) -> bytes:
+    digest = hashlib.blake2b(repr(shape).encode())
     for each in pixels:  # a quarter of the values' bytes, or less
         digest.update(np.ascontiguousarray(each).data)
-    return Prepared(values, grid, digest.digest())
+    return digest.digest()
+
+
+def _frame_size(frame: Image.Image, num_frames: int, settings: ImageSettings, max_patches: int) -> tuple[int, int]:
+    """(height, width) of each frame of a video: see `_qwen2_vl`."""
+    height, width = frame.height, frame.width
+    if max(height, width) / min(height, width) > _MOST_ASPECT:
+        raise MediaRefusedError(_too_long(frame), "pixels")
+    together, factor = settings.temporal_patch_size, settings.patch_size * settings.merge_size
+    steps = -(-num_frames // together)
+    size = settings.size
+    if settings.by_volume:
+        scale = max(1.0, factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+        tall, wide = smart_size(height, width, factor, size.shortest_edge, size.longest_edge, num_frames)
+    else:
+        tall, wide = smart_size(height, width, factor, size.shortest_edge, size.longest_edge)
+    if tall * wide * steps > max_patches * settings.patch_size**2:
+        most = max_patches * settings.patch_size**2 // steps
+        tall, wide = smart_size(height, width, factor, 0, most)
+        if tall * wide > most:
+            raise MediaRefusedError(
+                f"a video of {num_frames} frames has too many for this server (--max-image-patches)", "pixels"
+            )
+    return tall, wide
 
 
 def _pixels(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
@@ -192,11 +245,11 @@ def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     return tiles, (0, rows, columns)
 
 
-def _values(images: Sequence[Bytes], settings: ImageSettings) -> Floats:
+def _values(images: Sequence[Bytes], settings: ImageSettings, what: str = "image") -> Floats:
     """float32 [images, 3, height, width] of pixels [height, width, 3], which are all of one size."""
     shape = (len(images), 3, *images[0].shape[:2])
     if math.prod(shape) * 4 > MAX_ITEM_BYTES:
-        raise MediaRefusedError(f"the image takes more than {MAX_ITEM_BYTES} bytes for this model", "pixels")
+        raise MediaRefusedError(f"the {what} takes more than {MAX_ITEM_BYTES} bytes for this model", "pixels")
     values = np.empty(shape, np.float32)
     tables = _tables(settings)
     for image, own in zip(images, values, strict=True):
@@ -206,14 +259,13 @@ def _values(images: Sequence[Bytes], settings: ImageSettings) -> Floats:
 
 
 def _patches(values: Floats, settings: ImageSettings) -> Floats:
-    """[3, height, width] as patches, in the order in which squares of them are merged. A still image is the same in each frame of a patch."""
-    patch, merge, frames = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-    rows, columns = values.shape[1] // patch, values.shape[2] // patch
-    # [channels, rows of squares, row in it, y, columns of squares, column in it, x]
-    parts = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-    parts = parts.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-    parts = np.broadcast_to(parts, (*parts.shape[:5], frames, patch, patch))
-    return np.ascontiguousarray(parts).reshape(rows * columns, -1)
+    """[frames, 3, height, width] as patches, in the order in which squares of them are merged, step by step in time."""
+    patch, merge, together = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    rows, columns = values.shape[2] // patch, values.shape[3] // patch
+    # [steps, frame in it, channels, rows of squares, row in it, y, columns of squares, column in it, x]
+    parts = values.reshape(-1, together, 3, rows // merge, merge, patch, columns // merge, merge, patch)
+    parts = parts.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return np.ascontiguousarray(parts).reshape(len(parts) * rows * columns, -1)
 
 
 def _tables(settings: ImageSettings) -> Floats:

@@ -27,14 +27,18 @@ def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:
     return replace(settings, size=size)
 
 
-def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """(height, width) near those given, multiples of `factor`, with `least` to `most` pixels together (Qwen's smart_resize)."""
+def smart_size(height: int, width: int, factor: int, least: int, most: int, num_frames: int = 1) -> tuple[int, int]:
+    """(height, width) near those given, multiples of `factor`, with `least` to `most` pixels together (Qwen's smart_resize).
+
+    num_frames: of a video whose bounds are for all of its frames.
+    """
     tall, wide = (round(side / factor) * factor for side in (height, width))
-    if tall * wide > most:
-        shrink = math.sqrt(height * width / most)
+    frames = num_frames if num_frames == 1 else round(num_frames / 2) * 2
+    if frames * tall * wide > most:
+        shrink = math.sqrt(num_frames * height * width / most)
         tall, wide = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
-    elif tall * wide < least:
-        grow = math.sqrt(least / (height * width))
+    elif frames * tall * wide < least:
+        grow = math.sqrt(least / (num_frames * height * width))
         tall, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
     return tall, wide
 

@@ -1,4 +1,4 @@
-"""The bytes of an image as a client gives it: in the request, or in a file below the folder that the operator allows.
+"""The bytes of an image or a sound as a client gives it: in the request, or in a file below the folder that the operator allows.
 
 Owns the forms of `ImageRef.url` and their limits. Does not own fetching over a network (`fetch`). Runs in threads of the main process: it only
 decodes base64 and reads files.
@@ -8,18 +8,26 @@ import base64
 import binascii
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
-from headrace.messages.media import ImageRef
+from headrace.messages.media import AudioRef, ImageRef
 from headrace.multimodal.refused import MediaRefusedError
 
 Form = Literal["inline", "file", "web"]
 
+
+class FileLimit(NamedTuple):
+    """Most bytes of a file, and the option that says so."""
+
+    num_bytes: int
+    option: str
+
+
 _LEAST_BYTES = 26
-"""No image file is smaller."""
+"""No file of an image or a sound is smaller."""
 
 _PIECE = 1 << 20
 _WHITESPACE = b" \t\r\n"
@@ -36,8 +44,8 @@ _ESCAPED = (
 """What encoders of URLs make of the letters of base64."""
 
 
-def form_of(ref: ImageRef) -> Form:
-    """Where the bytes of an image are. Raises MediaRefusedError for a URL of another scheme."""
+def form_of(ref: ImageRef | AudioRef) -> Form:
+    """Where the bytes of an item are. Raises MediaRefusedError for a URL of another scheme."""
     if not ref.url:
         return "inline"
     start = ref.url[:16].lower()
@@ -53,22 +61,22 @@ def form_of(ref: ImageRef) -> Form:
     return "inline"
 
 
-def inline_bytes(ref: ImageRef, max_bytes: int) -> bytes:
+def inline_bytes(ref: ImageRef | AudioRef, limit: FileLimit) -> bytes:
     """The bytes that the request itself has. Raises MediaRefusedError."""
     if not ref.url:
         data = ref.data
     elif ref.url[:5].lower() == "data:":
-        data = _of_data_uri(ref.url, max_bytes)
+        data = _of_data_uri(ref.url, limit)
     else:
-        data = _of_base64(ref.url, max_bytes)
+        data = _of_base64(ref.url, limit)
         if len(data) < _LEAST_BYTES:  # the letters of a path can be those of base64
             raise _no_base64()
-    if len(data) > max_bytes:
-        raise too_large(max_bytes)
+    if len(data) > limit.num_bytes:
+        raise too_large(limit)
     return data
 
 
-def file_bytes(url: str, folder: Path | None, max_bytes: int) -> bytes:
+def file_bytes(url: str, folder: Path | None, limit: FileLimit) -> bytes:
     """The bytes of a `file:` URL. folder: what it must be below, without links in its path. Raises MediaRefusedError."""
     if folder is None:
         raise MediaRefusedError("this server reads no files (--allowed-local-media-path)", "url")
@@ -85,20 +93,20 @@ def file_bytes(url: str, folder: Path | None, max_bytes: int) -> bytes:
             # A link may have come into the path since it was looked at.
             if not Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).is_relative_to(folder):
                 raise refused
-            data = file.read(max_bytes + 1)
+            data = file.read(limit.num_bytes + 1)
     except (OSError, ValueError, ModelError):
         raise refused from None
-    if len(data) > max_bytes:
-        raise too_large(max_bytes)
+    if len(data) > limit.num_bytes:
+        raise too_large(limit)
     return data
 
 
-def too_large(max_bytes: int) -> MediaRefusedError:
+def too_large(limit: FileLimit) -> MediaRefusedError:
     """For a file with more bytes than the limit."""
-    return MediaRefusedError(f"the file is larger than {max_bytes} bytes (--max-image-bytes)", "bytes")
+    return MediaRefusedError(f"the file is larger than {limit.num_bytes} bytes ({limit.option})", "bytes")
 
 
-def _of_data_uri(url: str, max_bytes: int) -> bytes:
+def _of_data_uri(url: str, limit: FileLimit) -> bytes:
     head, found, text = url.partition(",")
     if not found:
         raise MediaRefusedError("the data: URL has no comma, after which its data should be", "url")
@@ -106,13 +114,13 @@ def _of_data_uri(url: str, max_bytes: int) -> bytes:
         raise MediaRefusedError("the data: URL is not in base64", "url")
     for escaped, letter in _ESCAPED:
         text = text.replace(escaped, letter)
-    return _of_base64(text, max_bytes)
+    return _of_base64(text, limit)
 
 
-def _of_base64(text: str, max_bytes: int) -> bytes:
+def _of_base64(text: str, limit: FileLimit) -> bytes:
     """Piece by piece, so that other threads run in between."""
-    if len(text) > 2 * max_bytes + 1024:  # with room for line ends; the bytes are counted once decoded
-        raise too_large(max_bytes)
+    if len(text) > 2 * limit.num_bytes + 1024:  # with room for line ends; the bytes are counted once decoded
+        raise too_large(limit)
     data = bytearray()
     rest, is_over = b"", False
     try:

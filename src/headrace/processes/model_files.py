@@ -6,7 +6,7 @@ Each process opens what it needs for itself. What takes long to import is import
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.names import resolve_model
-from headrace.config.media_options import blind_by_options
+from headrace.config.media_options import textual_by_options
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError, RequestError
@@ -18,7 +18,8 @@ logger = get_logger(__name__)
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.checkpoint.pooling import PoolingConfig
-    from headrace.frontend.images import PromptImages
+    from headrace.frontend.media import PromptMedia
+    from headrace.messages.media import MediaKind
     from headrace.parsers.registry import OutputFormat
     from headrace.server.context import ServedModel
     from headrace.text.chat_templates import ChatTemplate
@@ -71,26 +72,36 @@ def open_tokenizer(args: ServerArgs) -> "Tokenizer":
     return load_tokenizer(resolve_model(args.tokenizer_path or args.model_path))
 
 
-def open_images(
+def open_media(
     args: ServerArgs, tokenizer: "Tokenizer", model: "ModelConfig", pooling: "PoolingConfig | None"
-) -> "PromptImages":
-    """What makes the images of prompts; of a model that does not see, what says why not. Starts no process. Raises ConfigError for wrong options."""
+) -> "PromptMedia":
+    """What makes the media of prompts; of a model that takes none, what says why not. Starts no process. Raises ConfigError for wrong options."""
     from headrace.config.media_args import media_args
-    from headrace.frontend.images import PromptImages
+    from headrace.frontend.media import PromptMedia
+    from headrace.messages.media import Senses
 
     limits = media_args(args)
-    if model.media is None:
-        return PromptImages(blind=model.blind)
-    if reason := blind_by_options(args, pooling is not None):
-        return PromptImages(blind=reason)
+    reasons: dict[MediaKind, str] = {"image": model.blind, "audio": model.deaf}
+    if model.media is None and model.audio is None:
+        return PromptMedia(senses=Senses(reasons=reasons))
+    by_options = textual_by_options(args, pooling is not None)
+    if by_options:
+        return PromptMedia(senses=Senses(reasons=_more_reasons(model, reasons, by_options)))
     from headrace.multimodal.loader import make_loader
 
     try:
-        loader = make_loader(resolve_model(args.model_path), model.media.family, tokenizer, limits)
+        loader = make_loader(resolve_model(args.model_path), tokenizer, limits, reasons)
     except ModelError as error:
-        logger.warning("the model's images are not served: %s", error.message)
-        return PromptImages(blind=error.message)
-    return PromptImages(loader)
+        logger.warning("the model's images and sounds are not served: %s", error.message)
+        return PromptMedia(senses=Senses(reasons=_more_reasons(model, reasons, error.message)))
+    return PromptMedia(loader)
+
+
+def _more_reasons(model: "ModelConfig", reasons: "dict[MediaKind, str]", reason: str) -> "dict[MediaKind, str]":
+    """The reasons with one for what the model could take."""
+    if model.media is not None:
+        reasons = reasons | {"image": reason, "video": reason}
+    return reasons if model.audio is None else reasons | {"audio": reason}
 
 
 def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
@@ -143,9 +154,8 @@ def served_model(
     from headrace.server.context import ServedModel
 
     tool_template = _open_tool_template(args, tokenizer)
-    images = open_images(args, tokenizer, model, pooling).as_loaded(ready)
-    info = None if images.loader is None else images.loader.info
-    images.close()
+    media = open_media(args, tokenizer, model, pooling).as_loaded(ready)
+    media.close()
     return ServedModel(
         name=args.served_name,
         context_length=ready.context_length,
@@ -154,10 +164,15 @@ def served_model(
         tool_template=tool_template,
         output_format=open_output_format(args, tokenizer, tool_template or template),
         ready=ready,
-        model_type=model.model_type if model.media is None else model.media.family,
+        model_type=_model_type(model),
         architectures=model.architectures,
         sampling_defaults=sampling_defaults(args, model),
         pooling=pooling,
-        images=info,
-        blind=images.blind,
+        senses=media.senses,
     )
+
+
+def _model_type(model: "ModelConfig") -> str:
+    """At the top of the checkpoint's config.json."""
+    senses = model.media or model.audio
+    return model.model_type if senses is None else senses.family

@@ -12,13 +12,13 @@ from typing import Protocol, TypeVar
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
+from headrace.config.media_args import most_media
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
-from headrace.frontend.images import blindness
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.tenants import Caller
 from headrace.messages.control import ReadyInfo
-from headrace.messages.media import MediaInfo
+from headrace.messages.media import NO_SENSES, WORDS, MediaRefs, Senses
 from headrace.parsers.registry import OutputFormat
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
@@ -48,8 +48,8 @@ class ServedModel:
     """The model as clients see it.
 
     chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
-    calls and reasoning; None = it writes neither. images: of a model that sees; blind: why one with eyes does not. pooling: what it makes of a
-    text instead of more text; None = it generates. model_type, architectures: as the checkpoint's config.json says.
+    calls and reasoning; None = it writes neither. senses: which media it takes. pooling: what it makes of a text instead of more text; None = it
+    generates. model_type, architectures: as the checkpoint's config.json says.
     """
 
     name: str
@@ -63,8 +63,7 @@ class ServedModel:
     architectures: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     pooling: PoolingConfig | None = None
-    images: MediaInfo | None = None
-    blind: str = ""
+    senses: Senses = NO_SENSES
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -134,14 +133,17 @@ class ServingContext:
         context = self.model.context_length
         return min(context * MAX_CHARS_PER_TOKEN, max(MAX_TEXT_CHARS, context * USUAL_CHARS_PER_TOKEN))
 
-    def check_images(self, num_images: int) -> None:
-        """Raises RequestError for images that the model cannot see, or too many of them."""
-        if self.model.images is None:
-            raise RequestError(blindness(self.model.blind), "messages", "unsupported_images")
-        if num_images > self.args.max_images:
-            raise RequestError(
-                f"there are {num_images} images; the limit is {self.args.max_images} (--max-images)", "messages"
-            )
+    def check_media(self, media: MediaRefs) -> None:
+        """Raises RequestError for media that the model does not take, or too many of them."""
+        limits = most_media(self.args)
+        for kind, words in WORDS.items():
+            count = len(media.of(kind))
+            if count and kind not in self.model.senses.tokens:
+                raise RequestError(self.model.senses.refusal(kind), "messages", words.code)
+            if count > limits[kind]:
+                raise RequestError(
+                    f"there are {count} {words.many}; the limit is {limits[kind]} ({words.limit})", "messages"
+                )
 
     def check_tokenizer(self, param: str) -> None:
         """Raises RequestError if the server has no tokenizer, which `param` needs."""

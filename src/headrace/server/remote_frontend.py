@@ -15,7 +15,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
-from headrace.messages.media import ImageRef
+from headrace.messages.media import MediaRefs
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 from headrace.server.remote_calls import RemoteCalls
@@ -59,12 +59,10 @@ class RemoteFrontend:
             arguments["caller"] = WireCaller.of(caller)
         return self._calls.stream("encode_request", _UPDATES.decode, arguments)
 
-    async def ids_with_images(
-        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = NOBODY
-    ) -> list[int]:
+    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = NOBODY) -> list[int]:
         """Raises RequestError."""
-        given = {"input_ids": input_ids, "image_data": image_data, "caller": WireCaller.of(caller)}
-        ids: list[int] = await self._calls.call("ids_with_images", **given)
+        given = {"input_ids": input_ids, "media": media, "caller": WireCaller.of(caller)}
+        ids: list[int] = await self._calls.call("ids_with_media", **given)
         return ids
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:

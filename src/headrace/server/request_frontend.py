@@ -12,7 +12,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
-from headrace.messages.media import ImageRef
+from headrace.messages.media import MediaRefs
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 
@@ -177,10 +177,8 @@ class RequestFrontend(Protocol):
         """
         ...
 
-    async def ids_with_images(
-        self, input_ids: list[int], image_data: list[ImageRef], caller: Caller = ...
-    ) -> list[int]:
-        """The tokens of a prompt with those of images in place of its image tokens. caller: whose images they are. Raises RequestError."""
+    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = ...) -> list[int]:
+        """The tokens of a prompt with those of media in place of their tokens. caller: whose media they are. Raises RequestError."""
         ...
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:

@@ -100,7 +100,7 @@ class MessagesServing:
             self.context.adapter_of(request.model)
             conversation, skipped = self._conversation(request)
             prompt = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation))
-            num_tokens = len(await prompt.ids_with_images(self.context, exchange))
+            num_tokens = len(await prompt.ids_with_media(self.context, exchange))
         except RequestError as exc:
             raise _renamed(exc, request) from None
         await exchange.reply_json({"input_tokens": num_tokens}, headers=self._skipped_tools.headers(skipped))

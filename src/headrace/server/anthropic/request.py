@@ -19,7 +19,7 @@ from headrace.server.anthropic.protocol import (
 )
 from headrace.server.anthropic.tools import choice_of, tools_of
 from headrace.server.chat.conversation import Conversation, Message, function_call
-from headrace.server.chat.images import asks_for, base64_image, image_part
+from headrace.server.chat.media import asks_for, base64_image, image_part
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""

@@ -21,7 +21,7 @@ from headrace.parsers.registry import OutputFormat
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
-from headrace.server.chat.images import images_renamed
+from headrace.server.chat.media import media_renamed
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
 from headrace.server.chat.thinking import check_reasoning, with_thinking_budget
@@ -73,7 +73,7 @@ class ChatCall:
             if self.by_grammar and exc.param == "structural_tag":
                 exc.param = "tools" if self.conversation.tools else "response_format"
                 exc.message = exc.message.replace("structural_tag", exc.param).replace("the structural tag", exc.param)
-            raise images_renamed(exc) from None
+            raise media_renamed(exc) from None
 
     def reason(self, finish: FinishReason, choice: ChoiceStream) -> str:
         """Why a choice ended: stop, length, tool_calls or abort.
@@ -108,9 +108,10 @@ async def chat_call(
         prompt = chat_prompt(context, conversation)
         if shorten is not None:
             shorter = shorten(prompt.ids)
-            if prompt.images and len(shorter) < len(prompt.ids):
+            if prompt.media and len(shorter) < len(prompt.ids):
                 raise RequestError(
-                    "truncate_prompt_tokens: a prompt with images cannot be cut", "truncate_prompt_tokens"
+                    "truncate_prompt_tokens: a prompt with images, sounds or videos cannot be cut",
+                    "truncate_prompt_tokens",
                 )
             prompt = dataclasses.replace(prompt, ids=shorter)
         if output_format is None:
@@ -129,7 +130,12 @@ async def chat_call(
     if clamps_limit and limit is not None and limit > room > 0:
         params = msgspec.structs.replace(params, max_new_tokens=room)
     call = GenerateReqInput(
-        input_ids=list(prompt.ids), image_data=[*prompt.images] or None, sampling_params=params, **fields
+        input_ids=list(prompt.ids),
+        image_data=[*prompt.media.images] or None,
+        audio_data=[*prompt.media.sounds] or None,
+        video_data=[*prompt.media.videos] or None,
+        sampling_params=params,
+        **fields,
     )
     return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar)
 

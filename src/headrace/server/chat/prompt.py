@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from headrace.errors import RequestError
-from headrace.messages.media import ImageRef
+from headrace.messages.media import NO_REFS, WORDS, MediaKind, MediaRefs
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Conversation, Message, Tool, calls_of, with_arguments_as_text
-from headrace.server.chat.images import ImageMark, images_in, images_renamed, is_image, without_values
+from headrace.server.chat.media import MediaMarks, is_media, media_in, media_renamed, without_values
 from headrace.server.context import Asker, ServingContext
 from headrace.text.batch_tokenizer import refuse_too_long
 from headrace.text.chat_templates import RESERVED_KWARGS, ChatTemplate
@@ -30,21 +30,21 @@ _THINKING = ("enable_thinking", "thinking")
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """ids: of the rendered conversation. tail: the end of its text. marks: of the ids, those that mean something to the model's output format.
-    images: for each image token of the ids one."""
+    media: for each image token of the ids an image, and so on."""
 
     ids: list[int]
     tail: str
     marks: tuple[int, ...] = ()
-    images: tuple[ImageRef, ...] = ()
+    media: MediaRefs = NO_REFS
 
-    async def ids_with_images(self, context: ServingContext, asker: Asker) -> list[int]:
-        """The tokens that the model reads: those of images in place of the image tokens. asker: whose images they are. Raises RequestError."""
-        if not self.images:
+    async def ids_with_media(self, context: ServingContext, asker: Asker) -> list[int]:
+        """The tokens that the model reads: those of media in place of their tokens. asker: whose media they are. Raises RequestError."""
+        if not self.media:
             return self.ids
         try:
-            return await context.frontend.ids_with_images(list(self.ids), list(self.images), asker.caller)
+            return await context.frontend.ids_with_media(list(self.ids), self.media, asker.caller)
         except RequestError as error:
-            raise images_renamed(error) from None
+            raise media_renamed(error) from None
 
     def with_marks(self, mark_ids: frozenset[int]) -> Self:
         """The same with the marks among `mark_ids`."""
@@ -63,7 +63,7 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
     )
     kwargs = _template_kwargs(template, conversation)
 
-    def encoded(messages: Sequence[Message], keep_parts: bool, mark: ImageMark | None = None) -> ChatPrompt:
+    def encoded(messages: Sequence[Message], keep_parts: bool, marks: MediaMarks | None = None) -> ChatPrompt:
         messages, shown_tools = [_for_template(message, keep_parts) for message in messages], tools
         if (tools or any(map(calls_of, messages))) and not template.uses_tools:
             messages, shown_tools = _written_out(messages, conversation.tools), []
@@ -78,44 +78,56 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
             )
 
         rendered = _first_rendered(render, messages)
-        if mark is not None:
-            rendered = mark.replaced(rendered)
+        if marks is not None:
+            rendered = marks.replaced(rendered)
         context.check_text_length("messages", len(rendered.text))
         refuse_too_long(model.tokenizer, rendered.text, model.context_length, "messages")
         return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text[-TAIL_CHARS:])
 
-    images = images_in(conversation.messages)
-    if not images:
+    media = media_in(conversation.messages)
+    if not media:
         return encoded(conversation.messages, template.content_parts)
-    return replace(_with_images(context, conversation.messages, len(images), template, encoded), images=tuple(images))
+    return replace(_with_media(context, conversation.messages, media, template, encoded), media=media)
 
 
 class _Encoded(Protocol):
     """Renders messages, as parts or as texts, and tokenizes what comes out."""
 
-    def __call__(self, messages: Sequence[Message], keep_parts: bool, mark: ImageMark | None = None) -> ChatPrompt: ...
+    def __call__(
+        self, messages: Sequence[Message], keep_parts: bool, marks: MediaMarks | None = None
+    ) -> ChatPrompt: ...
 
 
-def _with_images(
-    context: ServingContext, messages: Sequence[Message], num_images: int, template: ChatTemplate, encoded: _Encoded
+def _with_media(
+    context: ServingContext, messages: Sequence[Message], media: MediaRefs, template: ChatTemplate, encoded: _Encoded
 ) -> ChatPrompt:
-    """The prompt of messages with images: as the template writes them, or, of a template that does not, with a token in their place. Raises
+    """The prompt of messages with media: as the template writes them, or, of a template that does not, with a token in their place. Raises
     RequestError."""
-    context.check_images(num_images)
-    info = context.model.images
-    assert info is not None, "checked"
-    token_id = context.model.tokenizer.token_to_id(info.image_token)
-    assert token_id is not None, info
+    context.check_media(media)
+    kinds: list[MediaKind] = [kind for kind in WORDS if media.of(kind)]
+    tokens = {kind: context.model.senses.tokens[kind] for kind in kinds}
+
+    def missing(prompt: ChatPrompt) -> tuple[MediaKind, int] | None:
+        """A kind of which the prompt has not as many tokens as there are items, and how many it has."""
+        for kind, token in tokens.items():
+            token_id = context.model.tokenizer.token_to_id(token)
+            assert token_id is not None, token
+            found = prompt.ids.count(token_id)
+            if found != len(media.of(kind)):
+                return kind, found
+        return None
+
     if template.content_parts:
         prompt = encoded(without_values(messages), keep_parts=True)
-        if prompt.ids.count(token_id) == num_images:
+        if missing(prompt) is None:
             return prompt
-    mark = ImageMark.beside(messages, info.image_token)
-    prompt = encoded(mark.as_text(messages), keep_parts=False, mark=mark)
-    found = prompt.ids.count(token_id)
-    if found != num_images:
+    marks = MediaMarks.beside(messages, tokens)
+    prompt = encoded(marks.as_text(messages), keep_parts=False, marks=marks)
+    if (lost := missing(prompt)) is not None:
+        kind, found = lost
         raise RequestError(
-            f"the chat template leaves {found} of the {num_images} images: it does not show all messages", "messages"
+            f"the chat template leaves {found} of the {len(media.of(kind))} {WORDS[kind].many}: it does not show all messages",
+            "messages",
         )
     return prompt
 
@@ -254,6 +266,6 @@ def _call_written_out(message: Message) -> Message:
         f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
     )
     parts = _parts(content) if content else []
-    if any(map(is_image, parts)):
+    if any(map(is_media, parts)):
         return {"role": message["role"], "content": [*parts, {"type": "text", "text": f"\n{written}"}]}
     return {"role": message["role"], "content": "\n".join([*(str(part["text"]) for part in parts), written])}

@@ -17,7 +17,7 @@ from headrace.server.chat.conversation import (
     function_call,
     function_tool,
 )
-from headrace.server.chat.images import base64_image
+from headrace.server.chat.media import base64_image
 from headrace.server.ollama.protocol import OllamaMessage
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -158,7 +158,7 @@ class OllamaModelsAPI:
             return ["embedding"] if model.pooling.task == "embed" else []
         has_chat = found is not None and model.chat_template is not None
         tools = ["tools"] if has_chat and found is not None and found.has_tools else []
-        vision = ["vision"] if model.images is not None else []
+        vision = ["vision"] if "image" in model.senses.tokens else []
         return [
             "completion",
             *vision,

@@ -39,10 +39,12 @@ _OUR_NAME = re.compile(rf"\b({'|'.join(_OUR_NAMES)}|input_ids)\b")
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`cached_tokens`: prompt tokens whose KV was found in the prefix cache. `image_tokens`: those of images, if there are any."""
+    """`cached_tokens`: prompt tokens whose KV was found in the prefix cache. `image_tokens` and so on: those of media, if there are any."""
 
     cached_tokens: int | None = None
     image_tokens: int | None = None
+    audio_tokens: int | None = None
+    video_tokens: int | None = None
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,6 +75,8 @@ class UsageCount:
     completion_tokens: int = 0
     cached_tokens: int = 0
     image_tokens: int = 0
+    audio_tokens: int = 0
+    video_tokens: int = 0
     guessed: SpeculationCounts | None = None
 
     def add(self, update: SampleUpdate) -> None:
@@ -83,15 +87,18 @@ class UsageCount:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
             self.image_tokens += usage.image_tokens
+            self.audio_tokens += usage.audio_tokens
+            self.video_tokens += usage.video_tokens
         if update.speculation is not None:
             self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
         """The counts so far."""
         details = None
-        if self.report_cached or self.image_tokens:
+        media = [count or None for count in (self.image_tokens, self.audio_tokens, self.video_tokens)]
+        if self.report_cached or any(media):
             cached = self.cached_tokens if self.report_cached else None
-            details = PromptTokensDetails(cached, self.image_tokens or None)
+            details = PromptTokensDetails(cached, *media)
         guesses = None
         if self.guessed is not None:
             right = self.guessed.num_right

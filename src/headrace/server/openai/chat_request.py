@@ -20,14 +20,14 @@ from headrace.server.chat.conversation import (
     function_tool,
 )
 from headrace.server.chat.custom_tools import check_definitions, custom_call, custom_tool
-from headrace.server.chat.images import asks_for, image_detail, image_part
+from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
 
 _MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial")
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
 """The limit of reasoning, as we, vLLM and llama.cpp call it."""
 
-_OTHER_PART_FIELDS = ("image_url", "input_audio", "file")
+_OTHER_PART_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "file")
 
 
 def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conversation:
@@ -133,34 +133,18 @@ def _content(where: str, message: ChatMessage) -> str | list[Message]:
 
 
 def _part(where: str, part: ContentPart) -> Message:
-    if part.type == "image_url":
-        return _image(where, part)
+    if (media := media_part(where, part)) is not None:
+        return media
     if part.type == "refusal" and isinstance(part.refusal, str):
         return {"type": "text", "text": part.refusal}
     return {"type": "text", "text": _text(where, part)}
-
-
-def _image(where: str, part: ContentPart) -> Message:
-    """Of a part of type image_url. Raises RequestError."""
-    for name in ("text", "input_audio", "file", "refusal"):
-        if not is_empty(getattr(part, name)):
-            raise RequestError(f"{where}.{name} does not belong to a part of type image_url", f"{where}.{name}")
-    match part.image_url:
-        case str(url) if url:
-            return image_part(url)
-        case {"url": str(url), **others} if url and asks_for(others) <= {"detail"}:
-            return image_part(url, image_detail(f"{where}.image_url.detail", others.get("detail")))
-        case _:
-            raise RequestError(
-                f'{where}.image_url must be a URL, or an object with "url" and "detail"', f"{where}.image_url"
-            )
 
 
 def _text(where: str, part: ContentPart) -> str:
     """Of a part of text. Raises RequestError for any other."""
     if part.type != "text":
         raise RequestError(
-            f"{where}: parts of type {part.type[:50]!r} are not supported, only text and image_url",
+            f"{where}: parts of type {part.type[:50]!r} are not supported, only {SERVED}",
             f"{where}.type",
             "unsupported_parameter",
         )

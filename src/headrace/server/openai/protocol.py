@@ -189,7 +189,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message: of type `text` or `image_url`; others are refused by their type, with the fields they have.
+    """A part of a message: text, or media (`media_parts`); others are refused by their type, with the fields they have.
 
     cache_control, prompt_cache_breakpoint: hints for caches that work by marks; accepted without effect.
     """
@@ -198,6 +198,8 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     text: str | None = None
     image_url: object | None = None
     input_audio: object | None = None
+    audio_url: object | None = None
+    video_url: object | None = None
     file: object | None = None
     refusal: object | None = None
     cache_control: object | None = None

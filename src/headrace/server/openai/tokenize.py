@@ -59,7 +59,7 @@ class TokenizeAPI:
             self._check_count("prompt", "texts", len(body.prompt))
         if body.messages is not None:
             chat = await self.context.in_text_thread(lambda: chat_prompt(self.context, self._conversation(body)))
-            tokens = [await chat.ids_with_images(self.context, exchange)]
+            tokens = [await chat.ids_with_media(self.context, exchange)]
         else:
             tokens = await self.context.in_text_thread(lambda: self._tokens(body))
         reply = await self.context.in_text_thread(lambda: self._reply(tokens, isinstance(body.prompt, list)))

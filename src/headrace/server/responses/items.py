@@ -10,7 +10,7 @@ from headrace.errors import RequestError
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Message, calls_of, function_call
 from headrace.server.chat.custom_tools import custom_call
-from headrace.server.chat.images import image_detail, image_part
+from headrace.server.chat.media import base64_audio, image_detail, image_part
 from headrace.server.responses.tools import shown_name
 
 Item = Mapping[str, object]
@@ -171,19 +171,26 @@ def _joined_contents(contents: Sequence[str | list[Message]], between: str) -> s
 
 
 def content_parts(where: str, content: object, may_be_empty: bool = False) -> str | list[Message]:
-    """A content as one text or, with images, as parts. Raises RequestError for parts of other types."""
-    if not isinstance(content, list) or not any(map(_is_image, content)):
+    """A content as one text or, with images and sounds, as parts. Raises RequestError for parts of other types."""
+    if not isinstance(content, list) or not any(map(_is_media, content)):
         return content_text(where, content, may_be_empty)
     return [
-        _image(f"{where}[{number}]", part)
-        if _is_image(part)
+        _media(f"{where}[{number}]", part)
+        if _is_media(part)
         else {"type": "text", "text": _part(f"{where}[{number}]", part)}
         for number, part in enumerate(content)
     ]
 
 
-def _is_image(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
+def _is_media(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_image", "input_audio")
+
+
+def _media(where: str, part: Mapping[str, object]) -> Message:
+    """Raises RequestError."""
+    if part.get("type") == "input_audio":
+        return base64_audio(f"{where}.input_audio", part.get("input_audio"))
+    return _image(where, part)
 
 
 def _image(where: str, part: Mapping[str, object]) -> Message:
@@ -218,7 +225,7 @@ def _part(where: str, part: object) -> str:
     field = "refusal" if kind == "refusal" else "text"
     if kind not in _TEXT_PARTS and kind != "refusal":
         raise RequestError(
-            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text and input_image",
+            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text, input_image and input_audio",
             f"{where}.type",
             "unsupported_parameter",
         )

@@ -28,7 +28,7 @@ async def fitting(
             prompt = await context.in_text_thread(lambda: chat_prompt(context, shorter))
         except ContextLengthError:
             return False
-        return len(await prompt.ids_with_images(context, asker)) <= most
+        return len(await prompt.ids_with_media(context, asker)) <= most
 
     if await fits(conversation):
         return conversation

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from headrace.errors import RequestError
-from headrace.frontend.images import (
+from headrace.frontend.media import (
     MAX_MEDIA_BYTES,
-    PromptImages,
-    add_images,
+    PromptMedia,
+    add_media,
     check_media_bytes,
-    images_of,
+    refs_of,
 )
-from headrace.messages.image_stats import ImageStats
-from headrace.messages.media import ImageRef, MediaInfo, MediaItem, MediaSpan
+from headrace.messages.media import ImageRef, MediaItem, MediaRefs, MediaSpan, Senses
+from headrace.messages.media_stats import MediaStats
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
 
@@ -35,7 +35,7 @@ A, B = ImageRef(url="a"), ImageRef(data=b"b")
     ],
 )
 def test_the_images_of_one_prompt(data: Any, expected: list[Any]):
-    assert images_of(data, 1, is_batch=False) == expected
+    assert [refs.images for refs in refs_of(data, None, None, 1, is_batch=False)] == expected
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_images_of_one_prompt(data: Any, expected: list[Any]):
     ],
 )
 def test_the_images_of_several_prompts(data: Any, expected: list[Any]):
-    assert images_of(data, 2, is_batch=True) == expected
+    assert [refs.images for refs in refs_of(data, None, None, 2, is_batch=True)] == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_images_of_several_prompts(data: Any, expected: list[Any]):
 )
 def test_other_shapes_are_refused(data: Any, num_prompts: int, words: str):
     with pytest.raises(RequestError, match=words):
-        images_of(data, num_prompts, is_batch=num_prompts > 1)
+        refs_of(data, None, None, num_prompts, is_batch=num_prompts > 1)
 
 
 @dataclass
@@ -80,9 +80,9 @@ class Loaded:
 
 
 class Loader:
-    info = MediaInfo("llava", "<image>")
-    image_token_id = 5
-    max_images = 2
+    senses = Senses("llava", {"image": "<image>"})
+    token_ids = {"image": 5}
+    most = {"image": 2}
 
     def __init__(self) -> None:
         self.closed = False
@@ -97,8 +97,8 @@ class Loader:
         await asyncio.sleep(0)
         return [Loaded(MediaItem(ref.url.encode().ljust(16, b"."), 2, bytes(8), (2,))) for ref in refs]
 
-    def stats(self) -> ImageStats:
-        return ImageStats()
+    def stats(self) -> MediaStats:
+        return MediaStats()
 
     def close(self) -> None:
         self.closed = True
@@ -110,16 +110,16 @@ def content(*ids: int) -> PromptContent:
 
 async def test_images_take_the_place_of_their_tokens():
     prompts = [content(1, 5, 2, 5), content(1, 2), content(5)]
-    images = [[ImageRef(url="a"), ImageRef(url="b")], [], [ImageRef(url="a")]]
+    images = [MediaRefs((ImageRef(url="a"), ImageRef(url="b"))), MediaRefs(), MediaRefs((ImageRef(url="a"),))]
 
     loader = Loader()
-    first, text, last = await add_images(PromptImages(loader), prompts, images, ["x", "y", "z"])
+    first, text, last = await add_media(PromptMedia(loader), prompts, images, ["x", "y", "z"])
 
     assert loader.owners == ["x", "z"]
 
     assert first.ids() == [1, 7, 8, 7, 2, 7, 8, 7]
     assert first.spans == (MediaSpan(1, 1, 0), MediaSpan(3, 1, 0, 1), MediaSpan(5, 1, 1), MediaSpan(7, 1, 1, 1))
-    assert first.num_media_tokens == 4
+    assert first.media_tokens == (4, 0, 0)
     first.check_media()
     assert text is prompts[1]
     assert last.media == first.media[:1]
@@ -129,20 +129,20 @@ async def test_images_take_the_place_of_their_tokens():
 
 
 async def test_places_and_images_must_be_as_many():
-    images = PromptImages(Loader())
+    images = PromptMedia(Loader())
     for ids in ([1], [5, 5]):
         with pytest.raises(RequestError, match=r"write <image> once where each image belongs"):
-            await images.add(ids, [ImageRef(url="a")])
+            await images.add(ids, MediaRefs((ImageRef(url="a"),)))
 
 
 def test_too_many_images_and_models_without_eyes_are_refused():
     with pytest.raises(RequestError, match="3 images in one prompt; the limit is 2"):
-        PromptImages(Loader()).check([[], [A, A, A]])
+        PromptMedia(Loader()).check([MediaRefs(), MediaRefs((A, A, A))])
     with pytest.raises(RequestError, match=r"does not see images$"):
-        PromptImages().check([[A]])
+        PromptMedia().check([MediaRefs((A,))])
     with pytest.raises(RequestError, match="does not see images: it is split"):
-        PromptImages(blind="it is split").check([[A]])
-    PromptImages().check([[], []])
+        PromptMedia(senses=Senses(reasons={"image": "it is split"})).check([MediaRefs((A,))])
+    PromptMedia().check([MediaRefs(), MediaRefs()])
 
 
 def test_what_a_call_holds_is_bounded():
@@ -154,6 +154,6 @@ def test_what_a_call_holds_is_bounded():
 
 def test_closing_ends_the_loader():
     loader = Loader()
-    PromptImages(loader).close()
+    PromptMedia(loader).close()
     assert loader.closed
-    PromptImages().close()
+    PromptMedia().close()

@@ -1,0 +1,296 @@
+"""The images, sounds and videos of prompts: from what a call gives to the `PromptContent` with them.
+
+Owns the shapes of `image_data`, `audio_data` and `video_data`, their checks, and the bounds on the bytes of media in one call. Does not own
+fetching and decoding (`multimodal.loader`), nor what stands for an item in a prompt (`multimodal.families`). Runs in the tokenizer manager's
+event loop.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar, cast, get_args
+
+from msgspec.structs import replace
+
+from headrace.errors import RequestError
+from headrace.messages.control import ReadyInfo
+from headrace.messages.media import (
+    NO_SENSES,
+    WORDS,
+    AudioData,
+    AudioRef,
+    ImageData,
+    ImageRef,
+    MediaItem,
+    MediaKind,
+    MediaRef,
+    MediaRefs,
+    MediaSpan,
+    Senses,
+    VideoData,
+    VideoRef,
+)
+from headrace.messages.media_stats import MediaStats
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import PromptContent
+
+MAX_MEDIA_BYTES = 256 << 20
+"""Most bytes of decoded media to send to the scheduler for one call; every sample carries those of its prompt."""
+
+KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+
+FRAMES_URL = "data:video/jpeg;base64,"
+"""Before the frames of a video that is given as a text."""
+
+_MAX_FPS = 240.0
+
+R = TypeVar("R", ImageRef, AudioRef, VideoRef)
+
+
+class Layout(Protocol):
+    """What stands for one item in a prompt. tokens: in place of its own token. spans: (start, length, first_row) of the rows among them."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def spans(self) -> tuple[tuple[int, int, int], ...]: ...
+
+
+class LoadedItem(Protocol):
+    """An item that is ready for the encoder, and its tokens."""
+
+    @property
+    def item(self) -> MediaItem: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+class Loader(Protocol):
+    """Makes items of what clients give; see `multimodal.loader.MediaLoader`."""
+
+    @property
+    def senses(self) -> Senses:
+        """What clients need to know of the model."""
+
+    @property
+    def token_ids(self) -> Mapping[MediaKind, int]:
+        """Of each kind that the model takes, the token that stands for an item in a prompt."""
+
+    @property
+    def most(self) -> Mapping[str, int]:
+        """Most items of each kind in a prompt."""
+
+    def append(self, tokens: list[int], more: Sequence[int]) -> int:
+        """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
+
+    async def load(self, refs: Sequence[MediaRef], owner: str = "") -> Sequence[LoadedItem]:
+        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong.
+
+        owner: only those with the same one share what is kept of items, here and in the encoder.
+        """
+
+    def stats(self) -> MediaStats:
+        """What has been done so far."""
+
+    def close(self) -> None:
+        """End what it runs."""
+
+
+class PromptMedia:
+    """See the module docstring. loader: None = the model reads text alone; senses: then why, if it could do more."""
+
+    def __init__(self, loader: Loader | None = None, senses: Senses = NO_SENSES) -> None:
+        self.loader = loader
+        self.senses = senses if loader is None else loader.senses
+
+    def as_loaded(self, ready: ReadyInfo) -> "PromptMedia":
+        """Those of the model as it was loaded, which may take none after all: with this class, or this attention."""
+        if ready.encoder is not None or self.loader is None:
+            return self
+        self.close()
+        reason = f"the model class {ready.model_class} with the attention backend {ready.attention_backend} does not encode them"
+        return PromptMedia(senses=Senses(self.senses.family, {}, dict.fromkeys(self.senses.tokens, reason)))
+
+    def check(self, prompts: Sequence[MediaRefs]) -> None:
+        """Raises RequestError for media that the model does not take, and for too many of them. prompts: those of each prompt."""
+        for kind in KINDS:
+            words = WORDS[kind]
+            count = max((len(refs.of(kind)) for refs in prompts), default=0)
+            if not count:
+                continue
+            if self.loader is None or kind not in self.senses.tokens:
+                raise RequestError(self.senses.refusal(kind), words.field, words.code)
+            most = self.loader.most[kind]
+            if count > most:
+                raise RequestError(
+                    f"{words.field}: {_number(count, words.one)} in one prompt; the limit is {most} ({words.limit})",
+                    words.field,
+                )
+
+    async def add(self, ids: Sequence[int], refs: MediaRefs, owner: str = "") -> PromptContent:
+        """A prompt with items in place of the tokens of their kinds, in order. owner: see `Loader.load`. Raises RequestError."""
+        loader = self.loader
+        assert loader is not None, "check has refused it"
+        places, ordered = self._places(loader, ids, refs)
+        items = await loader.load(ordered, owner)
+        tokens: list[int] = []
+        spans: list[MediaSpan] = []
+        end = 0
+        for number, (place, item) in enumerate(zip(places, items, strict=True)):
+            loader.append(tokens, ids[end:place])
+            begin = loader.append(tokens, item.layout.tokens)
+            spans += [MediaSpan(begin + start, length, number, row) for start, length, row in item.layout.spans]
+            end = place + 1
+        loader.append(tokens, ids[end:])
+        return PromptContent(pack_int32(tokens), media=tuple(item.item for item in items), spans=tuple(spans))
+
+    def _places(self, loader: Loader, ids: Sequence[int], refs: MediaRefs) -> tuple[list[int], list[MediaRef]]:
+        """Where items belong among the tokens of a prompt, and the items in this order. Raises RequestError."""
+        kinds = {loader.token_ids[kind]: kind for kind in KINDS if refs.of(kind)}
+        places = [index for index, token_id in enumerate(ids) if token_id in kinds]
+        found = [kinds[ids[place]] for place in places]
+        for kind in kinds.values():
+            words, given = WORDS[kind], len(refs.of(kind))
+            if found.count(kind) != given:
+                raise RequestError(
+                    f"{words.field} has {_number(given, words.one)}, but the prompt has "
+                    f"{_number(found.count(kind), f'{words.one} token')}: "
+                    f"write {self.senses.tokens[kind]} once where each {words.one} belongs",
+                    words.field,
+                )
+        left = {kind: iter(refs.of(kind)) for kind in kinds.values()}
+        return places, [next(left[kind]) for kind in found]
+
+    def close(self) -> None:
+        """End what the loader runs."""
+        if self.loader is not None:
+            self.loader.close()
+
+
+NO_MEDIA = PromptMedia()
+"""Of a model that reads text alone."""
+
+
+def refs_of(
+    images: ImageData, sounds: AudioData, videos: VideoData, num_prompts: int, is_batch: bool
+) -> list[MediaRefs]:
+    """The media of each prompt of a call. Raises RequestError."""
+    return [
+        MediaRefs(*each)
+        for each in zip(
+            _by_prompt("image", ImageRef, images, num_prompts, is_batch),
+            _by_prompt("audio", AudioRef, sounds, num_prompts, is_batch),
+            _by_prompt("video", VideoRef, videos, num_prompts, is_batch),
+            strict=True,
+        )
+    ]
+
+
+def video_of_url(where: str, url: str) -> VideoRef:
+    """The video of a text with its frames. Raises RequestError."""
+    if not url[: len(FRAMES_URL)].lower() == FRAMES_URL:
+        raise RequestError(
+            f"{where}: a video is given by its frames, as images: {FRAMES_URL} and the base64 texts of JPEG files, separated by commas",
+            where,
+        )
+    return VideoRef(frames=tuple(ImageRef(url=frame) for frame in url[len(FRAMES_URL) :].split(",")))
+
+
+def check_media_bytes(contents: Sequence[tuple[PromptContent, int]]) -> None:
+    """Raises RequestError if the media of a call are too large together. contents: prompts with their numbers of samples."""
+    num_bytes = sum(content.media_bytes * num_samples for content, num_samples in contents)
+    if num_bytes > MAX_MEDIA_BYTES:
+        kind = next(item.kind for content, _ in contents for item in content.media)
+        field, many = WORDS[kind].field, WORDS[kind].many
+        raise RequestError(
+            f"{field}: the {many} of this request take {num_bytes} bytes once decoded, over all samples; "
+            f"the limit is {MAX_MEDIA_BYTES}: send fewer or smaller ones, or reduce n",
+            field,
+        )
+
+
+async def add_media(
+    media: PromptMedia,
+    contents: Sequence[PromptContent],
+    prompts: Sequence[MediaRefs],
+    owners: Sequence[str],
+) -> list[PromptContent]:
+    """`contents` with the media of each prompt. owners: of the prompts, see `Loader.load`. Raises RequestError."""
+    with_media = [index for index, refs in enumerate(prompts) if refs]
+    done = await asyncio.gather(
+        *(media.add(contents[index].ids(), prompts[index], owners[index]) for index in with_media)
+    )
+    found = dict(zip(with_media, done, strict=True))
+    return [found.get(index, content) for index, content in enumerate(contents)]
+
+
+def _by_prompt(
+    kind: MediaKind,
+    ref_type: type[R],
+    data: R | str | list[R | str | list[R | str] | None] | None,
+    num_prompts: int,
+    is_batch: bool,
+) -> list[tuple[R, ...]]:
+    field, one = WORDS[kind].field, WORDS[kind].one
+    if data is None or (isinstance(data, list) and not any(data)):
+        return [()] * num_prompts
+    if not is_batch:
+        given = data if isinstance(data, list) else [data]
+        if len(given) == 1 and isinstance(given[0], list):
+            given = list(given[0])
+        return [_refs(kind, ref_type, given)]
+    if not isinstance(data, list) or len(data) != num_prompts:
+        number = len(data) if isinstance(data, list) else 1
+        raise RequestError(
+            f"{field}: for a list of prompts the number of items ({number}) must equal that of the prompts ({num_prompts}); "
+            f"an item is one {one}, a list of {WORDS[kind].many}, or null",
+            field,
+        )
+    return [_refs(kind, ref_type, item if isinstance(item, list) else [item]) for item in data]
+
+
+def _refs(kind: MediaKind, ref_type: type[R], given: Sequence[R | str | list[R | str] | None]) -> tuple[R, ...]:
+    words, refs = WORDS[kind], []
+    for item in given:
+        if item is None or item == "":
+            continue
+        if isinstance(item, list):
+            raise RequestError(f"{words.field} has lists of {words.many}, but there is one prompt", words.field)
+        ref = cast(R, _of_text(kind, item)) if isinstance(item, str) else item
+        refs.append(cast(R, _checked(kind, ref)))
+    return tuple(refs)
+
+
+def _of_text(kind: MediaKind, text: str) -> MediaRef:
+    match kind:
+        case "image":
+            return ImageRef(url=text)
+        case "audio":
+            return AudioRef(url=text)
+        case "video":
+            return video_of_url(WORDS["video"].field, text)
+
+
+def _checked(kind: MediaKind, ref: MediaRef) -> MediaRef:
+    """The item as it is loaded. Raises RequestError."""
+    words = WORDS[kind]
+    if isinstance(ref, VideoRef):
+        if not ref.frames:
+            raise RequestError(f"{words.field}: a video has no frames", words.field)
+        if not 0 < ref.fps <= _MAX_FPS or not math.isfinite(ref.fps):
+            raise RequestError(f"{words.field}: fps is {ref.fps:g}; expected a number up to {_MAX_FPS:g}", words.field)
+        return replace(ref, frames=tuple(map(_one_of, ref.images)))
+    return _one_of(ref, kind)
+
+
+def _one_of(ref: ImageRef | AudioRef, kind: MediaKind = "video") -> ImageRef | AudioRef:
+    if bool(ref.url) == bool(ref.data):
+        what = {"image": "an image", "audio": "a sound", "video": "a frame of a video"}[kind]
+        raise RequestError(f"{WORDS[kind].field}: {what} has either url or data", WORDS[kind].field)
+    return ref
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
