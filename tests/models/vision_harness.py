@@ -15,8 +15,8 @@ from headrace.layers.weight import Placement
 from headrace.models.media import MediaEncoder, MediaInput
 from headrace.models.registry import model_class_for
 
-IMAGE = 7
-"""The image token of all of them."""
+IMAGE, VIDEO = 7, 9
+"""The tokens of images and videos of all of them."""
 VOCAB_SIZE = 131
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -122,7 +122,7 @@ def _qwen(kind: str, **vision: Any) -> Any:
     text |= {"hidden_size": 64, "num_hidden_layers": 3, "rope_parameters": rope}
     vision |= {"depth": 3, "num_heads": 2, "patch_size": 4}
     out = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
-    return _config(kind, text, vision | {out: 64}, image_token_id=IMAGE, vision_start_token_id=8, video_token_id=9)
+    return _config(kind, text, vision | {out: 64}, image_token_id=IMAGE, vision_start_token_id=8, video_token_id=VIDEO)
 
 
 def _grids(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 SPECIAL = [
     "<s>", "</s>", "<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
-    "<|image_pad|>", "<|video_pad|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<img>", "</img>",
+    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<img>", "</img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 ]  # fmt: skip
 
@@ -62,6 +62,7 @@ VISION: dict[str, dict[str, Any]] = {
     "mistral3": CLIP | {"model_type": "pixtral", "image_size": 64, "patch_size": 8},
     "pixtral": CLIP | {"model_type": "pixtral", "image_size": 64, "patch_size": 8},
 }
+VISION["qwen3_vl"] = VISION["qwen2_5_vl"] | {"deepstack_visual_indexes": [0]}
 VISION["smolvlm"] = VISION["idefics3"]
 
 CONFIG: dict[str, dict[str, Any]] = {
@@ -69,6 +70,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "idefics3": {"image_token_id": token_id("<image>"), "scale_factor": 2},
     "qwen2_vl": {
         "image_token_id": token_id("<|image_pad|>"),
+        "video_token_id": token_id("<|video_pad|>"),
         "text_config": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
     },
     "gemma3": {
@@ -86,7 +88,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     },
 }
 CONFIG["smolvlm"] = CONFIG["idefics3"]
-CONFIG["qwen2_5_vl"] = CONFIG["qwen2_vl"]
+CONFIG["qwen2_5_vl"] = CONFIG["qwen3_vl"] = CONFIG["qwen2_vl"]
 
 PROCESSOR: dict[str, dict[str, Any]] = {
     "llava": {
@@ -108,7 +110,7 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     },
 }
 PROCESSOR["smolvlm"] = PROCESSOR["idefics3"] | {"image_processor_type": "SmolVLMImageProcessor"}
-PROCESSOR["qwen2_5_vl"] = PROCESSOR["qwen2_vl"]
+PROCESSOR["qwen2_5_vl"] = PROCESSOR["qwen3_vl"] = PROCESSOR["qwen2_vl"]
 PROCESSOR["mistral3"] = PROCESSOR["pixtral"]
 
 
