@@ -15,9 +15,9 @@ from PIL import Image
 from headrace import Engine
 from headrace.config.media_args import MediaArgs
 from headrace.errors import RequestError
-from headrace.frontend.media import PromptMedia
+from headrace.frontend.media import PromptMedia, refs_of
 from headrace.messages import media
-from headrace.messages.media import ImageRef, MediaRefs
+from headrace.messages.media import ImageRef, MediaRefs, VideoRef
 from headrace.messages.requests import PromptContent
 from headrace.multimodal.loader import make_loader
 from headrace.text.tokenizers import load_tokenizer
@@ -63,14 +63,22 @@ def prompt(family: str, num_images: int) -> str:
 
 
 def read(family: str, folder: Path, num_images: int, files: list[bytes] = FILES) -> PromptContent:
-    """What the model reads of the prompt."""
+    """What the model reads of a prompt with images."""
+    return loaded(folder, prompt(family, num_images), MediaRefs(tuple(map(image_of, files[:num_images]))))
+
+
+def image_of(file: bytes) -> ImageRef:
+    return ImageRef(data=file)
+
+
+def loaded(folder: Path, text: str, refs: MediaRefs) -> PromptContent:
+    """What the model reads of a prompt."""
     tokenizer = load_tokenizer(folder)
-    images = PromptMedia(make_loader(folder, tokenizer, MediaArgs()))
-    ids = tokenizer.encode(prompt(family, num_images), allow_special=True)
+    media = PromptMedia(make_loader(folder, tokenizer, MediaArgs()))
     try:
-        return asyncio.run(images.add(ids, MediaRefs(tuple(ImageRef(data=file) for file in files[:num_images]))))
+        return asyncio.run(media.add(tokenizer.encode(text, allow_special=True), refs))
     finally:
-        images.close()
+        media.close()
 
 
 def continued(family: str, model: Any, content: PromptContent) -> list[int]:
@@ -82,11 +90,18 @@ def continued(family: str, model: Any, content: PromptContent) -> list[int]:
     inputs: dict[str, Any] = {"pixel_values": torch.cat(values)} if len({one.shape[1:] for one in values}) == 1 else {}
     is_image = torch.zeros_like(ids)
     for span in content.spans:
-        is_image[0, span.start : span.end] = 1
+        is_image[0, span.start : span.end] = 1 if content.media[span.item].kind == "image" else 2
     match family:
         case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl":
-            grids = torch.tensor([item.grid for item in content.media])
-            inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}
+            inputs = {"mm_token_type_ids": is_image}
+            for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+                own = [number for number, item in enumerate(content.media) if item.kind == kind]
+                if own:
+                    inputs[name] = torch.cat([values[number] for number in own])
+                    inputs[f"{kind}_grid_thw"] = torch.tensor([content.media[number].grid for number in own])
+            steps = [item.step_s for item in content.media if item.kind == "video"]
+            if steps and family == "qwen2_5_vl":
+                inputs["second_per_grid_ts"] = torch.tensor(steps)
         case "smolvlm":
             inputs["pixel_values"] = inputs["pixel_values"][None]
         case "llava_next":
@@ -126,6 +141,27 @@ def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, writt
     assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
     assert cold["meta_info"]["image_tokens"] == sum(span.length for span in content.spans)
     assert warm["meta_info"]["cached_tokens"] == (content.num_tokens - 1) // 16 * 16
+
+
+def test_videos_go_on_as_transformers_goes_on(engine: Engine, family: str, written: tuple[Path, Any]):
+    if "qwen" not in family:
+        with pytest.raises(RequestError, match="does not see videos"):
+            engine.generate("see", GREEDY, video_data={"frames": FILES[:1]})
+        return
+    frames = [png(80, 60, seed) for seed in range(5)]
+    text = prompt(family, 1).replace("image_pad", "video_pad") + prompt(family, 1)
+    given = {"image_data": FILES[0], "video_data": {"frames": frames, "fps": 1.5}}
+    refs = refs_of(
+        ImageRef(data=FILES[0]), None, VideoRef(frames=tuple(map(image_of, frames)), fps=1.5), 1, is_batch=False
+    )
+    content = loaded(written[0], text, refs[0])
+    want = continued(family, written[1], content)
+
+    cold, warm = (engine.generate(text, GREEDY, **given) for _ in range(2))
+
+    assert cold["output_ids"] == warm["output_ids"] == want
+    assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
+    assert cold["meta_info"]["video_tokens"] == content.media_tokens.videos > 0
 
 
 def test_the_work_of_a_large_image_is_cut_into_parts(

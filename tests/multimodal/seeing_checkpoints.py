@@ -15,7 +15,8 @@ from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 SPECIAL = [
     "<s>", "</s>", "<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
-    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<img>", "</img>",
+    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
+    "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<img>", "</img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 ]  # fmt: skip
 

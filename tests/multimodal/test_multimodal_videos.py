@@ -185,7 +185,7 @@ async def test_families_without_videos_say_so(tmp_path):
 
 def test_settings_for_frames(tmp_path):
     assert read_video_settings(tmp_path, "llava") is None
-    with pytest.raises(ModelError, match="video_preprocessor_config.json is missing"):
+    with pytest.raises(ModelError, match="it says how videos are prepared"):
         read_video_settings(tmp_path, "qwen2_vl")
     (tmp_path / "preprocessor_config.json").write_text(
         '{"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784}'
