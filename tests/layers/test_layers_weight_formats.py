@@ -160,6 +160,28 @@ def test_a_projection_that_is_replaced_leaves_the_other_as_it_is(name):
     assert torch.equal(layer(x), linear(name, new)(x))
 
 
+@every_format
+def test_a_projection_without_a_bias_is_as_one_with_zeros(name):
+    if FORMATS[name].on_cpu and why_not():
+        pytest.skip(why_not())
+    given = tensors() | {"k_proj.bias": torch.zeros(SIZES["k_proj"])}
+    placement = Placement(torch.device("cpu"), torch.float32, 32, name)
+    layer = Linear(IN_SIZE, SIZES, placement, bias=True, unbiased=("k_proj",))
+    loading = {weight.name: weight for weight in layer.weights("")}
+    for weight in loading.values():
+        weight.load(given[weight.name])
+    x = normal(5, IN_SIZE, seed=9)
+
+    assert loading.keys() == {"q_proj.weight", "q_proj.bias", "k_proj.weight"}
+    assert torch.equal(layer(x), linear(name, given)(x))
+    assert torch.equal(loading["q_proj.bias"].read(), given["q_proj.bias"])
+
+    for changes in ({"q_proj.bias": normal(64, seed=3)}, {"k_proj.weight": normal(32, IN_SIZE, seed=4)}):
+        given |= changes
+        layer.restore(layer.staged(changes))
+        assert torch.equal(layer(x), linear(name, given)(x))
+
+
 @pytest.mark.parametrize(("name", "taken"), [(name, taken) for name in NAMES for taken in FORMATS[name].takes])
 def test_stored_matrices_are_taken_as_they_are(name, taken):
     if why_not():

@@ -5,7 +5,7 @@ product (`headrace.kernels`). Runs in the thread that runs the model; parts are 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from itertools import accumulate
@@ -27,7 +27,8 @@ class Linear:
     """y = x @ W^T + b, where W stacks the weights of one or more projections of the same input.
 
     outputs: size of each projection by its Hugging Face name, in the order of y's columns. The stack is packed when its last part
-    has been loaded, so a model is usable once every weight has been.
+    has been loaded, so a model is usable once every weight has been. unbiased: projections that have no bias where the others do; their part of
+    b is 0.
     own_outputs: by projection, the outputs that this rank computes; own_inputs: the inputs that it has, and then y is the sum over the ranks.
     Without them it has all. in_size and outputs are those of the whole layer; the attributes of the same names are this rank's.
     """
@@ -39,6 +40,7 @@ class Linear:
         placement: Placement,
         *,
         bias: bool = False,
+        unbiased: Collection[str] = (),
         own_outputs: Mapping[str, slice] | None = None,
         own_inputs: slice | None = None,
     ) -> None:
@@ -48,7 +50,7 @@ class Linear:
         self._group = None if own_inputs is None else placement.shard.group
         self.in_size = length(self._inputs)
         self.outputs = outputs = {name: length(rows) for name, rows in self._rows.items()}
-        self._bias = bias
+        self._biased = tuple(name for name in outputs if bias and name not in unbiased)
         self._placement = placement
         ends = list(accumulate(self.outputs.values()))
         self._columns = {name: slice(end - size, end) for end, (name, size) in zip(ends, outputs.items(), strict=True)}
@@ -108,7 +110,7 @@ class Linear:
                 part=f"{name}.weight",
                 own=self.own(name),
             )
-            if self._bias:
+            if name in self._biased:
                 yield Weight(
                     f"{prefix}{name}.bias",
                     shape[:1],
@@ -135,7 +137,7 @@ class Linear:
         for name in self.outputs:
             if f"{name}.weight" not in whole:
                 whole[f"{name}.weight"] = self._present_weight(name)
-            if self._bias and f"{name}.bias" not in whole:
+            if name in self._biased and f"{name}.bias" not in whole:
                 whole[f"{name}.bias"] = self._read_bias(name)
         packed = self._pack(whole)
         kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
@@ -177,15 +179,22 @@ class Linear:
     def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
         with self._parts_lock:
             self._parts[part] = tensor
-            if len(self._parts) < len(self.outputs) * (2 if self._bias else 1):
+            if len(self._parts) < len(self.outputs) + len(self._biased):
                 return
             parts, self._parts = self._parts, {}
         self._packed = self._pack(parts)
 
     def _pack(self, parts: Mapping[str, torch.Tensor | QuantizedMatrix]) -> PackedLinear:
         weights = [parts[f"{name}.weight"] for name in self.outputs]
-        bias = stack_floats([parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
+        bias = stack_floats([self._bias_of(name, parts) for name in self.outputs]) if self._biased else None
         return self._placement.format.pack(weights, bias, self._placement.weight_dtype)
+
+    def _bias_of(
+        self, name: str, parts: Mapping[str, torch.Tensor | QuantizedMatrix]
+    ) -> torch.Tensor | QuantizedMatrix:
+        if name in self._biased:
+            return parts[f"{name}.bias"]
+        return self._placement.place(torch.zeros(self.outputs[name]))
 
     def _present_weight(self, name: str) -> torch.Tensor | QuantizedMatrix:
         """A projection exactly as it is kept."""
