@@ -1,4 +1,4 @@
-"""Whole models that see: their logits equal transformers', alone and in a batch, whole and in chunks, and with what is cached."""
+"""Whole models that see or hear: their logits equal transformers', alone and in a batch, whole and in chunks, and with what is cached."""
 
 import functools
 import hashlib
@@ -50,7 +50,7 @@ def item(values: MediaInput, num_tokens: int) -> MediaItem:
 
 
 def content(family: str, parts: list[int | tuple[int, int]]) -> PromptContent:
-    """Pairs are so many tokens of text, from a seed; numbers are images."""
+    """Pairs are so many tokens of text, from a seed; numbers are images or sounds."""
     ids: list[int] = []
     media: list[MediaItem] = []
     spans: list[MediaSpan] = []
@@ -87,7 +87,7 @@ def reference(family: str, number: int) -> torch.Tensor:
     if "gemma3" in family:
         inputs["token_type_ids"] = (ids == IMAGE).int()
         inputs.pop("mm_token_type_ids", None)
-    if "qwen" not in family:
+    if "qwen" not in family or "audio" in family:
         inputs.pop("mm_token_type_ids", None)
     with torch.inference_mode():
         return model(input_ids=ids, **inputs).logits[0]

@@ -1,4 +1,4 @@
-"""Checkpoints of models that see, written by ourselves: quantised, and of the current weights."""
+"""Checkpoints of models that see or hear, written by ourselves: quantised, and of the current weights."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from headrace.execution.save_weights import WeightSaver
 from headrace.layers.weight import Placement
 from headrace.models.media import encode
 from headrace.models.registry import model_class_for
-from headrace.models.seeing import stored_name
+from headrace.models.senses import stored_name
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", ["llava clip", "idefics3", "qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["llava clip", "idefics3", "qwen2_vl", "gemma3", "qwen2_audio"])
 @torch.inference_mode()
 def test_a_quantised_checkpoint_still_sees(family: str, tmp_path: Path):
     save_seeing(family, tmp_path / "original")
@@ -29,9 +29,10 @@ def test_a_quantised_checkpoint_still_sees(family: str, tmp_path: Path):
 
     written = open_checkpoint(tmp_path / "int4")
     assert written.config.media == original.config.media
+    assert written.config.audio == original.config.audio
     stored = [name for name in written.tensor_names() if written.quantized(name) is not None]
     assert stored
-    assert not any("vis" in name for name in stored)
+    assert not any("vis" in name or "audio" in name for name in stored)
     want = encode(open_encoder(tmp_path / "original"), images(family))
     for got, rows in zip(
         encode(open_encoder(tmp_path / "int4", torch.bfloat16, "int4"), images(family)), want, strict=True
@@ -51,11 +52,13 @@ def test_transformers_reads_what_is_saved(family: str, tmp_path: Path):
     saver.save(model.weights(), "saved").install()
 
     (tmp_path / "saved" / "model-rank-0-part-0.safetensors").rename(tmp_path / "saved" / "model.safetensors")
-    found, info = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    found, info = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["unexpected_keys"]
     # Layers that nothing of what is computed depends on.
     missing = set(info["missing_keys"])
     assert all("vision_tower" in name for name in missing)
     for name, tensor in found.state_dict().items():
         assert name in missing or torch.equal(tensor, theirs[name])
-    assert open_checkpoint(tmp_path / "saved").config.media == config.media
+    saved = open_checkpoint(tmp_path / "saved").config
+    assert saved.media == config.media
+    assert saved.audio == config.audio

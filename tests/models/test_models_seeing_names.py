@@ -1,4 +1,4 @@
-"""Every spelling of tensors' names in checkpoints of models that see, and output projections that a config does not tell of."""
+"""Every spelling of tensors' names in checkpoints of models that see or hear, and output projections that a config does not tell of."""
 
 import functools
 import tempfile
@@ -42,6 +42,11 @@ OLDER = {
         ("model.language_model.", "language_model.model."),
         ("lm_head.", "language_model.lm_head."),
         ("model.vision_tower.", "vision_tower.vision_model."),
+        ("model.", ""),
+    ],
+    "qwen2_audio": [
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
         ("model.", ""),
     ],
     "internvl": [
@@ -112,7 +117,7 @@ def test_both_spellings_are_the_same_model(family: str, tmp_path: Path):
         assert all(map(torch.equal, encode(open_encoder(folder), images(family)), rows))
 
 
-@pytest.mark.parametrize("family", ["mistral3", "internvl"])
+@pytest.mark.parametrize("family", ["mistral3", "internvl", "qwen2_audio"])
 def test_an_output_projection_that_no_config_tells_of_is_used(family: str, tmp_path: Path):
     stated = {"tie_word_embeddings": True}
     tensors = load_file(saved(family)[0] / "model.safetensors")

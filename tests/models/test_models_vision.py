@@ -1,4 +1,4 @@
-"""What models see: rows of images equal transformers' rows, and their bits depend on nothing but the image."""
+"""What models see and hear: rows of images and sounds equal transformers' rows, and their bits depend on nothing but the item."""
 
 import functools
 import tempfile
@@ -10,6 +10,7 @@ import torch
 from vision_harness import FAMILIES, images, open_encoder, save_seeing
 
 from headrace import kernels
+from headrace.checkpoint.audio_config import SERVED_AUDIO
 from headrace.checkpoint.media_config import SERVED
 from headrace.messages import media
 from headrace.models.media import encode
@@ -97,4 +98,4 @@ def test_rows_of_a_quantised_tower(family: str, scheme: str):
 
 def test_every_family_is_tested():
     tested = {family.config().model_type for family in FAMILIES.values()}
-    assert tested == set(SERVED)
+    assert tested == {*SERVED, *SERVED_AUDIO}

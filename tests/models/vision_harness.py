@@ -1,4 +1,4 @@
-"""Random tiny models that see, by transformers, and their images as its processors make them."""
+"""Random tiny models that see or hear, by transformers, and their images and sounds as its processors make them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ from headrace.models.media import MediaEncoder, MediaInput
 from headrace.models.registry import model_class_for
 
 IMAGE, VIDEO = 7, 9
-"""The tokens of images and videos of all of them."""
+"""The tokens of images (or sounds) and videos of all of them."""
+MELS = 12
+LONGEST = 120
+"""Frames of the longest sound, to which transformers pads."""
 VOCAB_SIZE = 131
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -32,6 +35,7 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_QWEN2 = {name: value for name, value in _TEXT.items() if name != "head_dim"} | {"hidden_size": 64}
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 56,
@@ -43,17 +47,22 @@ _VISION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """config: of the whole model. sizes: of three images, in patches: tiles, rows, columns. features: transformers' rows of each image. pixels:
-    height and width of each image, where the encoder needs to know them."""
+    """config: of the whole model. sizes: of three images, in patches: tiles, rows, columns; or frames of three sounds. features: transformers' rows
+    of each. pixels: height and width of each image, where the encoder needs to know them."""
 
     config: Callable[[], Any]
-    sizes: tuple[tuple[int, int, int], ...]
+    sizes: tuple[tuple[int, ...], ...]
     features: Callable[[Any, list[MediaInput]], list[torch.Tensor]]
     patches: bool = False
     pixels: tuple[tuple[int, int], ...] = ()
 
     def inputs(self, values: list[torch.Tensor], grids: list[tuple[int, int, int]]) -> dict[str, Any]:
-        """What transformers' whole model takes of the images of one prompt."""
+        """What transformers' whole model takes of the images or sounds of one prompt."""
+        if self.features is _sounds:
+            features, mask = zip(
+                *(whole_sound(one, grid[0]) for one, grid in zip(values, grids, strict=True)), strict=True
+            )
+            return {"input_features": torch.cat(features), "feature_attention_mask": torch.cat(mask)}
         if self.patches:
             return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
         if self.features is _anyres:
@@ -139,6 +148,25 @@ def _deep_grids(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
         features = model.get_image_features(pixel_values=item.values, image_grid_thw=torch.tensor([item.grid]))
         deep = [torch.cat(list(part)) for part in features.deepstack_features]
         found.append(torch.cat([_rows(features), *deep], dim=1))
+    return found
+
+
+def whole_sound(values: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sound's input_features and feature_attention_mask. What nothing depends on is large, so that it shows."""
+    features = torch.full((1, MELS, LONGEST), 1e3)
+    features[0, :, : len(values)] = values.T
+    return features, (torch.arange(LONGEST) < 2 * positions)[None].int()
+
+
+def _sounds(model: Any, items: list[MediaInput]) -> list[torch.Tensor]:
+    found = []
+    for item in items:
+        positions = item.grid[0]
+        hidden = torch.zeros(1, 1, LONGEST // 2, LONGEST // 2)
+        hidden[..., positions:] = torch.finfo(torch.float32).min
+        features, _ = whole_sound(item.values, positions)
+        tower = model.model.audio_tower(features, attention_mask=hidden)
+        found.append(model.model.multi_modal_projector(tower.last_hidden_state)[0, : positions // 2])
     return found
 
 
@@ -300,12 +328,28 @@ FAMILIES: dict[str, Family] = {
         ((1, 4, 6), (1, 4, 2), (1, 6, 4)),
         _with_sizes,
     ),
+    "qwen2_audio": Family(
+        lambda: transformers.Qwen2AudioConfig(
+            text_config=transformers.Qwen2Config(**_QWEN2),
+            audio_config=transformers.Qwen2AudioEncoderConfig(
+                d_model=32,
+                encoder_layers=3,
+                encoder_attention_heads=2,
+                encoder_ffn_dim=56,
+                num_mel_bins=MELS,
+                max_source_positions=LONGEST // 2,
+            ),
+            audio_token_index=IMAGE,
+        ),
+        ((38,), (LONGEST,), (29,)),
+        _sounds,
+    ),
 }
 
 
 def save_seeing(name: str, folder: Path) -> Any:
     """Save a random model of a family in `folder`; returns the transformers model."""
-    model = transformers.AutoModelForImageTextToText.from_config(
+    model = transformers.AutoModelForMultimodalLM.from_config(
         FAMILIES[name].config(), attn_implementation="eager", dtype=torch.float32
     )
     randomise(model)
@@ -313,9 +357,18 @@ def save_seeing(name: str, folder: Path) -> Any:
     return model
 
 
+def sound(num_frames: int, seed: int = 5) -> MediaInput:
+    """A random sound of so many frames."""
+    positions = (num_frames - 1) // 2 + 1
+    shape = min(2 * positions + 1, LONGEST), MELS
+    return MediaInput(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), (positions, 1, 1))
+
+
 def images(name: str) -> list[MediaInput]:
-    """Three random images of a family."""
+    """Three random images of a family, or sounds."""
     family, generator = FAMILIES[name], torch.Generator().manual_seed(5)
+    if family.features is _sounds:
+        return [sound(num_frames, seed) for seed, (num_frames,) in enumerate(family.sizes)]
     patch = 4
     made = []
     for tiles, rows, columns in family.sizes:

@@ -67,14 +67,13 @@ class HuggingFaceCheckpoint(Checkpoint):
                 self._files[f"{folder}.{name}"], self._names_in_file[f"{folder}.{name}"] = opened, name
         if not self._files:
             raise ModelError(f"{path.name} contains no tensors")
-        sees = self.config.media is not None or self.config.blind
-        if sees and self.config.tie_word_embeddings and self._has_own_head():
+        if self.config.around and self.config.tie_word_embeddings and self._has_own_head():
             untied = {"tie_word_embeddings": False}
             self.config = msgspec.structs.replace(self.config, raw=self.config.raw | untied, **untied)
 
     def _has_own_head(self) -> bool:
-        """Whether there is an output projection that is not the embedding. Configs of models that see may not tell: what is true if they say nothing
-        has changed from one release of transformers to the next, which goes by the tensors, too."""
+        """Whether there is an output projection that is not the embedding. Configs of models that see or hear may not tell: what is true if they say
+        nothing has changed from one release of transformers to the next, which goes by the tensors, too."""
         found = [
             [name for name in self._files if name.split(".")[-2:] == [part, "weight"]]
             for part in ("lm_head", "embed_tokens")

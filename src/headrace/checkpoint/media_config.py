@@ -8,14 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.checkpoint.config_keys import ConfigKeys
+from headrace.checkpoint.media_keys import MediaKeys, NotServedError, TowerConfig
 from headrace.errors import ModelError
 
 TowerName = Literal["clip", "siglip", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
-
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu")
-GATED_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")
-"""Those that towers and projectors may have, by their Hugging Face names."""
 
 SERVED: dict[str, str] = {
     "llava": "LLaVA 1.5, Pixtral and others with a CLIP, SigLIP or Pixtral tower",
@@ -33,12 +29,11 @@ SERVED: dict[str, str] = {
 """Families by the model type at the top of their config.json, with what people call them."""
 
 
-class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+class VisionConfig(TowerConfig, frozen=True, kw_only=True):
     """The tower: what encodes patches of an image.
 
-    num_layers: those that are computed. norm_eps: of its LayerNorms or RMSNorms. image_size: pixels of a side of the (largest) image; 0 = any.
-    patch_size: pixels of a side of a patch. temporal_patch_size: frames of a patch. merge_size: patches of a side that become one token.
-    window_size: pixels of a side of a window of attention, 0 = none; full_layers: those that attend to the whole image all the same.
+    image_size: pixels of a side of the (largest) image; 0 = any. patch_size: pixels of a side of a patch. temporal_patch_size: frames of a patch.
+    merge_size: patches of a side that become one token. window_size: pixels of a side of a window of attention, 0 = none.
     rope_theta: of its rotary positions. out_size: elements of what it gives for each token, where it projects itself. num_positions: of a table
     that is stretched over the image. deep_layers: those whose output the text model's first layers get, too (DeepStack). places_per_second: how far
     the tokens of a video are from each other in time, 0 = one place a step (Qwen2.5-VL). rms, qkv_bias,
@@ -46,20 +41,12 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tower: TowerName
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    intermediate_size: int
-    hidden_act: str
-    norm_eps: float
     image_size: int = 0
     patch_size: int
     num_channels: int = 3
     temporal_patch_size: int = 1
     merge_size: int = 1
     window_size: int = 0
-    full_layers: tuple[int, ...] = ()
     rope_theta: float = 10000.0
     out_size: int = 0
     num_positions: int = 0
@@ -105,73 +92,12 @@ def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[Med
     if not isinstance(family, str) or family not in SERVED:
         return None, f"images of model type {family!r:.80} are not served; those of these are: {', '.join(SERVED)}"
     try:
-        return _READERS[family](_Keys(config, origin), _Keys(vision, f"{origin}: vision_config")), ""
-    except _NotServedError as reason:
+        return _READERS[family](MediaKeys(config, origin), MediaKeys(vision, f"{origin}: vision_config")), ""
+    except NotServedError as reason:
         return None, str(reason)
 
 
-class _NotServedError(Exception):
-    """The reason."""
-
-
-class _Keys(ConfigKeys):
-    """Keys of a part of the config whose defaults the caller gives."""
-
-    def __init__(self, config: dict[str, Any], origin: str) -> None:
-        super().__init__(config, origin, {})
-        self.defaults = {}  # none of those that text models share
-
-    def must_be(self, name: str, *served: object, default: object) -> None:
-        """Raises _NotServedError if a key has another value than these."""
-        value = self.config.get(name, default)
-        if value not in served:
-            known = " or ".join(repr(each) for each in served)
-            raise _NotServedError(f"{name} is {value!r:.80} in {self.origin}; only {known} is served")
-
-    def side(self, name: str, default: int) -> int:
-        """A key that is the side of a square, or both of its sides."""
-        value = self.config.get(name, default)
-        sides = value if isinstance(value, list) and len(value) == 2 else [value]
-        if sides[0] != sides[-1]:
-            raise _NotServedError(f"{name} is {value!r:.80} in {self.origin}; only squares are served")
-        return _Keys({name: sides[0]}, self.origin).count(name, default=default)
-
-    def positive(self, name: str, default: float) -> float:
-        """A key that is a number above 0."""
-        value = self.optional_number(name)
-        if value is not None and value <= 0:
-            raise ModelError(f"{self.origin}: {name} is {value:g}; expected a number above 0")
-        return default if value is None else value
-
-    def says(self, name: str, default: bool) -> bool:
-        """A key that is true or false."""
-        return default if self.config.get(name) is None else self.flag(name)
-
-    def act(self, name: str, default: str, gated: bool = False) -> str:
-        """A key that is the name of an activation. Raises _NotServedError for one that there is not."""
-        found, known = self.name(name, default), GATED_ACTIVATIONS if gated else ACTIVATIONS
-        if found not in known:
-            raise _NotServedError(
-                f"{name} is {found!r:.80} in {self.origin}; those that are served: {', '.join(known)}"
-            )
-        return found
-
-    def heads(self, size: int, name: str, default: int, unit: int = 1) -> dict[str, Any]:
-        """Fields of `VisionConfig` for heads that share `size` elements, a multiple of `unit` each."""
-        heads = self.count(name, default=default)
-        if size % heads or size // heads % unit:
-            raise ModelError(f"{self.origin}: {heads} heads cannot share {size} elements, a multiple of {unit} each")
-        return {"num_heads": heads, "head_dim": size // heads}
-
-    def name(self, name: str, default: str) -> str:
-        """A key that is a name."""
-        value = self.config.get(name, default)
-        if not isinstance(value, str):
-            raise ModelError(f"{self.origin}: {name} is {value!r:.80}; expected a name")
-        return value
-
-
-def _image_token(keys: _Keys, default: int | None = None) -> int:
+def _image_token(keys: MediaKeys, default: int | None = None) -> int:
     for name in ("image_token_id", "image_token_index"):
         token_id = keys.token(name)
         if token_id is not None:
@@ -181,7 +107,7 @@ def _image_token(keys: _Keys, default: int | None = None) -> int:
     return default
 
 
-def _numbers(keys: _Keys, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+def _numbers(keys: MediaKeys, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
     value = keys.config.get(name)
     if value is None:
         return default
@@ -191,7 +117,13 @@ def _numbers(keys: _Keys, name: str, default: tuple[int, ...]) -> tuple[int, ...
 
 
 def _transformer(
-    keys: _Keys, tower: TowerName, *, act: str, eps: float, defaults: tuple[int, int, int, int, int, int], **more: Any
+    keys: MediaKeys,
+    tower: TowerName,
+    *,
+    act: str,
+    eps: float,
+    defaults: tuple[int, int, int, int, int, int],
+    **more: Any,
 ) -> VisionConfig:
     """defaults: hidden_size, intermediate_size, layers, heads, image_size, patch_size."""
     hidden_size, inner, layers, heads, image_size, patch_size = defaults
@@ -214,15 +146,15 @@ def _transformer(
     return VisionConfig(tower=tower, **(fields | more))
 
 
-def _clip(keys: _Keys) -> VisionConfig:
+def _clip(keys: MediaKeys) -> VisionConfig:
     return _transformer(keys, "clip", act="quick_gelu", eps=1e-5, defaults=(768, 3072, 12, 12, 224, 32))
 
 
-def _siglip(keys: _Keys) -> VisionConfig:
+def _siglip(keys: MediaKeys) -> VisionConfig:
     return _transformer(keys, "siglip", act="gelu_pytorch_tanh", eps=1e-6, defaults=(768, 3072, 12, 12, 224, 16))
 
 
-def _pixtral(keys: _Keys) -> VisionConfig:
+def _pixtral(keys: MediaKeys) -> VisionConfig:
     return _transformer(
         keys,
         "pixtral",
@@ -234,23 +166,23 @@ def _pixtral(keys: _Keys) -> VisionConfig:
     )
 
 
-def _theta(keys: _Keys) -> float:
-    rope = _Keys(keys.optional_object("rope_parameters") or {}, keys.origin)
+def _theta(keys: MediaKeys) -> float:
+    rope = MediaKeys(keys.optional_object("rope_parameters") or {}, keys.origin)
     return rope.positive("rope_theta", keys.positive("rope_theta", 10000.0))
 
 
-def _llava_tower(keys: _Keys, vision: _Keys) -> tuple[VisionConfig, bool]:
+def _llava_tower(keys: MediaKeys, vision: MediaKeys) -> tuple[VisionConfig, bool]:
     """The tower as far as it is computed, and whether its first token is dropped."""
     kind = vision.name("model_type", "clip_vision_model")
     towers = {"clip_vision_model": _clip, "siglip_vision_model": _siglip, "pixtral": _pixtral}
     if kind not in towers:
-        raise _NotServedError(f"the vision tower {kind!r:.80} is not served; those of these are: {', '.join(towers)}")
+        raise NotServedError(f"the vision tower {kind!r:.80} is not served; those of these are: {', '.join(towers)}")
     tower = towers[kind](vision)
     layer = keys.config.get(
         "vision_feature_layer", -2 if keys.config.get("model_type") in ("llava", "llava_next") else -1
     )
     if not isinstance(layer, int):
-        raise _NotServedError("vision_feature_layer names several layers; only one is served")
+        raise NotServedError("vision_feature_layer names several layers; only one is served")
     # hidden_states[0] is what the first layer takes, and the last one is what the last layer gives.
     num_layers = layer if layer >= 0 else tower.num_layers + 1 + layer
     if not 0 <= num_layers <= tower.num_layers:
@@ -262,11 +194,11 @@ def _llava_tower(keys: _Keys, vision: _Keys) -> tuple[VisionConfig, bool]:
     if kind == "pixtral":
         drops = False
         if strategy == "default" and keys.config.get("model_type") == "llava":
-            raise _NotServedError("the strategy 'default' drops a patch of a Pixtral tower; only 'full' is served")
+            raise NotServedError("the strategy 'default' drops a patch of a Pixtral tower; only 'full' is served")
     return msgspec.structs.replace(tower, num_layers=num_layers), drops
 
 
-def _llava(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _llava(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     tower, drops = _llava_tower(keys, vision)
     return MediaConfig(
         family="llava",
@@ -278,7 +210,7 @@ def _llava(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _llava_next(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _llava_next(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     vision.must_be("model_type", "clip_vision_model", "siglip_vision_model", default="clip_vision_model")
     has_first = vision.name("model_type", "clip_vision_model") == "clip_vision_model"
     keys.must_be("vision_feature_select_strategy", "default" if has_first else "full", default="default")
@@ -295,14 +227,14 @@ def _llava_next(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _llava_onevision(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _llava_onevision(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     vision.must_be("model_type", "siglip_vision_model", default="siglip_vision_model")
     keys.must_be("vision_feature_select_strategy", "full", default="full")
     tower, _ = _llava_tower(keys, vision)
     aspect = keys.name("vision_aspect_ratio", "anyres_max_9")
     digits = aspect.removeprefix("anyres_max_")
     if digits == aspect or not digits.isdecimal() or int(digits) < 1:
-        raise _NotServedError(f"vision_aspect_ratio is {aspect!r:.80} in {keys.origin}; only anyres_max_N is served")
+        raise NotServedError(f"vision_aspect_ratio is {aspect!r:.80} in {keys.origin}; only anyres_max_N is served")
     sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
     return MediaConfig(
         family="llava_onevision",
@@ -315,7 +247,7 @@ def _llava_onevision(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _pinpoints(keys: _Keys, side: int, default: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+def _pinpoints(keys: MediaKeys, side: int, default: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     found = keys.config.get("image_grid_pinpoints")
     if found is None:
         found = list(map(list, default))
@@ -325,11 +257,11 @@ def _pinpoints(keys: _Keys, side: int, default: tuple[tuple[int, int], ...]) -> 
         if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
             raise ModelError(f"{keys.origin}: image_grid_pinpoints holds {size!r:.80}; expected a height and a width")
         if any(each % side for each in size):
-            raise _NotServedError(f"image_grid_pinpoints holds {size}, which tiles of {side} pixels do not fill")
+            raise NotServedError(f"image_grid_pinpoints holds {size}, which tiles of {side} pixels do not fill")
     return tuple((height, width) for height, width in found)
 
 
-def _mistral3(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _mistral3(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     vision.must_be("model_type", "pixtral", default="pixtral")
     tower, _ = _llava_tower(keys, vision)
     return MediaConfig(
@@ -341,7 +273,7 @@ def _mistral3(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _idefics3(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _idefics3(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     tower = _transformer(vision, "siglip", act="gelu_pytorch_tanh", eps=1e-6, defaults=(1152, 3072, 12, 16, 224, 32))
     return MediaConfig(
         family=keys.config["model_type"],
@@ -352,7 +284,7 @@ def _idefics3(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _qwen2_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _qwen2_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     size = vision.count("embed_dim", default=1280)
     tower = VisionConfig(
         tower="qwen2_vl",
@@ -374,7 +306,7 @@ def _qwen2_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _qwen2_5_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _qwen2_5_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     size = vision.count("hidden_size", default=3584)
     tower = VisionConfig(
         tower="qwen2_5_vl",
@@ -399,15 +331,15 @@ def _qwen2_5_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _qwen3_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _qwen3_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     size = vision.count("hidden_size", default=1152)
     depth = vision.count("depth", default=27)
     deep = _numbers(vision, "deepstack_visual_indexes", (8, 16, 24))
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < depth for layer in deep):
-        raise _NotServedError(f"deepstack_visual_indexes {list(deep)} of {depth} layers do not ascend")
+        raise NotServedError(f"deepstack_visual_indexes {list(deep)} of {depth} layers do not ascend")
     num_text_layers = (keys.optional_object("text_config") or {}).get("num_hidden_layers", 32)
     if isinstance(num_text_layers, int) and len(deep) >= num_text_layers:
-        raise _NotServedError(
+        raise NotServedError(
             f"images add to {len(deep)} layers of a text model of {num_text_layers}; to the last none can be added"
         )
     tower = VisionConfig(
@@ -436,7 +368,7 @@ def _qwen3_vl(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _sections(keys: _Keys, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+def _sections(keys: MediaKeys, default: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Pairs of a head that turn by time, height and width."""
     sections = _numbers(_text_rope(keys), "mrope_section", default)
     if len(sections) != 3 or min(sections) < 0:
@@ -444,14 +376,14 @@ def _sections(keys: _Keys, default: tuple[int, ...] = ()) -> tuple[int, ...]:
     return sections
 
 
-def _text_rope(keys: _Keys) -> _Keys:
+def _text_rope(keys: MediaKeys) -> MediaKeys:
     """How the text model rotates."""
-    text = _Keys(keys.optional_object("text_config") or keys.config, keys.origin)
+    text = MediaKeys(keys.optional_object("text_config") or keys.config, keys.origin)
     rope = text.optional_object("rope_parameters") or text.optional_object("rope_scaling") or {}
-    return _Keys(rope, keys.origin)
+    return MediaKeys(rope, keys.origin)
 
 
-def _gemma3(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _gemma3(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     vision.must_be("model_type", "siglip_vision_model", default="siglip_vision_model")
     tower = _siglip(vision)
     tokens = keys.count("mm_tokens_per_image", default=256)
@@ -469,7 +401,7 @@ def _gemma3(keys: _Keys, vision: _Keys) -> MediaConfig:
     )
 
 
-def _internvl(keys: _Keys, vision: _Keys) -> MediaConfig:
+def _internvl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     vision.must_be("use_qk_norm", False, default=False)
     vision.must_be("use_absolute_position_embeddings", True, default=True)
     vision.must_be("norm_type", "layer_norm", "rms_norm", default="layer_norm")

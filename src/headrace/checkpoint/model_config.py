@@ -59,8 +59,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     encoder: what only encoders have; None for a decoder. An encoder's `rms_norm_eps` is that of its LayerNorms, and `max_position_embeddings` is
     the longest text, without the rows of the table that no token uses.
     media: its eyes, None without any; blind: why those that it has are not served. audio, deaf: the same of its ears.
-    raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built. around: of a model with eyes, the
-    dict that this is in.
+    raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built. around: of a model with eyes or
+    ears, the dict that this is in.
     """
 
     model_type: str
@@ -104,7 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """What is in config.json, with changes of the text model's keys."""
         if not self.around:
             return self.raw | changes
-        text = {key: value for key, value in self.raw.items() if key != "vision_config"}
+        text = {key: value for key, value in self.raw.items() if key not in ("vision_config", "audio_config")}
         tied = {"tie_word_embeddings": self.tie_word_embeddings}
         return self.around | changes | tied | {"text_config": text | changes}
 

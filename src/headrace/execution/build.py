@@ -246,20 +246,20 @@ def _runner(
 
 
 def _media(setup: Setup, model: CausalLM, attention: AttentionBackend, rank: Rank) -> MediaRows | None:
-    """What keeps the encoder's outputs; None of a model without eyes, where several ranks run it, and with attention that is not made for it."""
-    media = setup.model_config.media
-    if media is None or rank.group is not None or not isinstance(model, DecoderLM) or model.encoder is None:
+    """What keeps the encoder's outputs; None of a model that has none, where several ranks run it, and with attention that is not made for it."""
+    if rank.group is not None or not isinstance(model, DecoderLM) or model.encoder is None:
         return None
     if model.encoder.sees_ahead and not attention.sees_ahead:
         return None
     synchronize = (lambda: None) if setup.is_cpu else torch.cuda.synchronize
+    media = setup.model_config.media
     return MediaRows(
         model.encoder,
         setup.placement.device,
         synchronize,
         model.sectioned,
-        merge_size=media.vision.merge_size,
-        places_per_second=media.vision.places_per_second,
+        merge_size=1 if media is None else media.vision.merge_size,
+        places_per_second=0.0 if media is None else media.vision.places_per_second,
         deep=model.deep,
     )
 
@@ -430,7 +430,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
 
 
 def _encoder_info(built: _Built) -> EncoderInfo | None:
-    """Of a model that sees, here."""
+    """Of a model that sees or hears, here."""
     media, setup = built.runner.media, built.setup
     if media is None:
         return None

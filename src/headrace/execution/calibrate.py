@@ -30,7 +30,7 @@ from headrace.layers.quantization.base import Calibrator
 from headrace.layers.weight import Observable, Placement, Weight
 from headrace.models.decoder import DecoderLM
 from headrace.models.registry import model_class_for
-from headrace.models.seeing import stored_name
+from headrace.models.senses import stored_name
 from headrace.models.spec import Model
 
 Progress = Callable[[str], None]
@@ -92,7 +92,7 @@ def quantize_checkpoint(
 
 
 def _tower(model: Model) -> frozenset[str]:
-    """Names of the weights that see: no text calibrates them, and they are rounded when they are loaded."""
+    """Names of the weights that see or hear: no text calibrates them, and they are rounded when they are loaded."""
     encoder = model.encoder if isinstance(model, DecoderLM) else None
     return frozenset() if encoder is None else frozenset(weight.name for weight in encoder.weights())
 

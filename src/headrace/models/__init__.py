@@ -5,8 +5,8 @@ of itself), registry.py (which class serves which model).
 
 - Families: llama.py, qwen2.py, qwen3.py, qwen3_moe.py, mixtral.py, gemma3.py
 - Encoders: bert.py, roberta.py (also XLM-RoBERTa), distilbert.py, modernbert.py
-- Models that see: media.py (what an encoder of images is to the runner), seeing.py (a family of decoders with eyes), places.py
-  (positions of images in three parts); vision/ has the encoders
+- Models that see or hear: media.py (what an encoder of images or sounds is to the runner), senses.py (a family of decoders with one),
+  media_encoders.py (which family has which), places.py (positions of images in three parts); vision/ and audio/ have the encoders
 - A head that guesses tokens: eagle3.py
 - Decoders that do not write: pooled_decoder.py
 - Any other causal LM: transformers_backend.py, transformers_names.py

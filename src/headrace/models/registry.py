@@ -11,7 +11,7 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.errors import ModelError
 from headrace.models.pooled_decoder import pooled_spec
-from headrace.models.seeing import seeing_spec
+from headrace.models.senses import sensing_spec
 from headrace.models.spec import EncoderSpec, ModelSpec, PooledSpec
 from headrace.models.transformers_backend import SPEC as FALLBACK
 
@@ -43,7 +43,7 @@ def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
     if spec is not None:
         reasons = spec.unsupported(config)
     if impl != "transformers" and spec is not None and not reasons:
-        return seeing_spec(spec, config)
+        return sensing_spec(spec, config)
     if impl == "headrace":
         raise ModelError("; ".join(reasons) + ". Try --model-impl transformers")
     unsupported = FALLBACK.unsupported(config)

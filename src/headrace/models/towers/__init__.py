@@ -1,4 +1,5 @@
 """Layers that encoders of images and of sounds share: attention in both directions within an item, over packed items.
 
-Read first: blocks.py (one layer), tower.py (all of them, packed without padding, in slices of work). Also table.py (tensors that are added).
+Read first: blocks.py (one layer), tower.py (all of them, packed without padding, in slices of work). Also table.py (tensors that are added),
+reshaped.py (matrices that a checkpoint has in another shape).
 """

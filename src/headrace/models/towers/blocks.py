@@ -1,4 +1,5 @@
-"""The layers of vision towers: attention in both directions within an image, and a feed-forward layer, each after a norm and with a residual.
+"""The layers of encoders of images and sounds: attention in both directions within an item, and a feed-forward layer, each after a norm and with a
+residual.
 
 Owns the blocks. Differences between towers, among them the names of the tensors, are in `BlockOptions`. Runs in the thread that runs the model.
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.media_config import VisionConfig
+from headrace.checkpoint.media_keys import TowerConfig
 from headrace.errors import ModelError
 from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
 from headrace.kernels.encoder import Activation, why_not
@@ -56,7 +57,7 @@ def activation(name: str, gated: bool = False) -> Callable[[torch.Tensor], torch
     """[rows, size] -> the same; gated: [rows, 2 * size] -> [rows, size]. Raises ModelError for one that is not known."""
     known = _GATED if gated else _PLAIN
     if name not in known:
-        raise ModelError(f"activation {name!r:.80} of the vision tower is not supported; known: {', '.join(known)}")
+        raise ModelError(f"activation {name!r:.80} of the encoder is not supported; known: {', '.join(known)}")
     return known[name]
 
 
@@ -65,8 +66,8 @@ class BlockOptions:
     """Differences between towers. Names are those of a layer's tensors.
 
     qkv: the projections, or the one that stacks them. up: one name, or two of a gated layer, that which is activated first. rms: norms are RMSNorms.
-    bias: of all linear layers; qkv_bias: of those of q, k and v, None = as the others. scales: names of factors on what attention and the
-    feed-forward layer give, element by element; "" = there are none.
+    bias: of all linear layers; qkv_bias: of those of q, k and v, None = as the others; unbiased: those of `qkv` without one all the same. scales:
+    names of factors on what attention and the feed-forward layer give, element by element; "" = there are none.
     """
 
     attention_norm: str
@@ -78,14 +79,15 @@ class BlockOptions:
     rms: bool = False
     bias: bool = True
     qkv_bias: bool | None = None
+    unbiased: tuple[str, ...] = ()
     scales: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedItems:
-    """Where the tokens of images that lie one after the other are.
+    """Where the tokens of items that lie one after the other are.
 
-    row_starts: int32[num_images + 1] on the CPU; a token sees those between two of them. rope: cos, sin float32[tokens, head_dim / 2] by which q
+    row_starts: int32[num_items + 1] on the CPU; a token sees those between two of them. rope: cos, sin float32[tokens, head_dim / 2] by which q
     and k are rotated, None = they are not. positions: int32[tokens], 0, 1, ...: the rows of `rope`.
     """
 
@@ -97,11 +99,11 @@ class PackedItems:
 class TowerBlock:
     """One layer."""
 
-    def __init__(self, config: VisionConfig, options: BlockOptions, placement: Placement) -> None:
+    def __init__(self, config: TowerConfig, options: BlockOptions, placement: Placement) -> None:
         size, width = config.hidden_size, config.num_heads * config.head_dim
         outputs = dict.fromkeys(options.qkv, 3 * width // len(options.qkv))
         qkv_bias = options.bias if options.qkv_bias is None else options.qkv_bias
-        self._qkv = Linear(size, outputs, placement, bias=qkv_bias)
+        self._qkv = Linear(size, outputs, placement, bias=qkv_bias, unbiased=options.unbiased)
         self._out = Linear(width, {options.out: size}, placement, bias=options.bias)
         self._up = Linear(size, dict.fromkeys(options.up, config.intermediate_size), placement, bias=options.bias)
         self._down = Linear(config.intermediate_size, {options.down: size}, placement, bias=options.bias)
@@ -112,27 +114,27 @@ class TowerBlock:
         self._config = config
         self._fused: FusedEncoder | None = None
 
-    def __call__(self, x: torch.Tensor, images: PackedItems) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, items: PackedItems) -> torch.Tensor:
         """x [tokens, hidden_size], which it may overwrite -> the same shape."""
-        if self._fused is not None and self.is_one_call(images):
-            return self._fused(x, images.positions, images.row_starts)
-        x = x + self._scaled(0, self._attend(self._attention_norm(x), images))
+        if self._fused is not None and self.is_one_call(items):
+            return self._fused(x, items.positions, items.row_starts)
+        x = x + self._scaled(0, self._attend(self._attention_norm(x), items))
         return x + self._scaled(1, self._down(self._activate(self._up(self._mlp_norm(x)))))
 
-    def is_one_call(self, images: PackedItems) -> bool:
+    def is_one_call(self, items: PackedItems) -> bool:
         """Whether it is computed in one native call, which goes over the tokens in parts by itself."""
-        return self._fused is not None and images.rope is None
+        return self._fused is not None and items.rope is None
 
     def _scaled(self, index: int, x: torch.Tensor) -> torch.Tensor:
         return x * self._scales[index].rows.to(x.dtype) if self._scales else x
 
-    def _attend(self, x: torch.Tensor, images: PackedItems) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, items: PackedItems) -> torch.Tensor:
         heads = self._config.num_heads
         q, k, v = self._qkv(x).unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
-        if images.rope is not None:
-            kernels.rotary(q, k, images.positions, *images.rope)
+        if items.rope is not None:
+            kernels.rotary(q, k, items.positions, *items.rope)
         rounded = kernels.rounds_attention(self._qkv.packed)
-        attended = kernels.packed_attention(q, k, v, images.row_starts, self._config.head_dim**-0.5, rounded=rounded)
+        attended = kernels.packed_attention(q, k, v, items.row_starts, self._config.head_dim**-0.5, rounded=rounded)
         return self._out(attended.flatten(1))
 
     def fuse(self, native: bool = True) -> str:
@@ -184,7 +186,7 @@ class TowerBlock:
             yield from scale.weights(f"{prefix}{name}")
 
 
-def tower_norm(config: VisionConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:
+def tower_norm(config: TowerConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:
     """A norm over the tower's hidden states."""
     if rms:
         return RMSNorm(config.hidden_size, config.norm_eps, placement)

@@ -1,4 +1,4 @@
-"""Layers over the patches of several images, packed one after the other without padding.
+"""Layers over the tokens of several images or sounds, packed one after the other without padding.
 
 Owns the order of the layers and where work stops between them. Does not own what is before the first layer and after the last one, which each
 family's file does. Runs in the thread that runs the model.
@@ -8,18 +8,18 @@ from collections.abc import Callable, Generator, Iterator
 
 import torch
 
-from headrace.checkpoint.media_config import VisionConfig
+from headrace.checkpoint.media_keys import TowerConfig
 from headrace.layers.weight import Placement, Weight
 from headrace.models.towers.blocks import BlockOptions, PackedItems, TowerBlock
 
 MAX_TOKENS = 4096
-"""A layer computes images together while they have at most this many tokens: what lies between its parts takes much more memory than its input."""
+"""A layer computes items together while they have at most this many tokens: what lies between its parts takes much more memory than its input."""
 
 
 class Tower:
     """The layers of a config. layers: prefix of their tensors, before the number."""
 
-    def __init__(self, config: VisionConfig, options: BlockOptions, layers: str, placement: Placement) -> None:
+    def __init__(self, config: TowerConfig, options: BlockOptions, layers: str, placement: Placement) -> None:
         self.config = config
         self._layers = layers
         self._blocks = [TowerBlock(config, options, placement) for _ in range(config.num_layers)]
@@ -32,17 +32,17 @@ class Tower:
     def run(
         self,
         x: torch.Tensor,
-        images: PackedItems,
+        items: PackedItems,
         windows: PackedItems | None = None,
         tap: Callable[[int, torch.Tensor], None] = lambda layer, x: None,
         num_parts: int = 1,
     ) -> Generator[None, None, torch.Tensor]:
         """All layers over x [tokens, hidden_size], which it may overwrite, stopping after each. Returns the same shape.
 
-        windows: what a token sees in layers that are not in the config's `full_layers`; None = all of its image.
-        tap: called after each layer with its number and what it gives. num_parts: into which each layer's images are cut, with a stop after each.
+        windows: what a token sees in layers that are not in the config's `full_layers`; None = all of its item.
+        tap: called after each layer with its number and what it gives. num_parts: into which each layer's items are cut, with a stop after each.
         """
-        whole = pieces_of(images, num_parts)
+        whole = pieces_of(items, num_parts)
         cut = whole if windows is None else pieces_of(windows, num_parts)
         for index, block in enumerate(self._blocks):
             layer = whole if index in self.config.full_layers else cut
@@ -68,30 +68,30 @@ class Tower:
             yield from block.weights(f"{self._layers}.{index}.")
 
 
-def pieces_of(images: PackedItems, num_pieces: int) -> list[tuple[slice, PackedItems]]:
-    """Neighbouring images in so many pieces, with the tokens that are theirs."""
-    count = len(images.row_starts) - 1
+def pieces_of(items: PackedItems, num_pieces: int) -> list[tuple[slice, PackedItems]]:
+    """Neighbouring items in so many pieces, with the tokens that are theirs."""
+    count = len(items.row_starts) - 1
     assert num_pieces <= max(1, count), (num_pieces, count)
-    return [_some(images, count * i // num_pieces, count * (i + 1) // num_pieces) for i in range(num_pieces)]
+    return [_some(items, count * i // num_pieces, count * (i + 1) // num_pieces) for i in range(num_pieces)]
 
 
-def _some(images: PackedItems, first: int, last: int) -> tuple[slice, PackedItems]:
-    """Images first .. last - 1, and the tokens that are theirs."""
-    starts = images.row_starts[first : last + 1]
+def _some(items: PackedItems, first: int, last: int) -> tuple[slice, PackedItems]:
+    """Items first .. last - 1, and the tokens that are theirs."""
+    starts = items.row_starts[first : last + 1]
     tokens = slice(int(starts[0]), int(starts[-1]))
-    rope = None if images.rope is None else (images.rope[0][tokens], images.rope[1][tokens])
-    return tokens, PackedItems(starts - starts[0], images.positions[: tokens.stop - tokens.start], rope)
+    rope = None if items.rope is None else (items.rope[0][tokens], items.rope[1][tokens])
+    return tokens, PackedItems(starts - starts[0], items.positions[: tokens.stop - tokens.start], rope)
 
 
-def _computed(block: TowerBlock, x: torch.Tensor, images: PackedItems) -> torch.Tensor:
-    """A layer over x, which it may overwrite, a few of the images at a time where that takes less memory."""
-    if len(x) <= MAX_TOKENS or block.is_one_call(images):
-        return block(x, images)
-    starts: list[int] = images.row_starts.tolist()
+def _computed(block: TowerBlock, x: torch.Tensor, items: PackedItems) -> torch.Tensor:
+    """A layer over x, which it may overwrite, a few of the items at a time where that takes less memory."""
+    if len(x) <= MAX_TOKENS or block.is_one_call(items):
+        return block(x, items)
+    starts: list[int] = items.row_starts.tolist()
     first = 0
     for last in range(1, len(starts)):
         if last + 1 == len(starts) or starts[last + 1] - starts[first] > MAX_TOKENS:
-            tokens, some = _some(images, first, last)
+            tokens, some = _some(items, first, last)
             x[tokens] = block(x[tokens], some)
             first = last
     return x
@@ -100,7 +100,7 @@ def _computed(block: TowerBlock, x: torch.Tensor, images: PackedItems) -> torch.
 def packed(
     lengths: list[int], device: torch.device, rope: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> PackedItems:
-    """Images of so many tokens each; those without any are left out. rope: see `PackedItems`."""
+    """Items of so many tokens each; those without any are left out. rope: see `PackedItems`."""
     starts = [0]
     for length in lengths:
         if length:

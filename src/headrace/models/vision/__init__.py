@@ -4,5 +4,5 @@ Read first: llava.py (the simplest family), and the layers that all towers share
 
 - Parts: patches.py (from pixels to the first layer)
 - Families: llava.py (also Pixtral and Mistral 3), llava_onevision.py (also LLaVA-NeXT), idefics3.py (also SmolVLM), internvl.py, gemma3.py,
-  qwen_vl.py (Qwen2-VL, Qwen2.5-VL, Qwen3-VL); registry.py (which family has which)
+  qwen_vl.py (Qwen2-VL, Qwen2.5-VL, Qwen3-VL)
 """

@@ -13,8 +13,8 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.layers.norm import RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaInput, Slices
+from headrace.models.towers.reshaped import ReshapedLinear
 from headrace.models.vision.llava import ClipEyes
-from headrace.models.vision.patches import ReshapedLinear
 
 _PROJECTOR = "multi_modal_projector."
 

@@ -16,6 +16,7 @@ from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
 from headrace.models.towers.blocks import BlockOptions, activation, in_floats
+from headrace.models.towers.reshaped import in_precision
 from headrace.models.towers.table import Table
 from headrace.models.towers.tower import Tower, axial_rope, packed
 from headrace.models.vision.patches import patch_layer, patches_of
@@ -207,11 +208,6 @@ class LlavaEncoder:
     def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
         return self._eyes.tower.fuse(native)
-
-
-def in_precision(values: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Values as the first layer takes them: float32 on the CPU, else in the precision of the weights."""
-    return values if placement.device.type == "cpu" else values.to(placement.weight_dtype)
 
 
 def _places(height: int, width: int, device: torch.device) -> torch.Tensor:

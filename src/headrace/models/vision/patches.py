@@ -1,19 +1,14 @@
 """From pixels to what the first layer of a tower takes: patches, and a linear layer over each.
 
-Owns `ReshapedLinear`. A convolution whose stride is its size is a product over the pixels of each patch. Runs in the thread that runs
-the model.
+A convolution whose stride is its size is a product over the pixels of each patch. Runs in the thread that runs the model.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 
 import torch
 
-from headrace.layers.linear import Linear
-from headrace.layers.weight import Kept, Parts, Placement, Weight
-from headrace.models.towers.blocks import in_floats
+from headrace.layers.weight import Placement
+from headrace.models.towers.reshaped import ReshapedLinear
 
 
 def patches_of(pixels: torch.Tensor, size: int) -> torch.Tensor:
@@ -29,71 +24,6 @@ def shuffled(x: torch.Tensor, factor: int) -> torch.Tensor:
     side = int(x.shape[1] ** 0.5)
     squares = x.reshape(len(x), side // factor, factor, side // factor, factor, x.shape[2])
     return squares.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(0, 2)
-
-
-class ReshapedLinear:
-    """A linear layer whose matrix a checkpoint has in another shape. It is not quantised.
-
-    stored: its shape in the checkpoint. to_matrix: makes [outputs, inputs] of it; from_matrix: the reverse.
-    """
-
-    def __init__(
-        self,
-        in_size: int,
-        out_size: int,
-        stored: tuple[int, ...],
-        to_matrix: Callable[[torch.Tensor], torch.Tensor],
-        from_matrix: Callable[[torch.Tensor], torch.Tensor],
-        placement: Placement,
-        *,
-        bias: bool = False,
-    ) -> None:
-        self._linear = Linear(in_size, {"": out_size}, in_floats(placement), bias=bias)
-        self._stored = stored
-        self._to_matrix, self._from_matrix = to_matrix, from_matrix
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in_size] -> [rows, out_size]."""
-        return self._linear(x)
-
-    def weights(self, weight: str, bias: str = "") -> Iterator[Weight]:
-        """Tensors of these names; bias: where there is one."""
-        for inner in self._linear.weights(""):
-            if inner.part == ".bias":
-                yield replace(inner, name=bias, keepers=(self,))
-            else:
-                yield replace(
-                    inner,
-                    name=weight,
-                    shape=self._stored,
-                    load=partial(self._load, inner),
-                    read=partial(self._read, inner),
-                    layer=None,
-                    keepers=(self,),
-                    own=(),
-                )
-
-    def kept(self) -> Kept:
-        """See `Keeper`."""
-        return self._linear.kept()
-
-    def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
-        self._linear.restore(kept)
-
-    def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
-        matrices: dict[str, torch.Tensor] = {}
-        for name, part in parts.items():
-            assert isinstance(part, torch.Tensor), "a layer that is not quantised"
-            matrices[name] = self._to_matrix(part) if name == ".weight" else part
-        return self._linear.staged(matrices)
-
-    def _load(self, inner: Weight, tensor: torch.Tensor) -> None:
-        inner.load(self._to_matrix(tensor))
-
-    def _read(self, inner: Weight) -> torch.Tensor:
-        return self._from_matrix(inner.read())
 
 
 def patch_layer(kernel: tuple[int, ...], hidden_size: int, placement: Placement, *, bias: bool) -> ReshapedLinear:

@@ -18,9 +18,9 @@ from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
 from headrace.models.towers.blocks import BlockOptions, in_floats
+from headrace.models.towers.reshaped import in_precision
 from headrace.models.towers.table import Table
 from headrace.models.towers.tower import Tower, axial_rope, packed
-from headrace.models.vision.llava import in_precision
 from headrace.models.vision.patches import patch_layer
 
 _QWEN2 = BlockOptions(

@@ -1,7 +1,7 @@
-"""Families of text models that see: the decoder of a family, and the encoder of its images.
+"""Families of text models that see or hear: the decoder of a family, and the encoder of its images or sounds.
 
-Owns the names of both in the checkpoints of models that see. Does not own the layers of either (`decoder.py`, `vision/`). Used by the thread that
-loads the model.
+Owns the names of both in the checkpoints of such models. Does not own the layers of either (`decoder.py`, `vision/`, `audio/`). Used by the thread
+that loads the model.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from dataclasses import replace
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.weight import Placement
 from headrace.models.decoder import DecoderLM
+from headrace.models.media_encoders import make_encoder
 from headrace.models.spec import CausalLM, ModelSpec
-from headrace.models.vision.registry import make_encoder
 
 _PREFIXES = (
     ("model.language_model.", "model."),
@@ -24,22 +24,32 @@ _PREFIXES = (
     ("model.vision_model.", "vision_model."),
     ("model.connector.", "connector."),
     ("model.visual.", "visual."),
+    ("model.audio_tower.", "audio_tower."),
     ("model.image_newline", "image_newline"),
 )
 """How transformers and others have spelled these parts, and how they are called here; one after the other."""
 
-_EYES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "connector.", "visual.", "image_newline")
-"""Parts that a model without eyes does not need, and of which one with eyes does not need all."""
+_SENSES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "vision_model.",
+    "connector.",
+    "visual.",
+    "image_newline",
+    "audio_tower.",
+)
+"""Parts that a model without senses does not need, and of which one with them does not need all."""
 
 
-def seeing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
-    """`spec` for a checkpoint that has eyes, which are built unless they are not served, or the model is split over ranks."""
-    if config.media is None and not config.blind:
+def sensing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    """`spec` for a checkpoint that has eyes or ears, which are built unless they are not served, or the model is split over ranks."""
+    if not config.around:
         return spec
 
     def build(config: ModelConfig, placement: Placement) -> CausalLM:
         model = spec.build(config, placement)
-        if config.media is not None and placement.shard.is_whole and placement.stage.is_whole:
+        has_senses = config.media is not None or config.audio is not None
+        if has_senses and placement.shard.is_whole and placement.stage.is_whole:
             assert isinstance(model, DecoderLM), spec.name
             # In as many bits as the output projection: towers are small, and many tokens depend on what they give.
             model.encoder = make_encoder(config, placement.head)
@@ -49,7 +59,7 @@ def seeing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
         spec,
         build=build,
         renaming=lambda config: _renaming(spec.renaming(config)),
-        ignored=(*spec.ignored, *_EYES),
+        ignored=(*spec.ignored, *_SENSES),
     )
 
 
