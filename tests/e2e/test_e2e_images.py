@@ -97,7 +97,7 @@ def continued(family: str, model: Any, content: PromptContent) -> list[int]:
             for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
                 own = [number for number, item in enumerate(content.media) if item.kind == kind]
                 if own:
-                    inputs[name] = torch.cat([values[number] for number in own])
+                    inputs[name] = torch.cat([values[number].flatten(0, -2) for number in own])
                     inputs[f"{kind}_grid_thw"] = torch.tensor([content.media[number].grid for number in own])
             steps = [item.step_s for item in content.media if item.kind == "video"]
             if steps and family == "qwen2_5_vl":

@@ -11,6 +11,7 @@ import torch
 from runner_harness import CONTEXT, Driver, int32, make_driver
 from vision_harness import IMAGE, VIDEO, VOCAB_SIZE, images, save_seeing
 
+from headrace.messages import media
 from headrace.messages.media import MediaItem, MediaSpan
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
@@ -39,7 +40,7 @@ def text(count: int, seed: int) -> list[int]:
 def prompt_of(family: str, after: int) -> PromptContent:
     """Text, a video, text, an image, and so many tokens of text. Of Qwen3-VL each step of the video is by itself, after text."""
     size = images(family)[0].values.shape[1]
-    values = np.random.default_rng(3).standard_normal((int(np.prod(GRID)), size)).astype(np.float32)
+    values = np.random.default_rng(3).standard_normal((GRID[0], GRID[1] * GRID[2], size)).astype(np.float32)
     video = MediaItem(b"v" * 16, int(np.prod(GRID)) // 4, values.tobytes(), values.shape, "video", GRID, STEP_S)
     still = images(family)[0]
     rows = int(np.prod(still.grid)) // 4
@@ -66,7 +67,7 @@ def inputs(prompt: PromptContent, family: str) -> dict[str, Any]:
     )
     ids = torch.tensor([prompt.ids()])
     given = {
-        "pixel_values_videos": video,
+        "pixel_values_videos": video.flatten(0, 1),
         "video_grid_thw": torch.tensor([GRID]),
         "pixel_values": image,
         "image_grid_thw": torch.tensor([prompt.media[1].grid]),
@@ -91,7 +92,9 @@ def states(made: Driver, prompt: PromptContent, chunk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_logits_are_those_of_transformers_in_chunks_of_any_size(family: str, after: int):
+def test_logits_are_those_of_transformers_in_chunks_of_any_size(
+    family: str, after: int, monkeypatch: pytest.MonkeyPatch
+):
     prompt, model = prompt_of(family, after), checkpoint(family)[1]
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([prompt.ids()]), **inputs(prompt, family)).logits[0]
@@ -99,5 +102,7 @@ def test_logits_are_those_of_transformers_in_chunks_of_any_size(family: str, aft
     whole = states(driver(family), prompt, 1000)
     head = model.get_output_embeddings().weight.detach()
     torch.testing.assert_close(whole @ head.T, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    monkeypatch.setattr(media, "MAX_BATCH_BYTES", 1000)  # the encoder's work is cut between the steps of the video
+    assert media.num_parts(item.shape for item in prompt.media) == GRID[0] + 1
     for chunk in (1, 7):
         assert torch.equal(states(driver(family), prompt, chunk), whole)

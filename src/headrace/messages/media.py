@@ -175,13 +175,13 @@ NO_SENSES = Senses()
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """One image or sound, ready for the model's encoder.
+    """One image, sound or video, ready for the model's encoder.
 
     key: KEY_BYTES bytes, equal for the same values only; what is cached of an item is found by it. num_tokens: tokens that it takes in a prompt,
     which are as many rows of the encoder's output. values: float32 little-endian, of this shape: what the family's processor of transformers
-    makes of one image (tiles [tiles, 3, height, width], or patches [patches, size]), video (patches) or sound ([frames, mel bins]). grid: patches
-    in time, height and width where the family's tokens depend on it, else zeros; of a sound (positions, 1, 1). step_s: of a video, seconds of a
-    patch in time.
+    makes of one image (tiles [tiles, 3, height, width], or patches [patches, size]), video ([steps in time, patches, size]) or sound
+    ([frames, mel bins]). grid: patches in time, height and width where the family's tokens depend on it, else zeros; of a sound
+    (positions, 1, 1). step_s: of a video, seconds of a patch in time.
     """
 
     key: bytes
@@ -247,11 +247,11 @@ class EncodingStats(msgspec.Struct, frozen=True, gc=False):
 
 
 def num_parts(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each, where there are tiles to cut at. shapes: of the
+    """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each, where there are tiles, or steps of a video, to cut at. shapes: of the
     values of its items."""
     found = list(shapes)
     num_bytes = sum(4 * math.prod(shape) for shape in found)
-    num_tiles = sum(shape[0] if len(shape) == 4 else 1 for shape in found)
+    num_tiles = sum(shape[0] if len(shape) > 2 else 1 for shape in found)
     return max(1, min(-(-num_bytes // MAX_BATCH_BYTES), num_tiles))
 
 

@@ -47,8 +47,9 @@ Pixels: TypeAlias = tuple[list[Bytes], Grid]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """values: float32 [tiles, 3, height, width], or [patches, size] of Qwen, or [frames, mel bins] of a sound. grid, step_s: see `MediaItem`; of
-    tiles (0, rows, columns). digest: of what the values are made of; they are equal for the same digest, grid and settings."""
+    """values: float32 [tiles, 3, height, width], or [patches, size] of Qwen, of a video [steps, patches, size], or of a sound
+    [frames, mel bins]. grid, step_s: see `MediaItem`; of tiles (0, rows, columns). digest: of what the values are made of; they are equal for the
+    same digest, grid and settings."""
 
     values: Floats
     grid: Grid
@@ -86,6 +87,7 @@ def prepare_video(
     pixels += pixels[-1:] * (-len(pixels) % together)
     values = _patches(_values(pixels, settings, "video"), settings)
     grid = (len(pixels) // together, target[0] // settings.patch_size, target[1] // settings.patch_size)
+    values = values.reshape(grid[0], -1, values.shape[1])
     return Prepared(values, grid, _digest(values.shape, pixels), together / fps)
 
 

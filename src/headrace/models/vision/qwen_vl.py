@@ -6,6 +6,7 @@ Sources: P. Wang et al., "Qwen2-VL" (2024); S. Bai et al., "Qwen2.5-VL Technical
 Qwen Team, "Qwen3-VL Technical Report" (2025), with learnt positions besides, and with rows for the text model's first layers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -105,9 +106,9 @@ class QwenVlEncoder:
         return len(self._deep)
 
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: [patches, values of a patch], with a grid of patches."""
+        """See `MediaEncoder`. An item's values: [patches, values of a patch], or of a video [steps, patches, values]; with a grid of patches."""
         config, unit = self._config, self._config.merge_size**2
-        x = self._patches(in_precision(torch.cat([item.values for item in items]), self._placement))
+        x = self._patches(in_precision(torch.cat([item.values.flatten(0, -2) for item in items]), self._placement))
         if self._positions is not None:
             x = x + torch.cat([self._learnt(item.grid) for item in items]).to(x.dtype)
         places = torch.cat([_places(*item.grid, config.merge_size) for item in items])
@@ -130,7 +131,7 @@ class QwenVlEncoder:
         x = torch.cat([self._merger(x), *(deep[layer] for layer in self._deep)], dim=1)
         if order is not None:
             x = x[order.argsort().to(x.device)]
-        return list(x.split([len(item.values) // unit for item in items]))
+        return list(x.split([math.prod(item.grid) // unit for item in items]))
 
     def _taps(self, deep: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
         """Keeps what the text model's first layers get of the outputs of some layers."""
