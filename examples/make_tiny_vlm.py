@@ -1,4 +1,5 @@
-"""Writes a small model that sees, with random weights, in the format of Hugging Face: enough to try how images are sent, not to read the answers.
+"""Writes a small model that sees or hears, with random weights, in the format of Hugging Face: enough to try how images and sounds are sent, not to
+read the answers.
 
 python examples/make_tiny_vlm.py qwen2_vl /tmp/tiny-vlm
 headrace serve /tmp/tiny-vlm
@@ -25,6 +26,9 @@ TEXT = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
+AUDIO = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+SOUND_S = 2
+"""Seconds of the longest sound: 100 frames each, of which two are one position."""
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 PINPOINTS = [[56, 56], [56, 112], [112, 56], [112, 112]]
 NORMALISED = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -48,7 +52,10 @@ SPECIAL: dict[str, list[str]] = {
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
 }
 """Tokens for images, by family; the first is that which stands for each row of an image."""
+HEARING: dict[str, list[str]] = {"qwen2_audio": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]}
+"""The same for sounds."""
 IN_A_PROMPT = {
+    "qwen2_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -57,7 +64,7 @@ IN_A_PROMPT = {
     "pixtral": "[IMG]",
     "mistral3": "[IMG]",
 }
-"""What the chat template writes for an image; "<image>" unless it is here."""
+"""What the chat template writes for an image or a sound; "<image>" unless it is here."""
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -65,6 +72,16 @@ TEMPLATE = (
     "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+HEARING_TEMPLATE = (
+    "{% set sounds = namespace(count=0) %}{% for message in messages %}"
+    "{% if loop.first and message.role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'audio' %}{% set sounds.count = sounds.count + 1 %}Audio {{ sounds.count }}: SOUND\n"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen2-Audio numbers its sounds."""
 
 
 def tokenizer(family: str) -> transformers.PreTrainedTokenizerFast:
@@ -73,21 +90,24 @@ def tokenizer(family: str) -> transformers.PreTrainedTokenizerFast:
     backend = tokenizers.Tokenizer(tokenizer_models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *SPECIAL[family]])
+    special = HEARING[family] if family in HEARING else SPECIAL[family]
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special])
+    item, template = IN_A_PROMPT.get(family, "<image>"), HEARING_TEMPLATE if family in HEARING else TEMPLATE
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=TEMPLATE.replace("IMAGE", IN_A_PROMPT.get(family, "<image>")),
+        chat_template=template.replace("SOUND", item).replace("IMAGE", item),
     )
 
 
 def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
     """The config of the whole model."""
-    image = ids.convert_tokens_to_ids(SPECIAL[family][0])
+    image = ids.convert_tokens_to_ids((HEARING[family] if family in HEARING else SPECIAL[family])[0])
     text = TEXT | {"vocab_size": len(ids), "eos_token_id": ids.eos_token_id, "pad_token_id": ids.pad_token_id}
     text |= {"bos_token_id": None}
     llama = transformers.LlamaConfig(**text)
+    qwen = transformers.Qwen2Config(**{name: value for name, value in text.items() if name != "head_dim"})
 
     def whole(kind: str, text_config: Any, vision_config: Any, **more: Any) -> Any:
         return transformers.AutoConfig.for_model(kind, text_config=text_config, vision_config=vision_config, **more)
@@ -101,8 +121,11 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
             return whole(family, llama, vision, image_token_index=image, image_grid_pinpoints=PINPOINTS)
         case "llava_onevision":
             vision = transformers.SiglipVisionConfig(image_size=56, patch_size=14, vision_use_head=False, **VISION)
-            qwen = transformers.Qwen2Config(**{name: value for name, value in text.items() if name != "head_dim"})
             return whole(family, qwen, vision, image_token_index=image, image_grid_pinpoints=PINPOINTS)
+        case "qwen2_audio":
+            audio = AUDIO | {"num_mel_bins": 16, "max_source_positions": 50 * SOUND_S}
+            ears = transformers.Qwen2AudioEncoderConfig(**audio)
+            return transformers.Qwen2AudioConfig(text_config=qwen, audio_config=ears, audio_token_index=image)
         case "internvl":
             vision = transformers.InternVLVisionConfig(image_size=56, **VISION)
             return whole(family, llama, vision, image_token_id=image, tie_word_embeddings=False)
@@ -147,7 +170,7 @@ def _qwen_tokens(ids: transformers.PreTrainedTokenizerFast) -> dict[str, int]:
 
 
 def processor(family: str) -> dict[str, Any]:
-    """`preprocessor_config.json`: what makes values of an image."""
+    """`preprocessor_config.json`: what makes values of an image or a sound."""
     square = {"size": {"height": 56, "width": 56}, "do_resize": True, "do_rescale": True, "do_normalize": True}
     match family:
         case "llava":
@@ -173,6 +196,11 @@ def processor(family: str) -> dict[str, Any]:
         case "internvl":
             kind = {"image_processor_type": "GotOcr2ImageProcessor", "processor_class": "InternVLProcessor"}
             return {**kind, **square, "max_patches": 4}
+        case "qwen2_audio":
+            kind = {"feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "Qwen2AudioProcessor"}
+            length = {"chunk_length": SOUND_S, "n_samples": 16000 * SOUND_S, "nb_max_frames": 100 * SOUND_S}
+            frames = {"feature_size": 16, "sampling_rate": 16000, "n_fft": 400, "hop_length": 160}
+            return {**kind, **length, **frames, "return_attention_mask": True}
         case "gemma3":
             return {
                 "image_processor_type": "Gemma3ImageProcessor",
@@ -190,7 +218,7 @@ def processor(family: str) -> dict[str, Any]:
 def write(family: str, folder: Path, seed: int = 0) -> Any:
     """Write the checkpoint; returns the model of transformers."""
     ids = tokenizer(family)
-    model = transformers.AutoModelForImageTextToText.from_config(config(family, ids), dtype=torch.float32)
+    model = transformers.AutoModelForMultimodalLM.from_config(config(family, ids), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for tensor in model.parameters():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -205,7 +233,7 @@ def write(family: str, folder: Path, seed: int = 0) -> Any:
 def main() -> None:
     """Write a checkpoint of the family and into the folder of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=list(SPECIAL))
+    parser.add_argument("family", choices=[*SPECIAL, *HEARING])
     parser.add_argument("folder", type=Path, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
