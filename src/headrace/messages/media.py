@@ -247,8 +247,8 @@ class EncodingStats(msgspec.Struct, frozen=True, gc=False):
 
 
 def num_parts(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each, where there are tiles, or steps of a video, to cut at. shapes: of the
-    values of its items."""
+    """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each, where there are tiles, or steps of a video, to cut
+    at. shapes: of the values of its items."""
     found = list(shapes)
     num_bytes = sum(4 * math.prod(shape) for shape in found)
     num_tiles = sum(shape[0] if len(shape) > 2 else 1 for shape in found)
