@@ -165,7 +165,7 @@ def served_model(
         output_format=open_output_format(args, tokenizer, tool_template or template),
         ready=ready,
         model_type=_model_type(model),
-        architectures=model.architectures,
+        architectures=tuple(model.around.get("architectures") or model.architectures),
         sampling_defaults=sampling_defaults(args, model),
         pooling=pooling,
         senses=media.senses,
