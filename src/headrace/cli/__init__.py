@@ -2,7 +2,7 @@
 
 Read first: app.py (the commands and their options), bench.py (those of `bench`), arguments.py (what both take).
 
-The terminal chat: chat.py (read it first), chat_sources.py (where its replies come from), conversation.py, images.py (files that are sent),
+The terminal chat: chat.py (read it first), chat_sources.py (where its replies come from), conversation.py, media.py (files that are sent),
 chat_commands.py (what begins with a slash), typed_input.py (lines that are typed, and their history), reply_writer.py (how a reply is shown).
 
 `top`: top.py (read it first), top_reader.py (what a server says), top_figures.py (rates and percentiles of it), top_view.py (how it is shown).

@@ -219,6 +219,10 @@ def chat(
         list[Path] | None,
         typer.Option(help="File of an image to send with the first message; repeat it for several.", metavar="FILE"),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of a sound to send with the first message; repeat it for several.", metavar="FILE"),
+    ] = None,
     max_new_tokens: _MaxNewTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
@@ -229,21 +233,22 @@ def chat(
     """Chat in the terminal. /help lists the commands; Ctrl-C stops a reply. When input is a pipe, every line is one message."""
     from headrace.cli.chat import run_chat
     from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
-    from headrace.cli.images import read_image
+    from headrace.cli.media import read_image, read_sound
     from headrace.cli.tools import read_tools
     from headrace.cli.typed_input import History, state_folder
 
     offered = read_tools(tools) if tools else []
-    images = [read_image(path.expanduser()) for path in image or ()]
+    media = [read_image(path.expanduser()) for path in image or ()]
+    media += [read_sound(path.expanduser()) for path in audio or ()]
     history = History(state_folder() / "chat_history")
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
     console = Console(highlight=False)
     if url is not None:
         with ServerChat(url, sampling, model, api_key) as server:
-            run_chat(server, console, system, offered, history, images)
+            run_chat(server, console, system, offered, history, media)
         return
     with EngineChat(with_model(server_args, model), sampling) as engine:
-        run_chat(engine, console, system, offered, history, images)
+        run_chat(engine, console, system, offered, history, media)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from rich.markup import escape
 from headrace.cli.chat_commands import Commands
 from headrace.cli.chat_sources import ChatSource, Message, Piece, Tools, ToolUse
 from headrace.cli.conversation import Conversation
-from headrace.cli.images import number_of
+from headrace.cli.media import number_of
 from headrace.cli.reply_writer import ReplyWriter
 from headrace.cli.typed_input import History, PipedInput, TypedInput, interrupts_heard, keys_unseen
 from headrace.errors import HeadraceError
@@ -28,16 +28,16 @@ def run_chat(
     system: str | None = None,
     tools: Tools = (),
     history: History | None = None,
-    images: Sequence[dict[str, Any]] = (),
+    media: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Talk until the user leaves.
 
     tools: what the model may call; each call is shown, and the next line is its result. history: of what was typed; None = lines cannot be
-    edited, and nothing is kept. images: parts of the first message. When input is no terminal, each line is a message or a result, also one that
+    edited, and nothing is kept. media: parts of the first message. When input is no terminal, each line is a message or a result, also one that
     begins with a slash, and only replies and calls are printed; the first reply that fails is raised as its HeadraceError.
     """
     conversation = Conversation(system, tools)
-    conversation.images += images
+    conversation.media += media
     if not sys.stdin.isatty():
         piped = PipedInput()
         while (line := piped.read()) is not None:
@@ -58,13 +58,13 @@ def run_chat(
 def _take_turn(
     source: ChatSource, conversation: Conversation, line: str, console: Console, entered: PipedInput | TypedInput
 ) -> bool:
-    """Ask, and go on while the model calls tools. A failed turn is forgotten, with its images. Returns False at the end of input.
+    """Ask, and go on while the model calls tools. A failed turn is forgotten, with its images and sounds. Returns False at the end of input.
 
     Raises HeadraceError when not interactive.
     """
     interactive = isinstance(entered, TypedInput)
     before = len(conversation.messages)
-    num_images = len(conversation.images)
+    sent = number_of(conversation.media)
     conversation.ask(line)
     try:
         while calls := _answer(source, conversation, console, interactive):
@@ -79,8 +79,8 @@ def _take_turn(
             raise
         del conversation.messages[before:]
         console.print(f"[red]{escape(error.message)}[/red]")
-        if num_images:
-            console.print(f"[dim]not sent: {number_of(num_images)}[/dim]")
+        if sent:
+            console.print(f"[dim]not sent: {sent}[/dim]")
     return True
 
 

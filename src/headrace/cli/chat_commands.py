@@ -5,13 +5,14 @@ Owns their names and what they print. Runs in the main thread.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from headrace.cli.chat_sources import ChatSource
 from headrace.cli.conversation import Conversation
-from headrace.cli.images import number_of, read_image, shown
+from headrace.cli.media import WORDS, MediaWord, number_of, read_image, read_sound, shown
 from headrace.cli.reply_writer import ReplyWriter
 from headrace.errors import ConfigError
 
@@ -19,6 +20,7 @@ HELP = '''[bold]/clear[/bold]           begin again (keeps the system message)
 [bold]/system TEXT[/bold]     set the system message and begin again; without TEXT: remove it
 [bold]/schema FILE[/bold]     make replies JSON that matches the schema in FILE, or given here; without FILE: any text again
 [bold]/image FILE[/bold]      send the image in FILE with the next message; without FILE: send none
+[bold]/audio FILE[/bold]      the same for the sound in FILE
 [bold]/set NAME VALUE[/bold]  sample replies with temperature, top_p, top_k, max_tokens, seed ...; without VALUE: the default again
 [bold]/show[/bold]            show the settings and the conversation
 [bold]/save FILE[/bold]       write the conversation to FILE, as JSON
@@ -44,6 +46,7 @@ class Commands:
             "/system": self._set_system,
             "/schema": self._set_schema,
             "/image": self._add_image,
+            "/audio": self._add_sound,
             "/set": self._set,
             "/show": self._show,
             "/save": self._save,
@@ -93,16 +96,23 @@ class Commands:
         self._note("replies match this schema" if given else "replies are any text")
 
     def _add_image(self, given: str) -> None:
-        images = self._conversation.images
-        if given:
-            images.append(read_image(_path("/image", given)))
+        self._add("image", read_image(_path("/image", given)) if given else None)
+
+    def _add_sound(self, given: str) -> None:
+        self._add("sound", read_sound(_path("/audio", given)) if given else None)
+
+    def _add(self, word: MediaWord, part: dict[str, Any] | None) -> None:
+        """Let a part wait for the next message; None: let none of this kind wait."""
+        media = self._conversation.media
+        if part is None:
+            media[:] = [other for other in media if WORDS[other["type"]] != word]
         else:
-            images.clear()
-        self._note(self._waiting() or "the next message has no image")
+            media.append(part)
+        self._note(self._waiting() or f"the next message has no {word}")
 
     def _waiting(self) -> str:
-        count = len(self._conversation.images)
-        return f"the next message has {number_of(count)}" if count else ""
+        media = self._conversation.media
+        return f"the next message has {number_of(media)}" if media else ""
 
     def _set(self, given: str) -> None:
         if given:

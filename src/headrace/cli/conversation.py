@@ -1,4 +1,4 @@
-"""What a terminal chat remembers: its messages, its tools, and the schema and the images of what comes next.
+"""What a terminal chat remembers: its messages, its tools, and the schema, the images and the sounds of what comes next.
 
 Owns the file format of a saved conversation. Used in the main thread.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.cli.chat_sources import ChatSampling, ChatSource, Message, Tools
+from headrace.cli.media import WORDS
 from headrace.errors import ConfigError, RequestError
 
 MAX_FILE_BYTES = 64 << 20
@@ -19,14 +20,14 @@ MAX_FILE_BYTES = 64 << 20
 
 
 class Conversation:
-    """The messages so far, the system message first when there is one, the tools, the schema of the next reply, the images of the next message."""
+    """The messages so far, the system message first when there is one, the tools, the schema of the next reply, the media of the next message."""
 
     def __init__(self, system: str | None, tools: Tools = ()) -> None:
         self._system = system
         self.tools = tools
         self.json_schema: str | None = None
         self.messages: list[Message] = []
-        self.images: list[dict[str, Any]] = []
+        self.media: list[dict[str, Any]] = []
         self._kept: list[Message] = []
         self.clear()
 
@@ -37,12 +38,12 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget everything but the system message and the schema."""
-        self.images = []
+        self.media = []
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def ask(self, text: str) -> None:
-        """Add a message of the user, with the images that wait for it."""
-        parts, self.images = self.images, []
+        """Add a message of the user, with the images and sounds that wait for it."""
+        parts, self.media = self.media, []
         content = [*parts, {"type": "text", "text": text}] if parts else text
         self.messages.append({"role": "user", "content": content})
 
@@ -87,7 +88,7 @@ class Conversation:
             schema = saved["json_schema"]
             self.json_schema = None if schema is None else json.dumps(schema, ensure_ascii=False)
         source.sampling = sampling
-        self.images = []
+        self.media = []
         self.messages, self._kept = messages, [dict(message) for message in messages]
         first = messages[0]
         self._system = first["content"] if first["role"] == "system" else None
@@ -123,12 +124,13 @@ def _messages(path: Path, given: object) -> list[Message]:
     for number, message in enumerate(given):
         content = message.get("content") or ""
         if not isinstance(content, str) and (message["role"] != "user" or not _is_shown(content)):
-            raise ConfigError(f"{path}: messages[{number}].content must be a text, or of a user text and images")
+            what = "a text; only a user's may be a list of texts, images and sounds"
+            raise ConfigError(f"{path}: messages[{number}].content must be {what}")
     return given
 
 
 def _is_shown(content: list[dict[str, Any]]) -> bool:
-    return all(part["type"] in ("text", "image_url") for part in content)
+    return all(part["type"] == "text" or part["type"] in WORDS for part in content)
 
 
 def _write(path: Path, text: str, overwrite: bool) -> None:

@@ -93,7 +93,9 @@ _NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; c
 _NUMA = "--numa-bind deals the ranks to the NUMA nodes in their order, and gives each the cores of its node"
 _ONE_MACHINE = "replicas run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
-_IMAGES = "--max-images, --max-audios, --max-videos, --max-image-bytes and --image-cache-bytes bound them; see docs/images.md"
+_IMAGES = (
+    "--max-images, --max-audios, --max-videos, --max-image-bytes and --image-cache-bytes bound them; see docs/images.md"
+)
 _NO_OFFLOAD = "weights and KV cache stay on the device"
 _DRAFTS = "guesses follow each other in one line, --speculative-num-draft-tokens at most (docs/speculation.md)"
 _OWN_WINDOW = "the n-grams that are looked up have 2 to 4 tokens (docs/speculation.md)"

@@ -19,6 +19,9 @@ MAX_BATCH_BYTES = 4 << 20
 """Items are encoded together while they have at most this many bytes of values; a larger one is encoded alone. Seven images of 224 pixels a side
 take no longer each than a hundred together do, and what decodes beside them waits for a slice of seven only."""
 
+MAX_PARTS = 32
+"""Into which the work of a layer is cut at most."""
+
 KEY_BYTES = 16
 """Length of `MediaItem.key`."""
 
@@ -247,12 +250,9 @@ class EncodingStats(msgspec.Struct, frozen=True, gc=False):
 
 
 def num_parts(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each, where there are tiles, or steps of a video, to cut
-    at. shapes: of the values of its items."""
-    found = list(shapes)
-    num_bytes = sum(4 * math.prod(shape) for shape in found)
-    num_tiles = sum(shape[0] if len(shape) > 2 else 1 for shape in found)
-    return max(1, min(-(-num_bytes // MAX_BATCH_BYTES), num_tiles))
+    """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each. shapes: of the values of its items."""
+    num_bytes = sum(4 * math.prod(shape) for shape in shapes)
+    return max(1, min(-(-num_bytes // MAX_BATCH_BYTES), MAX_PARTS))
 
 
 def pad_spans(token_ids: bytes, spans: tuple[MediaSpan, ...], media: tuple[MediaItem, ...]) -> bytes:

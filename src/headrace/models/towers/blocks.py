@@ -6,7 +6,7 @@ Owns the blocks. Differences between towers, among them the names of the tensors
 Source: A. Dosovitskiy et al., "An Image is Worth 16x16 Words" (ViT, 2020).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,13 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     scaled = torch.cat([x * _QUICK, x.new_full(x.shape, 1 / _QUICK)], dim=1)
     return kernels.silu_mul(scaled)
 
+
+_ATTENTION_SHARE = 0.7
+"""Of the work of a layer on a large item, what its attention takes with the products around it: 0.75 in int8, 0.65 in bfloat16, of 4,096 tokens
+of SigLIP's larger tower."""
+
+_ROWS = 1024
+"""That the feed-forward layer of a large item takes at a time, so that what lies between its products stays in the cache."""
 
 _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": kernels.gelu,
@@ -118,8 +125,26 @@ class TowerBlock:
         """x [tokens, hidden_size], which it may overwrite -> the same shape."""
         if self._fused is not None and self.is_one_call(items):
             return self._fused(x, items.positions, items.row_starts)
-        x = x + self._scaled(0, self._attend(self._attention_norm(x), items))
-        return x + self._scaled(1, self._down(self._activate(self._up(self._mlp_norm(x)))))
+        q, k, v = self._projected(self._attention_norm(x), items)
+        x = x + self._scaled(0, self._out(self._attended(q, k, v, items).flatten(1)))
+        return x + self._scaled(1, self._fed_forward(x))
+
+    def in_parts(self, x: torch.Tensor, items: PackedItems, num_parts: int) -> Generator[None, None, torch.Tensor]:
+        """The same with the same bits, stopping between parts of about the same work, so many or fewer, but two at least: some heads after the
+        others, then some rows after the others."""
+        num_attention = max(1, min(round(num_parts * _ATTENTION_SHARE), num_parts - 1))
+        q, k, v = self._projected(self._attention_norm(x), items)
+        attended: list[torch.Tensor] = []
+        for heads in _cut(self._config.num_heads, num_attention):
+            if attended:
+                yield
+            attended.append(self._attended(q[:, heads], k[:, heads], v[:, heads], items))
+        x = x + self._scaled(0, self._out(torch.cat(attended, dim=1).flatten(1)))
+        for rows in _cut(len(x), num_parts - num_attention):
+            yield
+            for part in x[rows].split(_ROWS):
+                part += self._scaled(1, self._fed_forward(part))
+        return x
 
     def is_one_call(self, items: PackedItems) -> bool:
         """Whether it is computed in one native call, which goes over the tokens in parts by itself."""
@@ -128,14 +153,21 @@ class TowerBlock:
     def _scaled(self, index: int, x: torch.Tensor) -> torch.Tensor:
         return x * self._scales[index].rows.to(x.dtype) if self._scales else x
 
-    def _attend(self, x: torch.Tensor, items: PackedItems) -> torch.Tensor:
+    def _projected(self, x: torch.Tensor, items: PackedItems) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v [tokens, heads, head_dim]."""
         heads = self._config.num_heads
         q, k, v = self._qkv(x).unflatten(1, (3 * heads, self._config.head_dim)).split(heads, dim=1)
         if items.rope is not None:
             kernels.rotary(q, k, items.positions, *items.rope)
+        return q, k, v
+
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: PackedItems) -> torch.Tensor:
+        """[tokens, heads, head_dim] of these heads."""
         rounded = kernels.rounds_attention(self._qkv.packed)
-        attended = kernels.packed_attention(q, k, v, items.row_starts, self._config.head_dim**-0.5, rounded=rounded)
-        return self._out(attended.flatten(1))
+        return kernels.packed_attention(q, k, v, items.row_starts, self._config.head_dim**-0.5, rounded=rounded)
+
+    def _fed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(self._activate(self._up(self._mlp_norm(x))))
 
     def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder.fuse`; for the layer by itself, since work stops between layers."""
@@ -184,6 +216,12 @@ class TowerBlock:
         yield from self._down.weights(prefix)
         for name, scale in zip(options.scales, self._scales, strict=False):
             yield from scale.weights(f"{prefix}{name}")
+
+
+def _cut(length: int, num_parts: int) -> list[slice]:
+    """0 .. length - 1 in so many parts that are about equal, or in fewer, none of them empty."""
+    num_parts = min(num_parts, length)
+    return [slice(length * i // num_parts, length * (i + 1) // num_parts) for i in range(num_parts)]
 
 
 def tower_norm(config: TowerConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:

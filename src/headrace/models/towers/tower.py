@@ -5,6 +5,7 @@ family's file does. Runs in the thread that runs the model.
 """
 
 from collections.abc import Callable, Generator, Iterator
+from itertools import repeat
 
 import torch
 
@@ -40,21 +41,22 @@ class Tower:
         """All layers over x [tokens, hidden_size], which it may overwrite, stopping after each. Returns the same shape.
 
         windows: what a token sees in layers that are not in the config's `full_layers`; None = all of its item.
-        tap: called after each layer with its number and what it gives. num_parts: into which each layer's items are cut, with a stop after each.
+        tap: called after each layer with its number and what it gives. num_parts: into which each layer's work is cut, with a stop after each:
+        between items, or, if they are fewer, within the layer.
         """
-        whole = pieces_of(items, num_parts)
-        cut = whole if windows is None else pieces_of(windows, num_parts)
         for index, block in enumerate(self._blocks):
-            layer = whole if index in self.config.full_layers else cut
-            for number, (tokens, piece) in enumerate(layer, 1):
-                y = _computed(block, x[tokens], piece)
-                if len(layer) == 1:
-                    x = y
-                else:
-                    x[tokens] = y
-                if number == len(layer):
-                    tap(index, x)
-                yield
+            seen = items if windows is None or index in self.config.full_layers else windows
+            if num_parts == 1:
+                x = _computed(block, x, seen)
+            elif num_parts <= len(seen.row_starts) - 1:
+                for number, (tokens, piece) in enumerate(pieces_of(seen, num_parts)):
+                    if number:
+                        yield
+                    x[tokens] = _computed(block, x[tokens], piece)
+            else:
+                x = yield from _with_stops(block.in_parts(x, seen, num_parts), num_parts - 1)
+            tap(index, x)
+            yield
         return x
 
     def fuse(self, native: bool = True) -> str:
@@ -66,6 +68,19 @@ class Tower:
         """The layers' tensors."""
         for index, block in enumerate(self._blocks):
             yield from block.weights(f"{self._layers}.{index}.")
+
+
+def _with_stops(work: Generator[None, None, torch.Tensor], num_stops: int) -> Generator[None, None, torch.Tensor]:
+    """The work, which stops as often or less often, with exactly so many stops."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            yield from repeat(None, num_stops)
+            x: torch.Tensor = done.value
+            return x
+        num_stops -= 1
+        yield
 
 
 def pieces_of(items: PackedItems, num_pieces: int) -> list[tuple[slice, PackedItems]]:

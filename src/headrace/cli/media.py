@@ -1,0 +1,89 @@
+"""Images and sounds of the terminal chat: files of the user, as parts of a message.
+
+Owns which files are sent, and how a part is shown. The chat reads them itself, so the server needs no permission to read files.
+"""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.checkpoint.regular_file import open_regular
+from headrace.errors import ConfigError, ModelError
+
+MediaWord = Literal["image", "sound"]
+"""What the user calls a part of a message."""
+
+MAX_FILE_BYTES = 20_000_000
+"""Largest file; servers take no larger one unless they are started with --max-image-bytes or --max-audio-bytes."""
+
+WORDS: dict[str, MediaWord] = {"image_url": "image", "input_audio": "sound", "audio_url": "sound"}
+"""By the type of a part."""
+
+_IMAGES = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF8", "image/gif"),
+    (b"BM", "image/bmp"),
+)
+_SOUNDS = ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3"))
+
+
+def read_image(path: Path) -> dict[str, Any]:
+    """A file as a part of a message. Raises ConfigError for one that cannot be read, is too large or no image."""
+    data = _read(path, "image")
+    kind = _kind_of_image(data)
+    if kind is None:
+        raise ConfigError(f"{path} is no image: PNG, JPEG, WEBP, GIF and BMP can be sent")
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(data).decode()}"}}
+
+
+def read_sound(path: Path) -> dict[str, Any]:
+    """The same for a sound."""
+    data = _read(path, "sound")
+    name = _format_of_sound(data)
+    if name is None:
+        raise ConfigError(f"{path} is no sound: WAV, FLAC, OGG and MP3 can be sent")
+    return {"type": "input_audio", "input_audio": {"data": b64encode(data).decode(), "format": name}}
+
+
+def shown(content: str | list[dict[str, Any]] | None) -> str:
+    """The content of a message as text, with a word for each image and sound."""
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(part["text"] if part["type"] == "text" else f"[{WORDS[part['type']]}]" for part in content)
+
+
+def number_of(parts: Sequence[dict[str, Any]]) -> str:
+    """E.g. "1 image and 2 sounds"; "" of no parts."""
+    words = [WORDS[part["type"]] for part in parts]
+    counts = {word: words.count(word) for word in dict.fromkeys(WORDS.values())}
+    return " and ".join(f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count)
+
+
+def _read(path: Path, word: MediaWord) -> bytes:
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the {word} {path} cannot be read: {error.strerror}") from None
+    except ModelError as error:
+        raise ConfigError(f"the {word} {path} cannot be read: {error.message}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"the {word} {path} is larger than {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _kind_of_image(data: bytes) -> str | None:
+    if data[:4] + data[8:12] == b"RIFFWEBP":
+        return "image/webp"
+    return next((kind for start, kind in _IMAGES if data.startswith(start)), None)
+
+
+def _format_of_sound(data: bytes) -> str | None:
+    if data[:4] + data[8:12] == b"RIFFWAVE":
+        return "wav"
+    # The header of a frame of layer III. A text in UTF-16 begins with its first 11 bits, too.
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2 and data[1] & 0x18 != 0x08:
+        return "mp3"
+    return next((name for start, name in _SOUNDS if data.startswith(start)), None)
