@@ -116,7 +116,7 @@ def test_a_command_without_a_file_drops_its_own_kind_only(monkeypatch, files, co
 
 
 @KINDS
-def test_what_waits_goes_with_a_new_conversation(
+def test_a_new_conversation_forgets_what_waits(
     monkeypatch, files, kind: str, command: str, read: Read, part: dict[str, Any]
 ):
     source = Source()
