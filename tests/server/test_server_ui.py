@@ -25,6 +25,7 @@ def test_each_file_is_served_with_its_type_and_a_strict_policy(client: httpx.Cli
         assert rules.pop("require-trusted-types-for") == "'script'"
         assert rules.pop("trusted-types") == "dompurify"
         assert rules.pop("img-src") == "'self' data:", "and the images that the user sends"
+        assert rules.pop("media-src") == "data:", "the sounds that the user sends"
         assert set(rules.values()) == {"'self'", "'none'"}, "no other host, nothing inline"
         assert reply.headers["x-content-type-options"] == "nosniff"
 
@@ -106,7 +107,8 @@ def test_the_chat_loads_little_and_the_other_pages_only_what_is_theirs():
     assert dashboard == {"dashboard.js", "dashboard.css", "metrics.js", "plots.js"}
     assert api == {"explorer.js", "explorer.css", "operation.js", "schema.js"}
     rest = {name for name in files if not name.endswith((".LICENSE", "SOURCES.json"))} - chat - dashboard - api
-    assert rest == {"export.js", "images.js", "images.css"}, "loaded for an export, and once the model is known"
+    media = {"waiting.js", "media.js", "media.css"}
+    assert rest == {"export.js", *media}, "loaded for an export, and once the model is known"
 
 
 def test_the_pages_name_no_other_host():

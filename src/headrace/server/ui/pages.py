@@ -9,11 +9,11 @@ from headrace.server.routes import RouteSpec
 from headrace.server.ui.files import read_files
 
 POLICY = (
-    b"default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; object-src 'none'; "
+    b"default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src data:; connect-src 'self'; object-src 'none'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
 """Content-Security-Policy of every file: nothing from other hosts, no inline scripts or styles, no HTML from strings but
-DOMPurify's. data: is for the images that a user sends."""
+DOMPurify's. data: is for the images and sounds that a user sends."""
 
 _HEADERS: Headers = [
     (b"cache-control", b"no-cache"),

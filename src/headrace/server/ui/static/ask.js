@@ -47,12 +47,18 @@ function isEmpty(node) {
 
 function messageOf(node) {
   if (node.role === 'tool') return { role: 'tool', tool_call_id: node.tool_call_id, content: node.content };
-  const parts = (node.images ?? []).filter(Boolean).map((url) => ({ type: 'image_url', image_url: { url } }));
+  const parts = (node.media ?? []).filter(({ url }) => url).map(partOf);
   const text = node.content ? [{ type: 'text', text: node.content }] : [];
   const message = { role: node.role, content: parts.length ? [...parts, ...text] : node.content };
   if (node.reasoning) message.reasoning_content = node.reasoning;
   if (node.tool_calls?.length) message.tool_calls = node.tool_calls;
   return message;
+}
+
+function partOf({ kind, url }) {
+  if (kind === 'image') return { type: 'image_url', image_url: { url } };
+  const [, type, data] = /^data:audio\/(\w+);base64,(.*)/.exec(url);
+  return { type: 'input_audio', input_audio: { data, format: type === 'mpeg' ? 'mp3' : type } };
 }
 
 /** Stream the reply into `node`; `changed` is called after each event. Throws what `request` throws. */

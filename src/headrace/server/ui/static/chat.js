@@ -13,7 +13,7 @@ const runs = new Map(); // conversation id -> {node, controller}
 const views = new Map(); // node id -> MessageView, of what is on view
 let current = Conversation.create(lastSettings());
 let lost = ''; // what does not fit into the storage
-let images = null; // the module, once the model is known
+let waiting = null; // the module, once the model is known
 let hasAsked = false; // about the models
 let wantsEnd = true; // the reader is at the end, and wants to stay there
 
@@ -29,10 +29,10 @@ const actions = {
     show();
     focusIn(node, action);
   },
-  edit(node, text, images) {
+  edit(node, text, media) {
     if (runs.has(current.id)) return toast('A reply is being written: stop it first.');
     const parent = current.nodes[node.parent] ?? null;
-    const edited = current.add(parent, { role: node.role, content: text, images: images.length ? images : undefined, finish: node.role === 'assistant' ? 'edited' : undefined });
+    const edited = current.add(parent, { role: node.role, content: text, media: media.length ? media : undefined, finish: node.role === 'assistant' ? 'edited' : undefined });
     if (node.role === 'user') reply(current, edited);
     else {
       save(current);
@@ -166,11 +166,11 @@ async function reply(conversation, parent, begun = null) {
 
 function send() {
   const text = input.value;
-  if (!(text.trim() || images?.hasSome()) || runs.has(current.id)) return;
+  if (!(text.trim() || waiting?.hasSome()) || runs.has(current.id)) return;
   const last = current.path().at(-1) ?? null;
   if (last?.tool_calls?.length) return toast('Send the results of the calls first, or regenerate the reply.');
   const isNew = current.isEmpty;
-  const node = current.add(last, { role: 'user', content: text, images: images?.hasSome() ? images.take() : undefined });
+  const node = current.add(last, { role: 'user', content: text, media: waiting?.take() });
   input.value = '';
   fit();
   reply(current, node);
@@ -204,8 +204,8 @@ async function askAboutModels() {
     byId('no-template').hidden = info.has_chat_template || !info.is_generation;
     byId('no-chat').hidden = info.is_generation;
     for (const id of ['invitation', 'composer']) byId(id).hidden = !info.is_generation;
-    images ??= await import('./images.js');
-    await images.show(info.has_image_understanding);
+    waiting ??= await import('./waiting.js');
+    waiting.show({ image: info.has_image_understanding, sound: info.has_audio_understanding });
   } catch (error) {
     byId('model-about').textContent = error.message;
   }

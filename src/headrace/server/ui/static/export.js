@@ -24,11 +24,16 @@ export function asMarkdown(conversation) {
   for (const node of conversation.path()) {
     parts.push(`## ${TITLES[node.role]}`);
     if (node.reasoning) parts.push(node.reasoning.replace(/^/gm, '> '));
-    for (const url of node.images ?? []) parts.push(url ? `![image](${url})` : '*An image that was not kept*');
+    for (const item of node.media ?? []) parts.push(mediaAsMarkdown(item));
     if (node.content) parts.push(node.role === 'tool' ? fenced(node.content) : node.content);
     for (const call of node.tool_calls ?? []) parts.push(fenced(`${call.function.name}(${call.function.arguments})`));
   }
   return parts.join('\n\n') + '\n';
+}
+
+function mediaAsMarkdown({ kind, name, url }) {
+  if (!url) return kind === 'image' ? '*An image that was not kept*' : '*A sound that was not kept*';
+  return kind === 'image' ? `![image](${url})` : `[${name.replace(/[\\[\]]/g, '\\$&')}](${url})`;
 }
 
 function fenced(text) {

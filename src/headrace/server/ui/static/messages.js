@@ -8,7 +8,7 @@ const NAMES = { user: 'You', assistant: 'Assistant', tool: 'Tool result' };
 const ENDINGS = { stopped: 'stopped', interrupted: 'interrupted', length: 'the limit of tokens is reached', abort: 'aborted by the server' };
 
 /**
- * The view of one message. actions: select(node), edit(node, text, images), regenerate(node), goOn(node), answerCalls(node, results), isLast(node).
+ * The view of one message. actions: select(node), edit(node, text, media), regenerate(node), goOn(node), answerCalls(node, results), isLast(node).
  * `update()` shows what is new while it streams.
  */
 export class MessageView {
@@ -50,7 +50,7 @@ export class MessageView {
     this.element.classList.toggle('running', this.isRunning);
     if (node.reasoning) this.showReasoning();
     const parts = this.reasoning ? [this.reasoning] : [];
-    if (node.images) parts.push(h('div', { class: 'pictures' }, node.images.map(pictureView)));
+    if (node.media) parts.push((this.media ??= boxOf((media, box) => media.show(box, node.media))));
     if (node.role !== 'assistant') parts.push(node.content && h('div', { class: 'plain' }, node.content));
     else if (this.showsTokens && node.tokens?.length && !this.isRunning) parts.push(tokenView(node.tokens));
     else if (node.isJson) parts.push(h('pre', { class: 'json' }, node.content));
@@ -109,18 +109,10 @@ export class MessageView {
       this.update();
       this.foot.querySelector('[data-action="Edit"]').focus();
     };
-    let images = node.images ?? [];
-    const pictures = h('div', { class: 'pictures' });
-    const draw = () => pictures.replaceChildren(...images.map((src, at) => h('div', {}, pictureView(src, at),
-      h('button', { type: 'button', class: 'small', 'aria-label': `Remove image ${at + 1}`, onclick: () => remove(at) }, '×'))));
-    const remove = (at) => {
-      images = images.filter((_, other) => other !== at);
-      draw();
-      (pictures.querySelectorAll('button')[Math.min(at, images.length - 1)] ?? box).focus();
-    };
-    draw();
-    const save = () => this.actions.edit(node, box.value, images);
-    const form = h('form', { class: 'edit' }, images.length ? pictures : null, box, h('div', { class: 'row' },
+    const left = [...(node.media ?? [])];
+    const media = left.length ? boxOf(({ choose }, element) => choose(element, left, box)) : null;
+    const save = () => this.actions.edit(node, box.value, left);
+    const form = h('form', { class: 'edit' }, media, box, h('div', { class: 'row' },
       h('button', { type: 'submit', class: 'primary' }, isUser ? 'Send' : 'Save'), h('button', { type: 'button', onclick: leave }, 'Cancel')));
     form.addEventListener('submit', (event) => {
       event.preventDefault();
@@ -151,7 +143,12 @@ export class MessageView {
   }
 }
 
-const pictureView = (src, index) => src ? h('img', { src, alt: `Image ${index + 1}` }) : h('p', { class: 'faint' }, 'An image that was too large to keep');
+/** A box for images and sounds, which is filled when their module is there. */
+function boxOf(fill) {
+  const box = h('div', { class: 'media' });
+  import('./media.js').then((module) => fill(module, box), () => box.append('Its images and sounds cannot be shown: the server cannot be reached.'));
+  return box;
+}
 
 function callView(call) {
   let text = call.function.arguments;

@@ -11,7 +11,7 @@ const removed = new WeakSet();
 /**
  * A tree: an edited or regenerated message is a sibling of the one before. `chosen` names the child on the visible path, by parent ('' = root).
  *
- * A node has id, parent, children, role (user, assistant, tool), content; a user's may have images (data: URLs, null = not kept), an assistant's may have reasoning, tool_calls, tokens
+ * A node has id, parent, children, role (user, assistant, tool), content; a user's may have media (items of media.js), an assistant's may have reasoning, tool_calls, tokens
  * ([text, logprob, [[text, logprob], ...]]), stats, finish, error.
  */
 export class Conversation {
@@ -95,7 +95,7 @@ export class Conversation {
     // Probabilities take the most room, and are the least loss.
     for (const node of Object.values(this.nodes)) delete node.tokens;
     if (this.write()) return '';
-    return this.write((name, value) => (name === 'images' ? value.map(() => null) : value)) ? 'images of this conversation are' : 'this conversation is';
+    return this.write((name, value) => (name === 'media' ? value.map((item) => ({ ...item, url: null })) : value)) ? 'images and sounds of this conversation are' : 'this conversation is';
   }
 
   /** Returns whether there was room. */
@@ -171,7 +171,7 @@ function checked(data) {
   const isSound =
     data?.version === 1 && Array.isArray(roots) && typeof settings === 'object' && typeof chosen === 'object' &&
     Object.entries(nodes).every(([id, node]) =>
-      node.id === id && ROLES.includes(node.role) && typeof node.content === 'string' && areImages(node.images) &&
+      node.id === id && ROLES.includes(node.role) && typeof node.content === 'string' && areMedia(mediaOf(node)) &&
       (node.parent === '' ? roots.includes(id) : nodes[node.parent]?.children.includes(id)) &&
       node.children.every((child) => nodes[child]?.parent === id)) &&
     Object.entries(chosen).every(([parent, id]) => nodes[id]?.parent === parent);
@@ -182,7 +182,15 @@ function checked(data) {
   return data;
 }
 
-const areImages = (images) => images === undefined || (Array.isArray(images) && images.every((url) => url === null || /^data:image\//.test(url)));
+function mediaOf(node) {
+  // Kept before there were sounds.
+  if (node.images) node.media = node.images.map((url) => ({ kind: 'image', name: 'Image', url }));
+  delete node.images;
+  return node.media ?? [];
+}
+
+const URLS = { image: /^data:image\//, sound: /^data:audio\/\w+;base64,/ };
+const areMedia = (media) => media.every(({ kind, name, url }) => typeof name === 'string' && (url === null || URLS[kind].test(url)));
 
 function hasCircle(nodes) {
   let count = 0;
