@@ -174,8 +174,8 @@ class FakeEngine:
     def __exit__(self, *_):
         pass
 
-    def generate(self, prompt, sampling_params, stream=False):
-        self.asked.append(sampling_params)
+    def generate(self, prompt, sampling_params, stream=False, **media):
+        self.asked.append(sampling_params | media)
         return [] if stream else {}
 
 
@@ -193,6 +193,26 @@ def test_generate_takes_a_schema_from_a_file_or_as_json(asked, tmp_path):
     for given in (str(path), ' {"b": 1, "a": 2}'):
         assert run("generate", "hi", "--json-schema", given) == 0
     assert [params["json_schema"] for params in asked] == ['{"b":1,"a":2}'] * 2
+
+
+def test_generate_takes_files_of_images_and_sounds(asked, tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n...")
+    (tmp_path / "b.flac").write_bytes(b"fLaC...")
+    files = (
+        "--image",
+        str(tmp_path / "a.png"),
+        "--image",
+        str(tmp_path / "a.png"),
+        "--audio",
+        str(tmp_path / "b.flac"),
+    )
+    assert run("generate", "hi", *files, "--max-new-tokens", "3") == 0
+    (given,) = asked
+    assert given == {
+        "max_new_tokens": 3, "image_data": [b"\x89PNG\r\n\x1a\n..."] * 2, "audio_data": [b"fLaC..."],
+    }  # fmt: skip
+    assert run("generate", "hi", "--audio", str(tmp_path / "a.png")) == 2
+    assert "is no sound" in capsys.readouterr().err
 
 
 def test_generate_takes_a_regular_expression_or_a_choice(asked):

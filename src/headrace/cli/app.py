@@ -139,6 +139,14 @@ def generate(
         list[str] | None,
         typer.Option(help="Make the output one of these texts; give it once for each.", rich_help_panel="Sampling"),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of an image for an image token of the text; repeat it for several.", metavar="FILE"),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of a sound for a sound token of the text; repeat it for several.", metavar="FILE"),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object with text, ids and counts instead of the text.", metavar=""),
@@ -149,16 +157,22 @@ def generate(
     """Continue a text once, without a server, and print it as it comes."""
     from headrace.api.engine import Engine
     from headrace.cli.chat_sources import new_texts
+    from headrace.cli.media import image_bytes, sound_bytes
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     given |= _grammar(json_schema, regex, choice)
     sampling_params = {name: value for name, value in given.items() if value is not None}
-    text = sys.stdin.read() if prompt == "-" else prompt
+    asked: dict[str, Any] = {"sampling_params": sampling_params}
+    if image:
+        asked["image_data"] = [image_bytes(path.expanduser()) for path in image]
+    if audio:
+        asked["audio_data"] = [sound_bytes(path.expanduser()) for path in audio]
+    asked["prompt"] = sys.stdin.read() if prompt == "-" else prompt
     with Engine(**dataclasses.asdict(server_args)) as engine:
         if as_json:
-            print(json.dumps(engine.generate(prompt=text, sampling_params=sampling_params), ensure_ascii=False))
+            print(json.dumps(engine.generate(**asked), ensure_ascii=False))
             return
-        for piece in new_texts(engine.generate(prompt=text, sampling_params=sampling_params, stream=True)):
+        for piece in new_texts(engine.generate(**asked, stream=True)):
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")

@@ -1,6 +1,6 @@
-"""Images and sounds of the terminal chat: files of the user, as parts of a message.
+"""Images and sounds of the terminal: files of the user, as parts of a message of a chat, or for a prompt.
 
-Owns which files are sent, and how a part is shown. The chat reads them itself, so the server needs no permission to read files.
+Owns which files are sent, and how a part is shown. The commands read them themselves, so the server needs no permission to read files.
 """
 
 from base64 import b64encode
@@ -31,20 +31,30 @@ _SOUNDS = ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3"))
 
 def read_image(path: Path) -> dict[str, Any]:
     """A file as a part of a message. Raises ConfigError for one that cannot be read, is too large or no image."""
-    data = _read(path, "image")
-    kind = _kind_of_image(data)
-    if kind is None:
-        raise ConfigError(f"{path} is no image: PNG, JPEG, WEBP, GIF and BMP can be sent")
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(data).decode()}"}}
+    data = image_bytes(path)
+    return {"type": "image_url", "image_url": {"url": f"data:{_kind_of_image(data)};base64,{b64encode(data).decode()}"}}
 
 
 def read_sound(path: Path) -> dict[str, Any]:
     """The same for a sound."""
+    data = sound_bytes(path)
+    return {"type": "input_audio", "input_audio": {"data": b64encode(data).decode(), "format": _format_of_sound(data)}}
+
+
+def image_bytes(path: Path) -> bytes:
+    """The bytes of a file. Raises ConfigError as `read_image` does."""
+    data = _read(path, "image")
+    if _kind_of_image(data) is None:
+        raise ConfigError(f"{path} is no image: PNG, JPEG, WEBP, GIF and BMP can be sent")
+    return data
+
+
+def sound_bytes(path: Path) -> bytes:
+    """The same for a sound."""
     data = _read(path, "sound")
-    name = _format_of_sound(data)
-    if name is None:
+    if _format_of_sound(data) is None:
         raise ConfigError(f"{path} is no sound: WAV, FLAC, OGG and MP3 can be sent")
-    return {"type": "input_audio", "input_audio": {"data": b64encode(data).decode(), "format": name}}
+    return data
 
 
 def shown(content: str | list[dict[str, Any]] | None) -> str:
