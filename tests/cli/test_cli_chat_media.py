@@ -4,12 +4,14 @@ import base64
 import io
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from headrace.cli.app import main
 from headrace.cli.chat import run_chat
 from headrace.cli.chat_sources import ChatSampling, Piece
 from headrace.cli.conversation import Conversation
@@ -81,6 +83,24 @@ def test_media_of_the_command_go_with_the_first_message(monkeypatch, files, stdi
     given = [read_image(files["image"]), read_sound(files["sound"]), read_sound(files["sound"])]
     talk(monkeypatch, source, "what?", "why?", media=given, stdin=stdin)
     assert asked(source) == [[IMAGE, SOUND, SOUND, TEXT], "why?"]
+
+
+def test_the_options_name_files_and_can_be_repeated(monkeypatch, files):
+    source = Source()
+    monkeypatch.setattr("headrace.cli.chat_sources.ServerChat", lambda *_: nullcontext(source))
+    monkeypatch.setattr("sys.stdin", io.StringIO("what?\n"))
+    sound = ["--audio", str(files["sound"])]
+    with pytest.raises(SystemExit) as left:
+        main(["chat", "--url", "http://a.example", *sound, "--image", str(files["image"]), *sound])
+    assert left.value.code == 0
+    assert asked(source) == [[IMAGE, SOUND, SOUND, TEXT]]
+
+
+def test_an_option_with_another_file_is_an_error_before_a_model_is_loaded(files, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["chat", "--model-path", "nowhere", "--audio", str(files["image"])])
+    assert left.value.code == 2
+    assert "is no sound: WAV, FLAC, OGG and MP3 can be sent" in capsys.readouterr().err
 
 
 @KINDS
