@@ -14,7 +14,7 @@ from PIL import Image
 
 from headrace import Engine
 from headrace.config.media_args import MediaArgs
-from headrace.errors import RequestError
+from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.media import PromptMedia, refs_of
 from headrace.messages import media
 from headrace.messages.media import ImageRef, MediaRefs, VideoRef
@@ -150,9 +150,10 @@ def test_videos_go_on_as_transformers_goes_on(engine: Engine, family: str, writt
         return
     frames = [png(80, 60, seed) for seed in range(5)]
     text = prompt(family, 1).replace("image_pad", "video_pad") + prompt(family, 1)
-    given = {"image_data": FILES[0], "video_data": {"frames": frames, "fps": 1.5}}
+    # Short enough for transformers, which lets the text after a longer one go on in the midst of its time.
+    given = {"image_data": FILES[0], "video_data": {"frames": frames, "fps": 40}}
     refs = refs_of(
-        ImageRef(data=FILES[0]), None, VideoRef(frames=tuple(map(image_of, frames)), fps=1.5), 1, is_batch=False
+        ImageRef(data=FILES[0]), None, VideoRef(frames=tuple(map(image_of, frames)), fps=40), 1, is_batch=False
     )
     content = loaded(written[0], text, refs[0])
     want = continued(family, written[1], content)
@@ -162,6 +163,33 @@ def test_videos_go_on_as_transformers_goes_on(engine: Engine, family: str, writt
     assert cold["output_ids"] == warm["output_ids"] == want
     assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
     assert cold["meta_info"]["video_tokens"] == content.media_tokens.videos > 0
+
+
+def test_a_second_turn_about_a_video_is_the_same_cached_as_cold(engine: Engine, family: str, written: tuple[Path, Any]):
+    if "qwen" not in family:
+        pytest.skip("it takes no videos")
+    tokenizer = load_tokenizer(written[0])
+    ids = tokenizer.encode(prompt(family, 1).replace("image_pad", "video_pad"), allow_special=True)
+    given = {"video_data": {"frames": [png(40, 40, seed) for seed in range(16)], "fps": 0.7}}
+    first = engine.generate(input_ids=ids, sampling_params=GREEDY, **given)
+    ids += first["output_ids"] + tokenizer.encode("and then?")
+
+    warm = engine.generate(input_ids=ids, sampling_params=GREEDY, **given)
+    assert warm["meta_info"]["cached_tokens"] > first["meta_info"]["prompt_tokens"]
+    assert engine.flush_cache()
+    assert engine.generate(input_ids=ids, sampling_params=GREEDY, **given)["output_ids"] == warm["output_ids"]
+
+
+def test_a_video_that_is_longer_than_the_context_is_refused(engine: Engine, family: str):
+    if family != "qwen2_5_vl":
+        pytest.skip("time takes no positions")
+    text = prompt(family, 1).replace("image_pad", "video_pad")
+    frames = [png(40, 40, seed) for seed in range(8)]
+    for fps, max_new_tokens in ((0.001, 12), (0.0125, 200)):
+        with pytest.raises(ContextLengthError, match="positions long in time"):
+            engine.generate(text, {"max_new_tokens": max_new_tokens}, video_data={"frames": frames, "fps": fps})
+    left = engine.generate(text, {"ignore_eos": True}, video_data={"frames": frames, "fps": 0.0125})
+    assert left["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def test_the_work_of_a_large_image_is_cut_into_parts(

@@ -1,4 +1,7 @@
-"""Videos in models of Qwen: logits equal transformers', whole and in chunks, beside images and text, and for the tokens after the prompt."""
+"""Videos in models of Qwen: logits equal transformers', whole and in chunks, beside images and text.
+
+transformers is told the places of tokens, by the rule of the models' authors: those of what comes next begin behind the largest of all before.
+"""
 
 import functools
 import tempfile
@@ -18,6 +21,9 @@ from headrace.messages.step import EncodeWork
 
 TOLERANCE = 2e-4
 STEP_S = 1.3
+PLACES_PER_S = 4
+"""transformers' tokens_per_second."""
+
 GRID = (5, 4, 6)
 """More steps than rows or columns of tokens, so that the last place in time is behind the text after it."""
 
@@ -73,7 +79,30 @@ def inputs(prompt: PromptContent, family: str) -> dict[str, Any]:
         "image_grid_thw": torch.tensor([prompt.media[1].grid]),
         "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
     }
-    return given | ({"second_per_grid_ts": torch.tensor([STEP_S])} if family == "qwen2_5_vl" else {})
+    return given | {"position_ids": torch.tensor(places(prompt, family))[:, None]}
+
+
+def places(prompt: PromptContent, family: str) -> list[list[int]]:
+    """In time, height and width of every token."""
+    second = {"qwen2_5_vl": PLACES_PER_S * STEP_S}.get(family, 1)
+    found: list[tuple[int, int, int]] = []
+    spans = {span.start: span for span in prompt.spans}
+    while len(found) < prompt.num_tokens:
+        first = max((max(place) for place in found), default=-1) + 1
+        span = spans.get(len(found))
+        if span is None:
+            found.append((first, first, first))
+            continue
+        _, height, width = prompt.media[span.item].grid
+        steps = span.length // (height // 2 * width // 2)
+        speed = second if prompt.media[span.item].kind == "video" else 1
+        found += [
+            (first + int(step * speed), first + row, first + column)
+            for step in range(steps)
+            for row in range(height // 2)
+            for column in range(width // 2)
+        ]
+    return [list(axis) for axis in zip(*found, strict=True)]
 
 
 def states(made: Driver, prompt: PromptContent, chunk: int) -> torch.Tensor:

@@ -181,7 +181,9 @@ class MediaRows:
             first += count
         tokens = torch.from_numpy(np.concatenate(where)).to(self._device)
         if len(tokens):
-            three = torch.from_numpy(np.concatenate(composed, axis=1)).long().to(self._device)
+            places_of_all = np.concatenate(composed, axis=1)
+            assert places_of_all.max() < self._rotary.num_positions, "the front end refuses prompts that reach so far"
+            three = torch.from_numpy(places_of_all).long().to(self._device)
             positions[tokens] = self._rotary.rows_of(three)
         return positions
 

@@ -155,7 +155,7 @@ class Encoder:
                 content = self._go_on(prompt, content, own[0])
             try:
                 grammar = await self._grammar(prompt)
-                sampling = self._resolve(prompt, content.num_tokens, bad_word_ids, grammar, default_max_new_tokens)
+                sampling = self._resolve(prompt, content, bad_word_ids, grammar, default_max_new_tokens)
                 logprobs = _logprob_spec(prompt, content)
             except RequestError as error:
                 if len(call.prompts) > 1:
@@ -225,13 +225,15 @@ class Encoder:
     def _resolve(
         self,
         prompt: Prompt,
-        num_tokens: int,
+        content: PromptContent,
         bad_word_ids: list[list[int]],
         grammar: GrammarSpec | None,
         default_max_new_tokens: int,
     ) -> ResolvedSamplingParams:
-        """Check a prompt of `num_tokens` tokens against the context, and resolve its sampling parameters."""
-        room = self._room(prompt, num_tokens)
+        """Check a prompt against the context, and resolve its sampling parameters."""
+        room = self._room(prompt, content.num_tokens)
+        if content.extra_places:
+            room = self._room_of_places(prompt, content, room)
         return prompt.sampling.resolve(
             defaults=self._defaults,
             vocab_size=self._ready.vocab_size,
@@ -259,6 +261,20 @@ class Encoder:
             held = "what the KV cache holds"
             raise ContextLengthError.of_prompt(name, self._ready.max_total_tokens, num_tokens, held)
         return room
+
+    def _room_of_places(self, prompt: Prompt, content: PromptContent, room: int) -> int:
+        """The room that is left where videos take more positions than tokens. Raises ContextLengthError."""
+        left = room - content.extra_places
+        least = prompt.sampling.max_new_tokens or 1
+        if least > left:
+            num_positions = content.num_tokens + content.extra_places
+            raise ContextLengthError(
+                "video_data",
+                self._ready.context_length,
+                f"the videos make the prompt {num_positions} positions long in time, and {least} more were requested",
+                "videos (fewer seconds, or a higher fps) or completion",
+            )
+        return left
 
     async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
         """Keep the adapter in memory until the samples leave the table. Raises NotFoundError, RequestError, CapacityError."""

@@ -6,7 +6,6 @@ event loop.
 """
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar, cast, get_args
 
@@ -42,19 +41,23 @@ KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 FRAMES_URL = "data:video/jpeg;base64,"
 """Before the frames of a video that is given as a text."""
 
-_MAX_FPS = 240.0
+_MIN_FPS, _MAX_FPS = 0.001, 240.0
 
 R = TypeVar("R", ImageRef, AudioRef, VideoRef)
 
 
 class Layout(Protocol):
-    """What stands for one item in a prompt. tokens: in place of its own token. spans: (start, length, first_row) of the rows among them."""
+    """What stands for one item in a prompt. tokens: in place of its own token. spans: (start, length, first_row) of the rows among
+    them. extra_places: how many more positions than tokens it may take."""
 
     @property
     def tokens(self) -> tuple[int, ...]: ...
 
     @property
     def spans(self) -> tuple[tuple[int, int, int], ...]: ...
+
+    @property
+    def extra_places(self) -> int: ...
 
 
 class LoadedItem(Protocol):
@@ -144,7 +147,12 @@ class PromptMedia:
             spans += [MediaSpan(begin + start, length, number, row) for start, length, row in item.layout.spans]
             end = place + 1
         loader.append(tokens, ids[end:])
-        return PromptContent(pack_int32(tokens), media=tuple(item.item for item in items), spans=tuple(spans))
+        return PromptContent(
+            pack_int32(tokens),
+            media=tuple(item.item for item in items),
+            spans=tuple(spans),
+            extra_places=sum(item.layout.extra_places for item in items),
+        )
 
     def _places(self, loader: Loader, ids: Sequence[int], refs: MediaRefs) -> tuple[list[int], list[MediaRef]]:
         """Where items belong among the tokens of a prompt, and the items in this order. Raises RequestError."""
@@ -279,8 +287,10 @@ def _checked(kind: MediaKind, ref: MediaRef) -> MediaRef:
     if isinstance(ref, VideoRef):
         if not ref.frames:
             raise RequestError(f"{words.field}: a video has no frames", words.field)
-        if not 0 < ref.fps <= _MAX_FPS or not math.isfinite(ref.fps):
-            raise RequestError(f"{words.field}: fps is {ref.fps:g}; expected a number up to {_MAX_FPS:g}", words.field)
+        if not _MIN_FPS <= ref.fps <= _MAX_FPS:
+            raise RequestError(
+                f"{words.field}: fps is {ref.fps:g}; expected a number from {_MIN_FPS:g} to {_MAX_FPS:g}", words.field
+            )
         return replace(ref, frames=tuple(map(_one_of, ref.images)))
     return _one_of(ref, kind)
 

@@ -73,6 +73,11 @@ class SectionedRotary(Rotary):
             for table in (self.cos, self.sin)
         )
 
+    @property
+    def num_positions(self) -> int:
+        """Positions that there are."""
+        return self._first
+
     def rows_of(self, places: torch.Tensor) -> torch.Tensor:
         """places: int64[3, tokens] on the model's device, at most `Placement.composed_positions` tokens -> int32[tokens], their positions."""
         count = places.shape[1]

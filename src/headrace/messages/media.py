@@ -249,6 +249,12 @@ class EncodingStats(msgspec.Struct, frozen=True, gc=False):
     seconds: float = 0.0
 
 
+def time_places(steps: npt.NDArray[np.int64], places_per_step: float) -> npt.NDArray[np.int64]:
+    """The places in time of a video's steps, from its first one on, in the precision of transformers."""
+    places: npt.NDArray[np.int64] = (steps.astype(np.float32) * np.float32(places_per_step)).astype(np.int64)
+    return places
+
+
 def num_parts(shapes: Iterable[tuple[int, ...]]) -> int:
     """Into how many parts the work of a layer on a batch is cut: of about MAX_BATCH_BYTES each. shapes: of the values of its items."""
     num_bytes = sum(4 * math.prod(shape) for shape in shapes)

@@ -138,7 +138,8 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     token_ids: int32[num_tokens] little-endian. embeds: float32[num_tokens, hidden_size], which replace the embeddings of the tokens, or
     empty; with them, token_ids are placeholders. token_types: uint8[num_tokens], to which text of a pair each token belongs; empty = all to the
-    first. media: its images and sounds; spans: where their tokens are, ascending, with placeholders in token_ids.
+    first. media: its images, sounds and videos; spans: where their tokens are, ascending, with placeholders in token_ids. extra_places: how many
+    more positions than tokens its videos may take (M-RoPE).
     """
 
     token_ids: bytes
@@ -146,6 +147,7 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_types: bytes = b""
     media: tuple[MediaItem, ...] = ()
     spans: tuple[MediaSpan, ...] = ()
+    extra_places: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@ Sources: P. Wang et al., "Qwen2-VL" (2024), section 2.1; S. Bai et al., "Qwen2.5
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.media import MediaItem
+from headrace.messages.media import MediaItem, time_places
 from headrace.messages.requests import PromptContent
 
 Places = npt.NDArray[np.int32]
@@ -19,9 +19,9 @@ def places_of(content: PromptContent, merge_size: int, places_per_second: float 
     """The places of a prompt's tokens, and what is added to the index of a token after the prompt, for all three.
 
     Tokens of text are at the same place in all three. Those of an image are at its place in time and, from there on, in its rows and columns of
-    `merge_size` patches each; the text after it goes on behind the longer of its sides. Those of a video are, step by step, at places in time:
-    one for each step, or so many for a second. Of a video in several spans each begins anew, behind the text before it. What follows the prompt
-    is behind all of it.
+    `merge_size` patches each. Those of a video are, step by step, at places in time: one for each step, or so many for a second. Text after
+    either goes on behind the last of its places, as in the papers and in the code of the models' authors. transformers 5.23 lets text go on behind
+    the longer side of a frame, in the midst of a longer video's time, and yet generated tokens behind all of it.
     """
     places = np.tile(np.arange(content.num_tokens, dtype=np.int32), (3, 1))
     shift = 0
@@ -35,15 +35,12 @@ def places_of(content: PromptContent, merge_size: int, places_per_second: float 
         inside[0] = first + _in_time(index // (rows * columns), item, places_per_second)
         inside[1] = first + index // columns % rows
         inside[2] = first + index % columns
-        shift += max(rows, columns) - span.length
+        shift += int(inside.max()) + 1 - first - span.length
         places[:, span.end :] = np.arange(span.end, content.num_tokens, dtype=np.int32) + shift
-    return places, int(places.max()) + 1 - content.num_tokens if content.num_tokens else 0
+    return places, shift
 
 
 def _in_time(steps: npt.NDArray[np.int64], item: MediaItem, places_per_second: float) -> npt.NDArray[np.int64]:
     if item.kind != "video" or not places_per_second:
         return steps
-    places: npt.NDArray[np.int64] = (steps.astype(np.float32) * np.float32(places_per_second * item.step_s)).astype(
-        np.int64
-    )
-    return places
+    return time_places(steps, places_per_second * item.step_s)

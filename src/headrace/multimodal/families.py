@@ -6,17 +6,18 @@ Owns the families' texts and counts of tokens. Does not prepare values (`process
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from headrace.checkpoint.audio_config import AudioConfig
 from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.errors import ModelError
-from headrace.messages.media import MediaKind, Senses
+from headrace.messages.media import MediaKind, Senses, time_places
 from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, TokenLayout, layout_of
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
@@ -208,7 +209,14 @@ def _qwen_videos(media: MediaConfig, tokens: _Tokens) -> KindTokens:
     merged = media.vision.merge_size**2
     tokens.text(tokens.row)
     if media.family != "qwen3_vl":
-        return KindTokens(tokens.row, lambda facts: tokens.layout([tokens.row] * (math.prod(facts.grid) // merged)))
+
+        def plain(facts: ItemFacts) -> TokenLayout:
+            layout = tokens.layout([tokens.row] * (math.prod(facts.grid) // merged))
+            last = np.array([facts.grid[0] - 1])
+            num_places = int(time_places(last, media.vision.places_per_second * facts.step_s or 1.0)[0]) + 1
+            return replace(layout, extra_places=max(0, num_places - layout.num_rows))
+
+        return KindTokens(tokens.row, plain)
     begin, end = tokens.id("<|vision_start|>"), tokens.id("<|vision_end|>")
 
     def layout(facts: ItemFacts) -> TokenLayout:

@@ -19,10 +19,12 @@ class ItemFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """See `frontend.media.Layout`. tokens: in place of its own token. spans: (start, length, first_row) of the rows among them."""
+    """See `frontend.media.Layout`. tokens: in place of its own token. spans: (start, length, first_row) of the rows among
+    them. extra_places: how many more positions than tokens it may take."""
 
     tokens: tuple[int, ...]
     spans: tuple[tuple[int, int, int], ...]
+    extra_places: int = 0
 
     @property
     def num_rows(self) -> int:
