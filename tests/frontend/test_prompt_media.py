@@ -28,6 +28,8 @@ A, B = ImageRef(url="a"), ImageRef(data=b"b")
         (None, [()]),
         ([], [()]),
         ([None, ""], [()]),
+        ("", [()]),
+        ([[None]], [()]),
         ("a", [(A,)]),
         (A, [(A,)]),
         (["a", B], [(A, B)]),
@@ -42,6 +44,8 @@ def test_the_images_of_one_prompt(data: Any, expected: list[Any]):
     ("data", "expected"),
     [
         (None, [(), ()]),
+        ("", [(), ()]),
+        ([[], [None, ""]], [(), ()]),
         ([None, "a"], [(), (A,)]),
         ([["a", B], None], [(A, B), ()]),
         (["a", [B]], [(A,), (B,)]),
@@ -54,7 +58,7 @@ def test_the_images_of_several_prompts(data: Any, expected: list[Any]):
 @pytest.mark.parametrize(
     ("data", "num_prompts", "words"),
     [
-        ("a", 2, "must equal that of the prompts"),
+        ("a", 2, "for a list of prompts it is a list, too"),
         (["a"], 2, "must equal that of the prompts"),
         ([ImageRef()], 1, "either url or data"),
         ([ImageRef(url="a", data=b"b")], 1, "either url or data"),
@@ -73,6 +77,7 @@ class Loaded:
     item: MediaItem
     tokens = (7, 8, 7)
     spans = ((0, 1, 0), (2, 1, 1))
+    extra_places = 0
 
     @property
     def layout(self) -> "Loaded":
@@ -83,6 +88,7 @@ class Loader:
     senses = Senses("llava", {"image": "<image>"})
     token_ids = {"image": 5}
     most = {"image": 2}
+    max_frames = 3
 
     def __init__(self) -> None:
         self.closed = False
@@ -126,6 +132,14 @@ async def test_images_take_the_place_of_their_tokens():
     # The same image has the same key, and another one has another.
     assert last.cache_key(last.token_ids)[:4] == first.cache_key(first.token_ids)[4:8]
     assert first.cache_key(first.token_ids)[4:8] != first.cache_key(first.token_ids)[20:24]
+
+
+async def test_a_token_without_an_image_is_refused_and_the_prompt_is_named():
+    media = PromptMedia(Loader())
+    with pytest.raises(RequestError, match="the prompt has the token <image>, but image_data has no image for it"):
+        await add_media(media, [content(1, 5)], [MediaRefs()], [""])
+    with pytest.raises(RequestError, match=r"prompt 1: image_data has 1 image, but the prompt has 0 image tokens"):
+        await add_media(media, [content(1), content(1)], [MediaRefs(), MediaRefs((A,))], ["", ""])
 
 
 async def test_places_and_images_must_be_as_many():

@@ -111,7 +111,8 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     },
 }
 PROCESSOR["smolvlm"] = PROCESSOR["idefics3"] | {"image_processor_type": "SmolVLMImageProcessor"}
-PROCESSOR["qwen2_5_vl"] = PROCESSOR["qwen3_vl"] = PROCESSOR["qwen2_vl"]
+PROCESSOR["qwen2_5_vl"] = PROCESSOR["qwen2_vl"]
+PROCESSOR["qwen3_vl"] = PROCESSOR["qwen2_vl"] | {"patch_size": 14}
 PROCESSOR["mistral3"] = PROCESSOR["pixtral"]
 
 

@@ -3,12 +3,14 @@
 import ast
 import base64
 import io
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import transformers
@@ -19,11 +21,14 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from headrace.checkpoint.image_processors import ImageSettings, Size, read_video_settings
 from headrace.config.media_args import MediaArgs
-from headrace.errors import ModelError, RequestError
+from headrace.errors import CapacityError, ModelError, RequestError
 from headrace.frontend.media import PromptMedia, refs_of
 from headrace.messages.media import ImageRef, MediaRefs, VideoRef
+from headrace.multimodal import loader as loader_module
 from headrace.multimodal.layout import ItemFacts
+from headrace.multimodal.limits import MAX_ITEM_BYTES
 from headrace.multimodal.loader import make_loader
+from headrace.multimodal.media_messages import Setup
 from headrace.multimodal.processors import prepare_video
 from headrace.multimodal.refused import MediaRefusedError
 
@@ -87,7 +92,7 @@ def test_a_video_has_few_enough_patches_or_is_refused():
     assert 0 < np.prod(found.grid) <= 64
     with pytest.raises(MediaRefusedError, match="too many for this server"):
         prepare_video([frame] * 8, 8, 1.0, SETTINGS, 12)
-    with pytest.raises(MediaRefusedError, match="frame 1 has 5 x 6 pixels, and the first 600 x 400"):
+    with pytest.raises(MediaRefusedError, match=r"frames\[1\] has 5 x 6 pixels, and frames\[0\] 600 x 400"):
         prepare_video([frame, Image.new("RGB", (5, 6))], 2, 1.0, SETTINGS, 64)
 
 
@@ -156,22 +161,32 @@ async def test_a_video_is_one_item_however_it_comes(tmp_path):
     ("video", "words"),
     [
         (VideoRef(frames=()), "has no frames"),
-        (VideoRef(frames=frames(1), fps=0), "fps is 0"),
+        (VideoRef(frames=frames(1), fps=0), "fps is 0; expected a number from 0.001 to 240"),
+        (VideoRef(frames=frames(1), fps=float("nan")), "fps is nan"),
+        ("data:video/jpeg;base64," + "," * 10_001, "more than 10000 frames"),
+        ("data:video/jpeg;base64,QUFB,", r"frames\[1\] has neither url nor data"),
         (VideoRef(frames=frames(1), fps=float("inf")), "fps is inf"),
-        (VideoRef(frames=(ImageRef(),)), "a frame of a video has either url or data"),
+        (VideoRef(frames=(ImageRef(),)), r"frames\[0\] has neither url nor data"),
+        (VideoRef(frames=(*frames(1), ImageRef(url="a", detail="low"))), r"frames\[1\] has detail low"),
         (VideoRef(frames=frames(*range(5))), r"video_data\[0\]: it has 5 frames; the limit is 4"),
-        (VideoRef(frames=(*frames(1), ImageRef(data=b"x" * 50))), r"video_data\[0\]: "),
-        (VideoRef(frames=(*frames(1), ImageRef(url="https://a.example/b.png"))), r"video_data\[0\]: frame 1: this server fetches no files"),
-        ("https://a.example/video.mp4", "a video is given by its frames"),
+        (VideoRef(frames=(*frames(1), ImageRef(data=b"x" * 50))), r"video_data\[0\]: frames\[1\]: it is no image"),
+        (VideoRef(frames=(*frames(1), ImageRef(url="https://a.example/b.png"))), r"video_data\[0\]: frames\[1\]: this server fetches no files"),
+        ("https://a.example/video.mp4", "video files are not decoded. Take frames of the video, e.g. ffmpeg"),
     ],
 )  # fmt: skip
 async def test_other_videos_are_refused(video: VideoRef | str, words: str, tmp_path):
     media = PromptMedia(make_loader(tmp_path, write_checkpoint(tmp_path, "qwen2_vl"), MediaArgs(max_frames=4)))
     try:
         with pytest.raises(RequestError, match=words):
-            await media.add([token_id("<|video_pad|>")], refs_of(None, None, video, 1, is_batch=False)[0])
+            await added(media, video)
     finally:
         media.close()
+
+
+async def added(media: PromptMedia, video: VideoRef | str) -> None:
+    (refs,) = refs_of(None, None, video, 1, is_batch=False)
+    media.check([refs])
+    await media.add([token_id("<|video_pad|>")], refs)
 
 
 async def test_families_without_videos_say_so(tmp_path):
@@ -181,6 +196,37 @@ async def test_families_without_videos_say_so(tmp_path):
     ):
         media.check([MediaRefs(videos=(VideoRef(frames=frames(1)),))])
     media.close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("merge_size", 4), ("temporal_patch_size", 1)])
+def test_frames_that_are_not_made_for_the_tower_are_not_taken(name: str, value: int, tmp_path):
+    ours = write_checkpoint(tmp_path, "qwen2_vl")
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({name: value}))
+    loader = make_loader(tmp_path, ours, MediaArgs())
+    assert list(loader.senses.tokens) == ["image"]
+    assert f"the video processor's {name} is {value}, and that of the vision tower 2" in loader.senses.refusal("video")
+    loader.close()
+
+
+def test_many_patches_are_no_more_than_an_item_may_have(tmp_path):
+    loader = make_loader(tmp_path, write_checkpoint(tmp_path, "qwen2_vl"), MediaArgs(max_patches=1 << 20))
+    most = msgspec.msgpack.decode(loader._video_pool._setup, type=Setup).settings.video_patches
+    assert most * 3 * 2 * 14 * 14 * 4 <= MAX_ITEM_BYTES
+    loader.close()
+
+
+async def test_a_video_by_url_waits_for_a_place_only_so_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader_module, "FETCH_LIMIT_S", 0.05)
+    loader = make_loader(tmp_path, write_checkpoint(tmp_path, "qwen2_vl"), MediaArgs())
+    try:
+        for _ in range(4):
+            await loader._videos.acquire()
+        with pytest.raises(CapacityError, match="too many videos are being fetched"):
+            await loader.load([VideoRef(frames=(ImageRef(url="https://a.example/b.png"),))])
+        (found,) = await loader.load([VideoRef(frames=frames(1))])  # what is in the request waits for nobody
+        assert found.item.kind == "video"
+    finally:
+        loader.close()
 
 
 def test_settings_for_frames(tmp_path):

@@ -238,7 +238,7 @@ def test_bytes_are_images_in_chats_of_the_engine(server: Running):
         (chat(*[image()] * 4), "messages", "there are 4 images; the limit is 3"),
         (chat(image(detail="huge")), "messages[0].content[0].image_url.detail", "must be auto, low or high"),
         (chat(image("")), "messages[0].content[0].image_url", "must be a URL"),
-        (chat(image(size=5)), "messages[0].content[0].image_url", "must be a URL"),
+        (chat(image(size=5)), "messages[0].content[0].image_url.size", "the field 'size' is not known here"),
         (chat(image() | {"text": "a"}), "messages[0].content[0].text", "does not belong"),
         (chat({"type": "file", "file": {"file_id": "a"}}), "messages[0].content[0].type", "not supported"),
         (chat(image(), truncate_prompt_tokens=2), "truncate_prompt_tokens", "cannot be cut"),

@@ -103,6 +103,8 @@ def test_every_kind_has_its_token_in_its_place(server: Running, client: httpx.Cl
         (video(f"{FRAMES_URL}{CODED},YQ=="), (VideoRef(frames=(ImageRef(url=CODED), ImageRef(url="YQ=="))),)),
         (video({"url": f"{FRAMES_URL}{CODED}"}), (VideoRef(frames=(ImageRef(url=CODED),)),)),
         (video({"frames": [CODED], "fps": None}), (VideoRef(frames=(ImageRef(url=CODED),)),)),
+        (video({"url": f"{FRAMES_URL}{CODED}", "fps": 5}), (VideoRef(frames=(ImageRef(url=CODED),), fps=5.0),)),
+        (sound(CODED, format="WAV"), (AudioRef(url=CODED),)),
     ],
 )  # fmt: skip
 def test_other_shapes(server: Running, client: httpx.Client, part: dict[str, Any], media: tuple[Any, ...]):
@@ -146,18 +148,21 @@ WHERE = "messages[0].content[0]"
 @pytest.mark.parametrize(
     ("part", "param", "words"),
     [
-        (sound(""), f"{WHERE}.input_audio", 'an object with "data"'),
+        (sound(""), f"{WHERE}.input_audio.data", "data is empty"),
         (sound(5), f"{WHERE}.input_audio", 'an object with "data"'),
-        (sound("https://a.example/b.wav"), f"{WHERE}.input_audio.data", "must be the base64 text of a sound"),
+        (sound("https://a.example/b.wav"), f"{WHERE}.input_audio.data", "a URL goes into a part of type audio_url"),
         (sound(format="pcm16"), f"{WHERE}.input_audio.format", "must be one of wav, mp3"),
-        (sound(speed=2), f"{WHERE}.input_audio", 'an object with "data"'),
+        (sound(speed=2), f"{WHERE}.input_audio", "the field 'speed' is not known here"),
         (sound() | {"text": "a"}, f"{WHERE}.text", "does not belong to a part of type input_audio"),
         (sound() | {"image_url": "a"}, f"{WHERE}.image_url", "does not belong to a part of type input_audio"),
         ({"type": "audio_url", "audio_url": {"url": ""}}, f"{WHERE}.audio_url", "must be a URL"),
-        (video("https://a.example/b.mp4"), f"{WHERE}.video_url", "a video is given by its frames"),
+        (video("https://a.example/b.mp4"), f"{WHERE}.video_url", "video files are not decoded. Take frames"),
         (video({"frames": ["a"], "fps": "fast"}), f"{WHERE}.video_url.fps", "must be a number"),
         (video({"frames": [5]}), f"{WHERE}.video_url.frames[0]", "must be a URL"),
-        (video({"frames": ["a"], "size": 5}), f"{WHERE}.video_url", "must be a URL, or an object"),
+        (video({"frames": ["a"], "size": 5}), f"{WHERE}.video_url.size", "the field 'size' is not known here; those that are: frames, fps"),
+        (video({"frames": []}), f"{WHERE}.video_url", "a video has no frames"),
+        (video({"frames": ["a"], "fps": 1e-9}), f"{WHERE}.video_url", "from 0.001 to 240"),
+        (video(5), f"{WHERE}.video_url", "must be a URL, or an object"),
         ({"type": "text", "text": "a", "input_audio": {"data": "b"}}, f"{WHERE}.input_audio", "does not belong to a part of type text"),
     ],
 )  # fmt: skip
@@ -196,6 +201,17 @@ def test_clients_are_told_what_the_model_takes(client: httpx.Client):
     info = client.get("/model_info").json()
     assert [info[f"has_{name}_understanding"] for name in ("image", "audio", "video")] == [True] * 3
     assert [info[f"{name}_token"] for name in ("image", "audio", "video")] == list(TOKENS)
+
+
+@pytest.mark.parametrize("name", ["images", "audios", "videos"])
+def test_media_beside_the_content_of_a_message_are_not_lost(client: httpx.Client, name: str):
+    message = {"role": "user", "content": "a", name: [CODED]}
+    reply = client.post("/v1/chat/completions", json={"model": MODEL, "messages": [message]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, f"messages[0].{name}")
+    if name != "images":
+        assert client.post("/api/chat", json={"messages": [message], "stream": False}).status_code == 400
+    nothing = {"model": MODEL, "messages": [message | {name: []}]}
+    assert client.post("/v1/chat/completions", json=nothing).status_code == 200
 
 
 @pytest.mark.parametrize(

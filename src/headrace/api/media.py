@@ -5,10 +5,11 @@ Does not check what else is in the arguments: the request does. Pure functions; 
 
 from base64 import b64encode
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from headrace.errors import RequestError
 from headrace.messages.media import AudioRef, ImageRef, MediaKind, VideoRef
 
 _PARTS = ("image_url", "input_audio", "audio_url", "video_url")
@@ -17,32 +18,59 @@ FIELDS: dict[str, MediaKind] = {"image_data": "image", "audio_data": "audio", "v
 
 
 def media_structs(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with the bytes of files in structs; the rest is checked later."""
-    return given | {name: _struct(given[name], kind) for name, kind in FIELDS.items() if name in given}
+    """The arguments of a call with files in structs; the rest is checked later. Raises RequestError for what is no file."""
+    return given | {name: _struct(name, given[name], kind) for name, kind in FIELDS.items() if name in given}
 
 
 def media_json(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as HTTP takes them: files in base64; the rest is checked by the server."""
-    return given | {name: _json(given[name]) for name in FIELDS if name in given}
+    """The arguments of a call as HTTP takes them: files in base64; the rest is checked by the server. Raises RequestError for what is no file."""
+    return given | {name: _json(name, given[name]) for name in FIELDS if name in given}
 
 
-def _struct(given: object, kind: MediaKind) -> object:
+def _struct(name: str, given: object, kind: MediaKind) -> object:
     if isinstance(given, list | tuple):
-        return [_struct(item, kind) for item in given]
-    if kind == "video":
-        if isinstance(given, Mapping) and isinstance(given.get("frames"), list | tuple):
-            return {**given, "frames": [_struct(frame, "image") for frame in given["frames"]]}
+        return [_struct(name, item, kind) for item in given]
+    if isinstance(given, VideoRef):
+        given = {"frames": given.frames, "fps": given.fps}
+    if kind == "video" and isinstance(given, Mapping) and isinstance(given.get("frames"), list | tuple):
+        return {**given, "frames": [_struct(name, frame, "image") for frame in given["frames"]]}
+    data = _file_bytes(name, given)
+    if data is None:
         return given
-    ref = AudioRef if kind == "audio" else ImageRef
-    return ref(data=bytes(given)) if isinstance(given, bytes | bytearray | memoryview) else given
+    if kind == "video":
+        raise RequestError(f'{name}: a video is given by its frames: {{"frames": [...], "fps": 2}}', name)
+    return AudioRef(data=data) if kind == "audio" else ImageRef(data=data)
 
 
-def _json(given: object) -> object:
+def _json(name: str, given: object) -> object:
     if isinstance(given, list | tuple):
-        return [_json(item) for item in given]
+        return [_json(name, item) for item in given]
     if isinstance(given, Mapping):
-        return {name: _json(value) for name, value in given.items()}
-    return msgspec.to_builtins(given) if isinstance(given, ImageRef | AudioRef | VideoRef) else _text(given)
+        return {key: _json(name, value) for key, value in given.items()}
+    if isinstance(given, VideoRef):
+        return {"frames": _json(name, given.frames), "fps": given.fps}
+    if isinstance(given, ImageRef | AudioRef):
+        detail = {"detail": given.detail} if isinstance(given, ImageRef) else {}
+        return {"url": given.url or b64encode(given.data).decode()} | detail
+    data = _file_bytes(name, given)
+    return given if data is None else b64encode(data).decode()
+
+
+def _file_bytes(name: str, given: object) -> bytes | None:
+    """The bytes of a file that is given as such, or by its path; None of anything else that may be sent. Raises RequestError for arrays."""
+    if isinstance(given, bytes | bytearray | memoryview):
+        return bytes(given)
+    if isinstance(given, PathLike):
+        try:
+            return Path(given).read_bytes()
+        except OSError as error:
+            raise RequestError(f"{name}: {given} cannot be read: {error.strerror}", name) from None
+    if hasattr(given, "__array_interface__") or hasattr(given, "__array__"):
+        raise RequestError(
+            f"{name} has {'an image of Pillow' if hasattr(given, 'getbands') else 'an array'}: give the bytes of a file, or its Path",
+            name,
+        )
+    return None
 
 
 def messages_as_json(messages: object) -> object:
@@ -62,8 +90,4 @@ def _part(part: Any) -> Any:
     if not isinstance(part, Mapping) or part.get("type") not in _PARTS:
         return part
     kind = part["type"]
-    return {**part, kind: _json(part.get(kind))}
-
-
-def _text(given: object) -> object:
-    return b64encode(given).decode() if isinstance(given, bytes | bytearray | memoryview) else given
+    return {**part, kind: _json(kind, part.get(kind))}

@@ -4,6 +4,7 @@ Owns no defaults and no checks: those are of the structs that the arguments beco
 """
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal, TypedDict
 
 from headrace.messages.media import AudioRef, ImageRef, VideoRef
@@ -260,11 +261,12 @@ Sampling = JsonSampling | SamplingParams
 """Sampling parameters of a prompt."""
 
 
-Image = ImageRef | bytes | str | dict[str, str]
-"""The bytes of a file, or what is sent over HTTP: a `data:`, `http(s):` or `file:` URL, base64, or these with a detail. See docs/images.md."""
+Image = ImageRef | bytes | PathLike[str] | str | dict[str, str]
+"""The bytes of a file, its path, or what is sent over HTTP: a `data:`, `http(s):` or `file:` URL, base64, or these with a detail. See
+docs/images.md."""
 
 
-Audio = AudioRef | bytes | str | dict[str, str]
+Audio = AudioRef | bytes | PathLike[str] | str | dict[str, str]
 """A sound in the same ways."""
 
 Video = VideoRef | str | dict[str, Any]

@@ -139,7 +139,7 @@ class Encoder:
     ) -> list[TokenizedGenerateReqInput]:
         given = [prompt.given for prompt in call.prompts]
         contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
-        if any(prompt.media for prompt in given):
+        if self._media.loader is not None or any(prompt.media for prompt in given):
             contents = await self._add_media(call, contents, state)
         samples = iter(state.samples)
         requests: list[TokenizedGenerateReqInput] = []

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from headrace.errors import RequestError
 from headrace.messages.control import ReadyInfo
 from headrace.messages.media import (
+    DEFAULT_FPS,
     NO_SENSES,
     WORDS,
     AudioData,
@@ -40,6 +41,9 @@ KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 FRAMES_URL = "data:video/jpeg;base64,"
 """Before the frames of a video that is given as a text."""
+
+MAX_FRAMES = 10_000
+"""Of a video that is given as one text, whatever the options allow."""
 
 _MIN_FPS, _MAX_FPS = 0.001, 240.0
 
@@ -85,6 +89,10 @@ class Loader(Protocol):
     def most(self) -> Mapping[str, int]:
         """Most items of each kind in a prompt."""
 
+    @property
+    def max_frames(self) -> int:
+        """Most frames of a video."""
+
     def append(self, tokens: list[int], more: Sequence[int]) -> int:
         """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
 
@@ -129,6 +137,18 @@ class PromptMedia:
             if count > most:
                 raise RequestError(
                     f"{words.field}: {_number(count, words.one)} in one prompt; the limit is {most} ({words.limit})",
+                    words.field,
+                )
+        for refs in prompts:
+            check_frames(refs.videos, WORDS["video"].field, self.loader.max_frames if self.loader else 0)
+
+    def check_tokens(self, ids: Sequence[int], refs: MediaRefs) -> None:
+        """Raises RequestError for a prompt with the token of an item that is not given."""
+        for kind, token_id in self.loader.token_ids.items() if self.loader is not None else ():
+            if not refs.of(kind) and token_id in ids:
+                words = WORDS[kind]
+                raise RequestError(
+                    f"the prompt has the token {self.senses.tokens[kind]}, but {words.field} has no {words.one} for it",
                     words.field,
                 )
 
@@ -196,14 +216,27 @@ def refs_of(
     ]
 
 
-def video_of_url(where: str, url: str) -> VideoRef:
+def check_frames(videos: Sequence[VideoRef], where: str, max_frames: int) -> None:
+    """Raises RequestError for a video with too many frames."""
+    for number, video in enumerate(videos):
+        if len(video.frames) > max_frames:
+            raise RequestError(
+                f"{where}[{number}]: it has {len(video.frames)} frames; the limit is {max_frames} (--max-video-frames)",
+                where,
+            )
+
+
+def video_of_url(where: str, url: str, fps: float = DEFAULT_FPS) -> VideoRef:
     """The video of a text with its frames. Raises RequestError."""
-    if not url[: len(FRAMES_URL)].lower() == FRAMES_URL:
+    if url[: len(FRAMES_URL)].lower() != FRAMES_URL:
         raise RequestError(
-            f"{where}: a video is given by its frames, as images: {FRAMES_URL} and the base64 texts of JPEG files, separated by commas",
+            f"{where}: video files are not decoded. Take frames of the video, e.g. ffmpeg -i clip.mp4 -vf fps=2 frame%03d.jpg, and send "
+            f'{{"frames": [...], "fps": 2}}, or {FRAMES_URL} and the base64 texts of the frames, separated by commas',
             where,
         )
-    return VideoRef(frames=tuple(ImageRef(url=frame) for frame in url[len(FRAMES_URL) :].split(",")))
+    if url.count(",") > MAX_FRAMES:
+        raise RequestError(f"{where}: a video of more than {MAX_FRAMES} frames", where)
+    return VideoRef(frames=tuple(ImageRef(url=frame) for frame in url[len(FRAMES_URL) :].split(",")), fps=fps)
 
 
 def check_media_bytes(contents: Sequence[tuple[PromptContent, int]]) -> None:
@@ -226,12 +259,20 @@ async def add_media(
     owners: Sequence[str],
 ) -> list[PromptContent]:
     """`contents` with the media of each prompt. owners: of the prompts, see `Loader.load`. Raises RequestError."""
-    with_media = [index for index, refs in enumerate(prompts) if refs]
-    done = await asyncio.gather(
-        *(media.add(contents[index].ids(), prompts[index], owners[index]) for index in with_media)
-    )
-    found = dict(zip(with_media, done, strict=True))
-    return [found.get(index, content) for index, content in enumerate(contents)]
+
+    async def added(index: int) -> PromptContent:
+        content, refs = contents[index], prompts[index]
+        if not content.has_tokens:
+            return content
+        try:
+            media.check_tokens(content.ids(), refs)
+            return await media.add(content.ids(), refs, owners[index]) if refs else content
+        except RequestError as error:
+            if len(prompts) > 1:
+                raise RequestError(f"prompt {index}: {error.message}", error.param, error.code) from None
+            raise
+
+    return list(await asyncio.gather(*map(added, range(len(prompts)))))
 
 
 def _by_prompt(
@@ -241,28 +282,36 @@ def _by_prompt(
     num_prompts: int,
     is_batch: bool,
 ) -> list[tuple[R, ...]]:
-    field, one = WORDS[kind].field, WORDS[kind].one
-    if data is None or (isinstance(data, list) and not any(data)):
+    words = WORDS[kind]
+    if _is_nothing(data):
         return [()] * num_prompts
     if not is_batch:
-        given = data if isinstance(data, list) else [data]
+        given: list[R | str | list[R | str] | None] = data if isinstance(data, list) else [data]
         if len(given) == 1 and isinstance(given[0], list):
-            given = list(given[0])
+            return [_refs(kind, ref_type, given[0])]
         return [_refs(kind, ref_type, given)]
-    if not isinstance(data, list) or len(data) != num_prompts:
-        number = len(data) if isinstance(data, list) else 1
+    an_item = f"an item is one {words.one}, a list of {words.many}, or null"
+    if not isinstance(data, list):
         raise RequestError(
-            f"{field}: for a list of prompts the number of items ({number}) must equal that of the prompts ({num_prompts}); "
-            f"an item is one {one}, a list of {WORDS[kind].many}, or null",
-            field,
+            f"{words.field}: for a list of prompts it is a list, too, with an item for each; {an_item}", words.field
+        )
+    if len(data) != num_prompts:
+        raise RequestError(
+            f"{words.field}: for a list of prompts the number of items ({len(data)}) must equal that of the prompts ({num_prompts}); {an_item}",
+            words.field,
         )
     return [_refs(kind, ref_type, item if isinstance(item, list) else [item]) for item in data]
+
+
+def _is_nothing(data: object) -> bool:
+    """Whether it asks for nothing."""
+    return all(map(_is_nothing, data)) if isinstance(data, list) else data is None or data == ""
 
 
 def _refs(kind: MediaKind, ref_type: type[R], given: Sequence[R | str | list[R | str] | None]) -> tuple[R, ...]:
     words, refs = WORDS[kind], []
     for item in given:
-        if item is None or item == "":
+        if _is_nothing(item):
             continue
         if isinstance(item, list):
             raise RequestError(f"{words.field} has lists of {words.many}, but there is one prompt", words.field)
@@ -281,25 +330,33 @@ def _of_text(kind: MediaKind, text: str) -> MediaRef:
             return video_of_url(WORDS["video"].field, text)
 
 
-def _checked(kind: MediaKind, ref: MediaRef) -> MediaRef:
+def _checked(kind: MediaKind, ref: MediaRef | None) -> MediaRef:
     """The item as it is loaded. Raises RequestError."""
-    words = WORDS[kind]
+    field = WORDS[kind].field
     if isinstance(ref, VideoRef):
-        if not ref.frames:
-            raise RequestError(f"{words.field}: a video has no frames", words.field)
-        if not _MIN_FPS <= ref.fps <= _MAX_FPS:
-            raise RequestError(
-                f"{words.field}: fps is {ref.fps:g}; expected a number from {_MIN_FPS:g} to {_MAX_FPS:g}", words.field
-            )
-        return replace(ref, frames=tuple(map(_one_of, ref.images)))
-    return _one_of(ref, kind)
-
-
-def _one_of(ref: ImageRef | AudioRef, kind: MediaKind = "video") -> ImageRef | AudioRef:
+        return checked_video(field, ref)
+    assert ref is not None
     if bool(ref.url) == bool(ref.data):
-        what = {"image": "an image", "audio": "a sound", "video": "a frame of a video"}[kind]
-        raise RequestError(f"{WORDS[kind].field}: {what} has either url or data", WORDS[kind].field)
+        raise RequestError(f"{field}: {'a sound' if kind == 'audio' else 'an image'} has either url or data", field)
     return ref
+
+
+def checked_video(where: str, ref: VideoRef) -> VideoRef:
+    """The video with its frames as images. Raises RequestError."""
+    if not ref.frames:
+        raise RequestError(f"{where}: a video has no frames", where)
+    if not _MIN_FPS <= ref.fps <= _MAX_FPS:
+        raise RequestError(f"{where}: fps is {ref.fps:g}; expected a number from {_MIN_FPS:g} to {_MAX_FPS:g}", where)
+    for number, frame in enumerate(ref.images):
+        if bool(frame.url) == bool(frame.data):
+            raise RequestError(
+                f"{where}: frames[{number}] has {'both url and data' if frame.url else 'neither url nor data'}", where
+            )
+        if frame.detail == "low":
+            raise RequestError(
+                f"{where}: frames[{number}] has detail low, but frames are all made of one size; leave it out", where
+            )
+    return replace(ref, frames=ref.images)
 
 
 def _number(count: int, what: str) -> str:

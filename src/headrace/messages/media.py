@@ -99,11 +99,15 @@ class AudioRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return len(self.url) + len(self.data)
 
 
+DEFAULT_FPS = 2.0
+"""Frames of a second of a video whose client does not say it."""
+
+
 class VideoRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One video as a client gives it: its frames, in order, each an image. fps: how many of them there are for a second of the video."""
 
     frames: tuple[ImageRef | str, ...]
-    fps: float = 2.0
+    fps: float = DEFAULT_FPS
 
     @property
     def images(self) -> tuple[ImageRef, ...]:

@@ -60,10 +60,10 @@ def make_family(
     vocabulary: Vocabulary,
     config: dict[str, Any],
     reasons: Mapping[MediaKind, str] | None = None,
-    has_videos: bool = False,
+    videos: ImageSettings | None = None,
 ) -> tuple[Family, ImageSettings]:
     """The family of a checkpoint that sees, and the settings as this family has them. config: its config.json. reasons: why it does not take other
-    kinds. has_videos: its videos can be prepared. Raises ModelError, with the reason why its images cannot be served."""
+    kinds. videos: settings of frames, None = it takes none. Raises ModelError, with the reason why its images cannot be served."""
     if media.vision.num_channels != 3:
         raise ModelError(f"the vision tower takes {media.vision.num_channels} channels; only 3 are served")
     build = _FAMILIES.get(media.family)
@@ -77,9 +77,9 @@ def make_family(
         settings = msgspec.structs.replace(settings, splits=True)
     kinds: dict[MediaKind, KindTokens] = {"image": build(media, settings, tokens, config)}
     why = dict(reasons or {})
-    if has_videos:
+    if videos is not None:
         try:
-            kinds["video"] = _qwen_videos(media, _Tokens(vocabulary, _token(config, "video_token_id", 151656)))
+            kinds["video"] = _qwen_videos(media, videos, _Tokens(vocabulary, _token(config, "video_token_id", 151656)))
         except ModelError as error:
             why["video"] = error.message
     joints = _line_ends(tokens) if media.family == "gemma3" else PLAIN
@@ -191,12 +191,8 @@ def _idefics3(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
 
 
 def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, config: dict[str, Any]) -> KindTokens:
-    vision = media.vision
-    for name in ("patch_size", "temporal_patch_size", "merge_size"):
-        theirs, ours = getattr(settings, name), getattr(vision, name)
-        if theirs != ours:
-            raise ModelError(f"the image processor's {name} is {theirs}, and that of the vision tower {ours}")
-    merged = vision.merge_size**2
+    _check_patches(media, settings, "image")
+    merged = media.vision.merge_size**2
 
     def layout(facts: ItemFacts) -> TokenLayout:
         return tokens.layout([tokens.row] * (math.prod(facts.grid) // merged))
@@ -204,8 +200,9 @@ def _qwen2_vl(media: MediaConfig, settings: ImageSettings, tokens: _Tokens, conf
     return KindTokens(tokens.row, layout)
 
 
-def _qwen_videos(media: MediaConfig, tokens: _Tokens) -> KindTokens:
+def _qwen_videos(media: MediaConfig, settings: ImageSettings, tokens: _Tokens) -> KindTokens:
     """All rows one after the other, or, of Qwen3-VL, those of each step in time between two tokens, after its time in seconds."""
+    _check_patches(media, settings, "video")
     merged = media.vision.merge_size**2
     tokens.text(tokens.row)
     if media.family != "qwen3_vl":
@@ -312,6 +309,14 @@ def _pixtral_settings(media: MediaConfig, settings: ImageSettings) -> ImageSetti
     vision = media.vision
     merge = vision.merge_size if media.family == "mistral3" else 1
     return msgspec.structs.replace(settings, patch_size=vision.patch_size, merge_size=merge)
+
+
+def _check_patches(media: MediaConfig, settings: ImageSettings, what: str) -> None:
+    """Raises ModelError if the processor's patches are not those of the tower."""
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        theirs, ours = getattr(settings, name), getattr(media.vision, name)
+        if theirs != ours:
+            raise ModelError(f"the {what} processor's {name} is {theirs}, and that of the vision tower {ours}")
 
 
 def _check_side(settings: ImageSettings, side: int) -> None:

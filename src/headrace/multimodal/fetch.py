@@ -91,7 +91,9 @@ class Fetcher:
         from yarl import URL
 
         if not self._domains.names and not self._domains.addresses:
-            raise MediaRefusedError("this server fetches no files (--allowed-media-domains)", "url")
+            raise MediaRefusedError(
+                "this server fetches no files (--allowed-media-domains): send the file itself, in base64", "url"
+            )
         if len(url) > _MOST_URL or any(letter <= " " or letter in "\\\x7f" for letter in url):
             raise MediaRefusedError("the URL is too long, or has characters that a URL cannot have", "url")
         try:

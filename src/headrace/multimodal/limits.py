@@ -5,6 +5,9 @@ MIB = 1 << 20
 MAX_PIXELS = 50_000_000
 """Of an image, and of what it is resized to."""
 
+MAX_VIDEO_PIXELS = 250_000_000
+"""Of all frames of a video as they are given: as many as 120 of 1920 x 1080."""
+
 MAX_SIDE = 1 << 16
 """Of an image, in pixels."""
 
@@ -17,6 +20,9 @@ MAX_RATE = 384_000
 
 MAX_LEVEL = 1e12
 """Of a sample, where 1 is full scale. The power of a frame of such samples is about 1e29, which float32 holds: features stay finite."""
+
+SLACK_S = 0.25
+"""By which a sound may be longer than is heard at a time, and is cut: encoders of MP3 add some silence to what they are given."""
 
 MIN_HOPS = 4
 """Of a sound, from one frame of its features to the next: fewer may give no token."""

@@ -26,7 +26,7 @@ from headrace.checkpoint.image_processors import read_image_settings, read_video
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.media_config import read_media
 from headrace.config.media_args import MediaArgs
-from headrace.errors import ExecutionError, ModelError, RequestError
+from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.messages.media import (
     KEY_BYTES,
     WORDS,
@@ -42,7 +42,7 @@ from headrace.messages.media_stats import MediaStats
 from headrace.multimodal.families import Family, Vocabulary, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.layout import ItemFacts, TokenLayout
-from headrace.multimodal.limits import MAX_VIDEO_BYTES, VIDEO_LIMIT_S
+from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S
 from headrace.multimodal.media_messages import AudioJob, ImageJob, MediaJob, MediaSettings, VideoJob
 from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
@@ -63,7 +63,7 @@ _FILES = 8
 """Files that have been read and are yet to be prepared, at a time."""
 
 _VIDEOS = 4
-"""Videos whose frames are being fetched or read, or have been and are yet to be prepared, at a time."""
+"""Videos whose frames are being fetched, or have been and are yet to be prepared, at a time."""
 
 _THREADS = 2
 """That decode base64 and hash files."""
@@ -94,6 +94,9 @@ class MediaLoader:
         self._several_are_low = family.senses.family == "llava_onevision"
         self._pool = MediaPool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "media")
+        # A video takes as long as many images, which do not wait for it.
+        self._video_pool = MediaPool(settings)
+        self._video_threads = ThreadPoolExecutor(1, "media-videos")
         self._threads = ThreadPoolExecutor(_THREADS, "media-bytes")
         # A file system that does not answer holds these only.
         self._file_threads = ThreadPoolExecutor(_FILES, "media-files")
@@ -124,6 +127,11 @@ class MediaLoader:
         """Most items of each kind in a prompt."""
         return self._args.most
 
+    @property
+    def max_frames(self) -> int:
+        """Most frames of a video."""
+        return self._args.max_frames
+
     def stats(self) -> MediaStats:
         """What has been done so far."""
         return MediaStats(
@@ -134,7 +142,7 @@ class MediaLoader:
             decode_s=self._decode_s,
             num_cached=len(self._cache),
             cache_bytes=self._cache.num_bytes,
-            num_killed=self._pool.num_killed,
+            num_killed=self._pool.num_killed + self._video_pool.num_killed,
         )
 
     async def load(self, refs: Sequence[MediaRef], owner: str = "") -> list[Loaded]:
@@ -166,8 +174,9 @@ class MediaLoader:
         """End the children. What is being loaded fails."""
         self._closed = True
         self._pool.close()
+        self._video_pool.close()
         self._fetcher.close()
-        for threads in (self._pool_threads, self._threads, self._file_threads):
+        for threads in (self._pool_threads, self._video_threads, self._threads, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load_one(self, ref: MediaRef, several: bool, places: asyncio.Semaphore, owner: str) -> Loaded:
@@ -186,32 +195,51 @@ class MediaLoader:
                 return await self._load_video(ref, owner)
 
     async def _load_video(self, ref: VideoRef, owner: str) -> Loaded:
-        if len(ref.frames) > self._args.max_frames:
-            raise MediaRefusedError(
-                f"it has {len(ref.frames)} frames; the limit is {self._args.max_frames} (--max-video-frames)", "frames"
-            )
-        # The bytes of those that are in requests are there already.
-        is_inline = all(form_of(frame) == "inline" for frame in ref.images)
-        async with nullcontext() if is_inline else self._videos:
+        # Frames that are in the request are there already; those of files come soon.
+        is_slow = any(frame.url[:4].lower() == "http" for frame in ref.images)
+        async with self._place_of_video() if is_slow else nullcontext():
             try:
                 async with asyncio.timeout(VIDEO_LIMIT_S):
-                    frames = await self._frames(ref)
+                    frames = await self._frames(ref.images)
             except TimeoutError:
                 raise MediaRefusedError(f"getting its frames takes longer than {VIDEO_LIMIT_S:g} s", "time") from None
             return await self._shared(VideoJob(frames, ref.fps), owner)
 
-    async def _frames(self, ref: VideoRef) -> tuple[bytes, ...]:
-        """The files of a video's frames, got one after the other, so that they take one place beside the items of others."""
-        frames: list[bytes] = []
-        for number, frame in enumerate(ref.images):
+    @asynccontextmanager
+    async def _place_of_video(self) -> AsyncIterator[None]:
+        """One of the places of videos whose frames are fetched. Raises CapacityError if others keep them for long."""
+        try:
+            async with asyncio.timeout(FETCH_LIMIT_S):
+                await self._videos.acquire()
+        except TimeoutError:
+            raise CapacityError("too many videos are being fetched", retry_after_s=5) from None
+        try:
+            yield
+        finally:
+            self._videos.release()
+
+    async def _frames(self, frames: Sequence[ImageRef]) -> tuple[bytes, ...]:
+        """The files of a video's frames, a few at a time."""
+        files: list[bytes] = []
+        for first in range(0, len(frames), _AT_A_TIME):
+            some = enumerate(frames[first : first + _AT_A_TIME], first)
+            tasks = [asyncio.create_task(self._frame(number, frame)) for number, frame in some]
             try:
-                async with self._bytes(frame, self._limits["video"]) as data:
-                    frames.append(data)
-            except MediaRefusedError as error:
-                raise MediaRefusedError(f"frame {number}: {error.message}", error.kind) from None
-            if sum(map(len, frames)) > MAX_VIDEO_BYTES:
+                files += await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            if sum(map(len, files)) > MAX_VIDEO_BYTES:
                 raise MediaRefusedError(f"its frames take more than {MAX_VIDEO_BYTES} bytes", "bytes")
-        return tuple(frames)
+        return tuple(files)
+
+    async def _frame(self, number: int, frame: ImageRef) -> bytes:
+        try:
+            async with self._bytes(frame, self._limits["video"]) as data:
+                return data
+        except MediaRefusedError as error:
+            raise MediaRefusedError(f"frames[{number}]: {error.message}", error.kind) from None
 
     async def _shared(self, job: MediaJob, owner: str) -> Loaded:
         """What a job gives, or has given."""
@@ -243,7 +271,10 @@ class MediaLoader:
         begun_s = time.perf_counter()
         self._costly.check(key)
         try:
-            done = await self._in(self._pool_threads, self._pool.prepare, job)
+            if isinstance(job, VideoJob):
+                done = await self._in(self._video_threads, self._video_pool.prepare, job)
+            else:
+                done = await self._in(self._pool_threads, self._pool.prepare, job)
         except MediaRefusedError as error:
             if error.kind in ("time", "memory"):
                 self._costly.add(key, error)
@@ -305,11 +336,13 @@ def make_loader(
     except ModelError as error:
         why["video"] = error.message
     images = read_image_settings(folder, media.family)
-    family, images = make_family(media, images, tokenizer, config, why, has_videos=videos is not None)
-    settings = MediaSettings(
-        images=bounded(images, args.max_patches), videos=videos, video_patches=VIDEO_PATCHES * args.max_patches
-    )
-    return MediaLoader(family, settings, args)
+    family, images = make_family(media, images, tokenizer, config, why, videos)
+    images = bounded(images, args.max_patches)
+    if videos is None:
+        return MediaLoader(family, MediaSettings(images=images), args)
+    patch_bytes = 4 * 3 * videos.temporal_patch_size * videos.patch_size**2
+    most = min(VIDEO_PATCHES * args.max_patches, MAX_ITEM_BYTES // patch_bytes)
+    return MediaLoader(family, MediaSettings(images=images, videos=videos, video_patches=most), args)
 
 
 def _check_sounds(audio: AudioConfig, settings: AudioSettings) -> None:

@@ -5,8 +5,10 @@ job with a `Verdict` (`media_messages`).
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import msgspec
+from PIL.Image import Image
 
 from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
@@ -14,6 +16,7 @@ from headrace.child_pool.frames import Frames
 from headrace.garbage import give_back_free_memory
 from headrace.messages.media import KEY_BYTES, WORDS
 from headrace.multimodal.images import read_image
+from headrace.multimodal.limits import MAX_VIDEO_PIXELS
 from headrace.multimodal.media_messages import (
     AudioJob,
     Done,
@@ -88,8 +91,23 @@ def _prepared(job: MediaJob, settings: MediaSettings) -> Prepared:
             return _prepared_sound(job.data, settings.audio)
         case VideoJob():
             assert settings.videos is not None, "the model takes videos"
-            frames = map(read_image, job.frames)
-            return prepare_video(frames, len(job.frames), job.fps, settings.videos, settings.video_patches)
+            return prepare_video(_frames(job), len(job.frames), job.fps, settings.videos, settings.video_patches)
+
+
+def _frames(job: VideoJob) -> Iterator[Image]:
+    """The frames, one by one. Raises MediaRefusedError, which tells which of them is wrong."""
+    num_pixels = 0
+    for number, data in enumerate(job.frames):
+        try:
+            frame = read_image(data)
+        except MediaRefusedError as error:
+            raise MediaRefusedError(f"frames[{number}]: {error.message}", error.kind) from None
+        num_pixels += frame.width * frame.height
+        if num_pixels > MAX_VIDEO_PIXELS:
+            raise MediaRefusedError(
+                f"its frames have more than {MAX_VIDEO_PIXELS} pixels together: send smaller ones", "pixels"
+            )
+        yield frame
 
 
 def _prepared_sound(data: bytes, settings: AudioSettings) -> Prepared:

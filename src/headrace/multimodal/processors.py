@@ -80,7 +80,7 @@ def prepare_video(
             size, target = frame.size, _frame_size(frame, num_frames, settings, max_patches)
         if frame.size != size:
             raise MediaRefusedError(
-                f"frame {number} has {frame.width} x {frame.height} pixels, and the first {size[0]} x {size[1]}",
+                f"frames[{number}] has {frame.width} x {frame.height} pixels, and frames[0] {size[0]} x {size[1]}: they must be of one size",
                 "pixels",
             )
         pixels.append(np.asarray(_resized(frame, *target, settings.resample)))

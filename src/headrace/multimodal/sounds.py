@@ -21,7 +21,7 @@ import soxr
 
 from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.multimodal.file_names import file_name
-from headrace.multimodal.limits import MAX_CHANNELS, MAX_LEVEL, MAX_RATE, MAX_WAV_CHUNKS, MIN_HOPS, MIN_RATE
+from headrace.multimodal.limits import MAX_CHANNELS, MAX_LEVEL, MAX_RATE, MAX_WAV_CHUNKS, MIN_HOPS, MIN_RATE, SLACK_S
 from headrace.multimodal.refused import MediaRefusedError
 
 SERVED = "WAV, FLAC, MP3 and Ogg (Vorbis, Opus)"
@@ -75,7 +75,7 @@ def read_sound(data: bytes, settings: AudioSettings) -> Samples:
     """Mono samples float32[n] at `settings.sampling_rate`, at least `MIN_HOPS` hops, at most `settings.chunk_samples`. Raises MediaRefusedError."""
     try:
         samples, rate = _decoded(*_sound_part(data), settings)
-        return _resampled(samples, rate, settings)
+        return _resampled(samples, rate, settings)[: settings.chunk_samples]
     except MemoryError:
         raise MediaRefusedError("decoding the sound takes too much memory", "memory") from None
 
@@ -166,7 +166,7 @@ def _check_header(file: _Stream, *, behind_tag: bool) -> None:
 
 def _read(file: _Stream, settings: AudioSettings) -> Samples:
     """The mean of the channels, block by block, and no more blocks than show that the sound is too long."""
-    most = settings.chunk_seconds * file.samplerate
+    most = int((settings.chunk_seconds + SLACK_S) * file.samplerate)
     # An MP3 file without a count gives a guess, from the size of its first frame.
     if file.format != "MP3" and most < file.frames < _MOST_FRAMES:
         raise _too_long(file, settings)
@@ -199,7 +199,9 @@ def _resampled(samples: Samples, rate: int, settings: AudioSettings) -> Samples:
 
 
 def _not_read(name: str) -> MediaRefusedError:
-    return MediaRefusedError(f"it is {name}; {SERVED} sounds are read", "format")
+    return MediaRefusedError(
+        f"it is {name}; {SERVED} sounds are read: convert it, e.g. ffmpeg -i FILE sound.wav", "format"
+    )
 
 
 def _broken(why: str) -> MediaRefusedError:

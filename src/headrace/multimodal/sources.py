@@ -79,7 +79,9 @@ def inline_bytes(ref: ImageRef | AudioRef, limit: FileLimit) -> bytes:
 def file_bytes(url: str, folder: Path | None, limit: FileLimit) -> bytes:
     """The bytes of a `file:` URL. folder: what it must be below, without links in its path. Raises MediaRefusedError."""
     if folder is None:
-        raise MediaRefusedError("this server reads no files (--allowed-local-media-path)", "url")
+        raise MediaRefusedError(
+            "this server reads no files (--allowed-local-media-path): send the file itself, in base64", "url"
+        )
     # The same words for whatever is wrong, so that nobody learns which files there are.
     refused = MediaRefusedError("there is no such file below --allowed-local-media-path that can be read", "url")
     try:

@@ -49,24 +49,26 @@ def base64_image(where: str, data: object) -> Message:
 
 def base64_audio(where: str, given: object) -> Message:
     """The part of a sound that is given in base64, as `input_audio` of OpenAI. Raises RequestError."""
-    match given:
-        case {"data": str(data), **others} if data and asks_for(others) <= {"format"}:
-            pass
-        case _:
-            raise RequestError(
-                f'{where} must be an object with "data", the base64 text of a sound, and "format"', where
-            )
+    data, name = (given.get("data"), given.get("format")) if isinstance(given, Mapping) else (None, None)
+    if not isinstance(given, Mapping) or not isinstance(data, str):
+        raise RequestError(f'{where} must be an object with "data", the base64 text of a sound, and "format"', where)
+    if unknown := sorted(map(str, asks_for(given) - {"data", "format"})):
+        raise RequestError(f"{where}: the field {unknown[0][:50]!r} is not known here", where)
+    if not data:
+        raise RequestError(f"{where}.data is empty: it must be the base64 text of a sound", f"{where}.data")
     if ":" in data[:32] and data[:5].lower() != "data:":
-        raise RequestError(f"{where}.data must be the base64 text of a sound", f"{where}.data")
-    name = others.get("format")
-    if not is_empty(name) and name not in AUDIO_FORMATS:
+        raise RequestError(
+            f"{where}.data must be the base64 text of a sound; a URL goes into a part of type audio_url",
+            f"{where}.data",
+        )
+    if not is_empty(name) and str(name).lower() not in AUDIO_FORMATS:
         raise RequestError(
             f"{where}.format must be one of {', '.join(AUDIO_FORMATS)}, got {str(name)[:50]!r}", f"{where}.format"
         )
     return audio_part(data)
 
 
-def asks_for(fields: Mapping[object, object]) -> set[object]:
+def asks_for(fields: Mapping[Any, object]) -> set[object]:
     """The names of the fields that ask for something."""
     return {name for name, value in fields.items() if not is_empty(value)}
 
@@ -79,11 +81,6 @@ def audio_part(url: str) -> Message:
 def video_part(video: VideoRef) -> Message:
     """A part of a message's content that is a video."""
     return {"type": "video", "video": video}
-
-
-def is_image(part: object) -> bool:
-    """Whether a part of a message's content is an image."""
-    return _kind_of(part) == "image"
 
 
 def is_media(part: object) -> bool:

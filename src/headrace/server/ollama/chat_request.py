@@ -101,6 +101,13 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
     ):
         if role != owner and not is_empty(getattr(message, name)):
             raise RequestError(f"{where}.{name} belongs to the role {owner}", f"{where}.{name}")
+    for name in ("audios", "videos"):
+        if not is_empty(getattr(message, name)):
+            raise RequestError(
+                f"{where}.{name} is not supported: /v1/chat/completions takes sounds and videos",
+                f"{where}.{name}",
+                "unsupported_parameter",
+            )
     if message.content is None and not message.images and not (role == "assistant" and message.tool_calls):
         raise RequestError(f"{where}.content is missing", f"{where}.content")
     shown: Message = {"role": role, "content": message.content or ""}

@@ -94,6 +94,8 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None = None
     thinking: str | None = None
     images: list[object] | None = None
+    audios: object | None = None
+    videos: object | None = None
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None

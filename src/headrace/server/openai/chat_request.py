@@ -23,7 +23,7 @@ from headrace.server.chat.custom_tools import check_definitions, custom_call, cu
 from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
 
-_MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial")
+_MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial", "images", "audios", "videos")
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
 """The limit of reasoning, as we, vLLM and llama.cpp call it."""
 

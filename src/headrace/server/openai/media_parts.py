@@ -3,11 +3,11 @@
 Owns the types `image_url`, `input_audio`, and of vLLM and SGLang `audio_url` and `video_url`. Pure functions; any thread.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from headrace.errors import RequestError
-from headrace.frontend.media import video_of_url
-from headrace.messages.media import ImageRef, VideoRef
+from headrace.frontend.media import checked_video, video_of_url
+from headrace.messages.media import DEFAULT_FPS, ImageRef, VideoRef
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Message
 from headrace.server.chat.media import asks_for, audio_part, base64_audio, image_detail, image_part, video_part
@@ -29,46 +29,61 @@ def media_part(where: str, part: ContentPart) -> Message | None:
 
 
 def _image(where: str, given: object) -> Message:
-    match given:
-        case str(url) if url:
-            return image_part(url)
-        case {"url": str(url), **others} if url and asks_for(others) <= {"detail"}:
-            return image_part(url, image_detail(f"{where}.detail", others.get("detail")))
-        case _:
-            raise RequestError(f'{where} must be a URL, or an object with "url" and "detail"', where)
+    url, others = _url(where, given, "detail")
+    return image_part(url, image_detail(f"{where}.detail", others.get("detail")))
 
 
 def _audio(where: str, given: object) -> Message:
-    match given:
-        case str(url) if url:
-            return audio_part(url)
-        case {"url": str(url), **others} if url and not asks_for(others):
-            return audio_part(url)
-        case _:
-            raise RequestError(f'{where} must be a URL, or an object with "url"', where)
+    return audio_part(_url(where, given)[0])
 
 
 def _video(where: str, given: object) -> Message:
     """Of frames: in one URL, or as images."""
-    match given:
-        case str(url) if url:
-            return video_part(video_of_url(where, url))
-        case {"url": str(url), **others} if url and not asks_for(others):
-            return video_part(video_of_url(where, url))
-        case {"frames": [*frames], **others} if asks_for(others) <= {"fps"}:
-            images = tuple(_frame(f"{where}.frames[{number}]", frame) for number, frame in enumerate(frames))
-            fps = others.get("fps")
-            if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float)):
-                raise RequestError(f"{where}.fps must be a number", f"{where}.fps")
-            return video_part(VideoRef(frames=images) if fps is None else VideoRef(frames=images, fps=float(fps)))
-        case _:
-            raise RequestError(f'{where} must be a URL, or an object with "url", or with "frames" and "fps"', where)
+    if not isinstance(given, Mapping) or "frames" not in given:
+        url, others = _url(where, given, "fps")
+        return video_part(checked_video(where, video_of_url(where, url, _fps(where, others))))
+    _check_names(where, given, "frames", "fps")
+    frames = given["frames"]
+    if not isinstance(frames, list):
+        raise RequestError(f"{where}.frames must be a list of images", f"{where}.frames")
+    images = tuple(_frame(f"{where}.frames[{number}]", frame) for number, frame in enumerate(frames))
+    return video_part(checked_video(where, VideoRef(frames=images, fps=_fps(where, given))))
+
+
+def _fps(where: str, given: Mapping[str, object]) -> float:
+    fps = given.get("fps")
+    if is_empty(fps):
+        return DEFAULT_FPS
+    if isinstance(fps, bool) or not isinstance(fps, int | float):
+        raise RequestError(f"{where}.fps must be a number", f"{where}.fps")
+    return float(fps)
 
 
 def _frame(where: str, given: object) -> ImageRef:
     ref = _image(where, given)["image"]
     assert isinstance(ref, ImageRef), "a part of an image"
     return ref
+
+
+def _url(where: str, given: object, *names: str) -> tuple[str, Mapping[str, object]]:
+    """The URL of a part, and the object with it. names: other fields that the object may have. Raises RequestError."""
+    found = {"url": given} if isinstance(given, str) else given
+    if not isinstance(found, Mapping) or not isinstance(found.get("url"), str):
+        listed = " and ".join(f'"{name}"' for name in ("url", *names))
+        raise RequestError(f"{where} must be a URL, or an object with {listed}", where)
+    if not found["url"]:
+        raise RequestError(f"{where} is empty: it must be a URL", where)
+    _check_names(where, found, "url", *names)
+    return found["url"], found
+
+
+def _check_names(where: str, given: Mapping[str, object], *names: str) -> None:
+    """Raises RequestError for a field with another name that asks for something."""
+    if unknown := sorted(map(str, asks_for(given) - set(names))):
+        raise RequestError(
+            f"{where}: the field {unknown[0][:50]!r} is not known here; those that are: {', '.join(names)}",
+            f"{where}.{unknown[0][:50]}",
+        )
 
 
 _READERS: dict[str, Callable[[str, object], Message]] = {

@@ -219,6 +219,9 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    images: object | None = None
+    audios: object | None = None
+    videos: object | None = None
     audio: object | None = None
     tool_calls: list[dict[str, object]] | None = None
     tool_call_id: str | None = None

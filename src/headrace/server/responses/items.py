@@ -115,7 +115,7 @@ class _Messages:
             )
         content = content_parts(f"{where}.content", item.get("content"))
         if role != "user" and isinstance(content, list):
-            raise RequestError(f"{where}.content: images belong to the role user", f"{where}.content")
+            raise RequestError(f"{where}.content: images and sounds belong to the role user", f"{where}.content")
         self.text("system" if role == "developer" else str(role), content)
 
     def _reasoning(self, where: str, item: Item) -> None:
