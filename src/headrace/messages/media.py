@@ -266,9 +266,9 @@ def num_parts(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def pad_spans(token_ids: bytes, spans: tuple[MediaSpan, ...], media: tuple[MediaItem, ...]) -> bytes:
-    """Tokens with the pads of items in place of their placeholders, so that equal keys mean equal images.
+    """Tokens with the pads of items in place of their placeholders, so that equal keys mean equal items.
 
-    token_ids: int32[n] bytes, the first n tokens of a sequence, which may end within a span. After four tokens of a span the whole key is compared
+    token_ids: int32[n] bytes, the first n tokens of a sequence, which may end within a span. After four tokens of an item the whole key is compared
     (124 of its 128 bits).
     """
     keys = np.frombuffer(token_ids, np.int32).copy()

@@ -40,7 +40,7 @@ _STATEFUL = re.compile(
 
 _IGNORED = (
     *("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias"),
-    *("vision_tower.", "multi_modal_projector."),
+    *("vision_tower.", "multi_modal_projector.", "audio_tower."),
 )
 _EXTRAS = {
     "s_aux": "attention sinks",

@@ -28,7 +28,7 @@ class MediaPool(ChildPool[Verdict]):
         program: Sequence[str] = PROGRAM,
     ) -> None:
         super().__init__(
-            "decode images and sounds",
+            "decode media",
             program,
             Setup(settings, memory_bytes),
             VERDICTS,

@@ -1,6 +1,6 @@
-"""Prepared images by the content of their files, bounded in bytes, and work that several requests share.
+"""Prepared items by the content of their files, bounded in bytes, and work that several requests share.
 
-Owns `PreparedCache`, `Flights` and `RecentRefusals`. Knows nothing of how images are prepared. Runs in the main process's event loop.
+Owns `PreparedCache`, `Flights` and `RecentRefusals`. Knows nothing of how items are prepared. Runs in the main process's event loop.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class PreparedCache(Generic[T]):
 
 
 class RecentRefusals:
-    """Refusals of files that took all that an image may take, so that sending one again and again does not hold up others. Each is remembered for a
+    """Refusals of files that took all that an item may take, so that sending one again and again does not hold up others. Each is remembered for a
     while only: that it took so much may have been another's doing."""
 
     def __init__(self, seconds: float = 60.0, max_refusals: int = 256) -> None:
