@@ -30,7 +30,9 @@ ALLOWED_MEDIA_DOMAINS = option(
 ALLOWED_LOCAL_MEDIA_PATH = option(
     None, _GROUP, "Folder below which files may be read by file: URL; by default none.", FILLED
 )
-IMAGE_PROCESSES = option(1, _GROUP, "Processes that decode images and sounds; one more decodes videos.", Bounds(least=1, most=64))
+IMAGE_PROCESSES = option(
+    1, _GROUP, "Processes that decode images and sounds; one more decodes videos.", Bounds(least=1, most=64)
+)
 IMAGE_CACHE_BYTES = option(
     256 << 20,
     _GROUP,
