@@ -52,7 +52,9 @@ class Tower:
                 for number, (tokens, piece) in enumerate(pieces_of(seen, num_parts)):
                     if number:
                         yield
-                    x[tokens] = _computed(block, x[tokens], piece)
+                    y = _computed(block, x[tokens], piece)
+                    if y.data_ptr() != x[tokens].data_ptr():  # else it is in place
+                        x[tokens] = y
             else:
                 x = yield from _with_stops(block.in_parts(x, seen, num_parts), num_parts - 1)
             tap(index, x)
