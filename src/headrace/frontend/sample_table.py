@@ -82,7 +82,7 @@ class SampleTable:
 
     def hold_given(self, call: CallState, num_bytes: int) -> None:
         """The call's media as its client gave them are kept until the client leaves. Raises CapacityError if those of others leave no room."""
-        if self._given_bytes and self._given_bytes + num_bytes > MAX_GIVEN_BYTES:
+        if num_bytes and self._given_bytes and self._given_bytes + num_bytes > MAX_GIVEN_BYTES:
             raise CapacityError(_TOO_MUCH)
         self._given_bytes += num_bytes
         call.given_bytes += num_bytes
