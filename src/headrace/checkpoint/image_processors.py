@@ -146,29 +146,23 @@ _KINDS = {
 }
 """By the name of transformers' class without `ImageProcessor` and what follows."""
 
-_FRAMES = "patch_size temporal_patch_size merge_size min_pixels max_pixels min_frames max_frames cap_pixels_per_frame max_video_tokens"
-_VIDEO_KINDS = {
-    "Qwen2VL": _kind(
+
+def _frames(stats: tuple[tuple[float, ...], tuple[float, ...]], patch_size: int) -> _Kind:
+    """Of Qwen's video processors: squares of two by two patches, 128 to 768 of them."""
+    square = (2 * patch_size) ** 2
+    return _kind(
         "qwen2_vl",
-        _CLIP,
-        _FRAMES,
-        size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+        stats,
+        "patch_size temporal_patch_size merge_size min_pixels max_pixels min_frames max_frames cap_pixels_per_frame max_video_tokens",
+        size={"shortest_edge": 128 * square, "longest_edge": 768 * square},
         default_to_square=False,
-        patch_size=14,
+        patch_size=patch_size,
         temporal_patch_size=2,
         merge_size=2,
-    ),
-    "Qwen3VL": _kind(
-        "qwen2_vl",
-        _HALF,
-        _FRAMES,
-        size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
-        default_to_square=False,
-        patch_size=16,
-        temporal_patch_size=2,
-        merge_size=2,
-    ),
-}
+    )
+
+
+_VIDEO_KINDS = {"Qwen2VL": _frames(_CLIP, 14), "Qwen3VL": _frames(_HALF, 16)}
 """By the name of transformers' class without `VideoProcessor`. Which frames of a video are shown is the client's choice, so settings for it are
 not read."""
 
