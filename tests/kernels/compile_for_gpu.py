@@ -14,9 +14,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headrace import kernels
-from headrace.kernels.packing import PackedLinear
-from headrace.kernels.triton import attention, invariant_ops, ops, sampling
+from headrace.kernels.triton import launch
+
+launch.overlaps = launch.is_hopper = lambda x: (
+    int(sys.argv[1]) >= 90
+)  # before the kernels are imported, which take the name
+
+from headrace import kernels  # noqa: E402
+from headrace.kernels.packing import PackedLinear  # noqa: E402
+from headrace.kernels.triton import attention, invariant_ops, ops, sampling  # noqa: E402
+from headrace.kernels.triton.linear import fp8_values, int4_rows, unpack_int4  # noqa: E402
+from headrace.kernels.triton.one_row import one_row_linear  # noqa: E402
 
 BFLOAT16 = torch.bfloat16
 
@@ -92,9 +100,21 @@ ops.gelu_tanh_mul(x)
 heads, table = x.unflatten(1, (-1, 128)), torch.zeros(9, 64)
 ops.rotary(heads[:, :24], heads[:, 24:], torch.zeros(4, dtype=torch.int32), table, table)
 mixture = kernels.pack_experts([linear(1536, 2048)] * 4, [linear(2048, 768)] * 4, "silu")
-for rows in (2, 64):
+for rows in (2, 16, 64):
     ops.moe(x[:1, :2048].expand(rows, -1), torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2), mixture)
-invariant_ops.linear(x, linear(1024, 4096), None, False)
+for rows in (1, 100, 1000):
+    invariant_ops.linear(x[:1].expand(rows, -1), linear(1024, 4096), None, False)
+ops.route(x[:, :128], 8, True)
+scales = torch.zeros(1024, 128, 2, dtype=BFLOAT16)
+for packed in (
+    linear(1024, 4096),
+    PackedLinear(1024, 4096, "torch_fp8", torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), None, torch.zeros(1024)),
+    PackedLinear(1024, 4096, "torch_int4", torch.zeros(1024, 512, dtype=torch.int32), None, scales),
+):
+    one_row_linear(x[:1], packed, torch.zeros(1, 1024, dtype=BFLOAT16), False)
+int4_rows(x, packed, torch.zeros(4, 1024, dtype=BFLOAT16), False)
+unpack_int4(packed, BFLOAT16)
+fp8_values(x)
 logits, parameter = torch.zeros(2, 128256), torch.zeros(2)
 sampling.argmax(logits)
 sampling.exp_sums(logits)

@@ -13,23 +13,34 @@ import pytest
 KERNELS = {
     "_argmax_kernel",
     "_decode_kernel",
+    "_described_linear_kernel",
     "_draw_kernel",
     "_exp_sums_kernel",
+    "_expert_down_kernel",
     "_expert_kernel",
+    "_expert_up_kernel",
     "_extend_kernel",
+    "_floats_kernel",
     "_gate_kernel",
+    "_int4_kernel",
+    "_int4_rows_kernel",
     "_linear_kernel",
     "_mask_kernel",
     "_norm_kernel",
+    "_order_kernel",
     "_peak_kernel",
     "_reduce_kernel",
     "_rotary_kernel",
     "_rotate_write_kernel",
+    "_round_rows_kernel",
+    "_route_kernel",
     "_sum_ranks_kernel",
+    "_unpack_int4_kernel",
     "_write_kv_kernel",
 }
 # The smallest of the GPUs that are served (compute capability 8.6 and 8.9) gives a block 99 KiB.
 SHARED_BYTES = 99 << 10
+HOPPER_SHARED_BYTES = 227 << 10
 
 
 @pytest.mark.slow
@@ -49,8 +60,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         report = json.loads(line)
         compiled[report["kernel"]].append(report)
     assert set(compiled) == KERNELS
-    for reports in compiled.values():
-        assert all(report["binary"] > 0 and report["shared"] <= SHARED_BYTES for report in reports)
+    for name, reports in compiled.items():
+        most = HOPPER_SHARED_BYTES if name == "_described_linear_kernel" else SHARED_BYTES
+        assert all(report["binary"] > 0 and report["shared"] <= most for report in reports)
     assert all(report["wgmma"] and report["copies"] for report in compiled["_extend_kernel"])
     assert all((report["wgmma"] or report["mma"]) and report["copies"] for report in compiled["_decode_kernel"])
     assert all((report["wgmma"] or report["mma"]) and report["copies"] for report in compiled["_expert_kernel"])

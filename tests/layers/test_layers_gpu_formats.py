@@ -8,7 +8,7 @@ from headrace.errors import ModelError
 from headrace.kernels import linear
 from headrace.kernels.torch_quantized import (
     fp8_product,
-    int4_bytes,
+    int4_codes,
     int4_product,
     pack_fp8,
     pack_int4,
@@ -97,17 +97,23 @@ def test_an_int4_product_is_that_of_the_stored_codes(k, group, minimums):
     assert distance(unpack_int4(packed), matrix.dequantize()) < BF16_ERROR
 
 
-def test_codes_are_paired_with_the_even_one_above():
-    codes = torch.tensor([[1, 2, 3, 15], [0, 8, 9, 10]], dtype=torch.uint8)
+def test_four_words_hold_32_codes():
+    codes = torch.arange(64).reshape(1, 64).remainder(16).to(torch.uint8)
+    matrix = QuantizedMatrix("int4", codes, torch.ones(1, 2), torch.zeros(1, 2), 32)
 
-    assert int4_bytes(codes).tolist() == [[0x12, 0x3F], [0x08, 0x9A]]
+    packed = pack_int4(matrix, None)
+
+    # Word j of a unit has codes j, j + 4, ... of it, from the lowest bits on.
+    assert [f"{word & 0xFFFFFFFF:08x}" for word in packed.data[0].tolist()] == [
+        "c840c840", "d951d951", "ea62ea62", "fb73fb73"
+    ] * 2  # fmt: skip
+    assert int4_codes(packed).tolist() == codes.tolist()
 
 
 def test_what_int4_cannot_hold_is_said():
-    assert not why_not_int4(64, 128, 128)
-    assert "rows" in why_not_int4(12, 128, 128)
-    assert "columns" in why_not_int4(64, 48, 16)
-    assert "groups" in why_not_int4(64, 160, 80)
+    assert not why_not_int4(12, 128, 128)
+    assert "multiples of 32" in why_not_int4(64, 48, 48)
+    assert "multiples of 32" in why_not_int4(64, 160, 64)
 
 
 def test_a_linear_layer_in_fp8_gives_back_and_replaces_its_parts():

@@ -32,7 +32,7 @@ class TorchNativeAttention(AttentionBackend):
     """Plain torch; the reference for other backends."""
 
     name = "torch_native"
-    verified = frozenset({"cpu"})
+    verified = frozenset({"cpu", "cuda"})
     sees_ahead = True
 
     @classmethod

@@ -4,7 +4,7 @@ Owns the pool (one row of slots [num_slots, num_kv_heads, head_dim] per layer, f
 not own the kernels (`headrace.kernels.triton.attention`). Runs in the thread that runs the model. `forward` launches kernels without
 waiting; everything that varies within a batch-size bucket is read on the device, so that a decode step can be captured.
 
-Not run on a GPU yet: compared with float64 under Triton's interpreter, and compiled for Hopper.
+Compared with torch on an H100 (docs/gpu-worklist.md, "Verified"), and with float64 under Triton's interpreter.
 """
 
 from importlib import import_module
@@ -33,6 +33,7 @@ class TritonAttention(RotatingBackend):
 
     name = "triton"
     captures = True
+    verified = frozenset({"cuda"})
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -54,7 +55,7 @@ class TritonAttention(RotatingBackend):
         super().__init__(deterministic=deterministic, rounded=rounded)
         # Imported here and not at the top: Triton may be missing where another backend is used.
         self._kernels: Any = import_module("headrace.kernels.triton.attention")
-        self._pool: KvPool
+        self.pool: KvPool
         self._plan: Plan
         self._out_slots: torch.Tensor
         self._positions: torch.Tensor
@@ -63,7 +64,7 @@ class TritonAttention(RotatingBackend):
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
         """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer."""
         size = (num_slots, shape.num_kv_heads, shape.head_dim)
-        self._pool = KvPool(
+        self.pool = KvPool(
             k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
             v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
             num_slots=num_slots,
@@ -72,11 +73,11 @@ class TritonAttention(RotatingBackend):
         self._num_processors = HOST_PROCESSORS
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return self._pool
+        return self.pool
 
     def prepare(self, rows: StepRows) -> None:
         """Choose the kernels of the step from the host's counts; everything else stays on the device."""
-        table, page_size = (rows.slots, 1) if rows.pages is None else (rows.pages, self._pool.page_size)
+        table, page_size = (rows.slots, 1) if rows.pages is None else (rows.pages, self.pool.page_size)
         self._out_slots = rows.out_slots
         self._positions = rows.positions
         self._plan = self._kernels.Plan(
@@ -94,7 +95,7 @@ class TritonAttention(RotatingBackend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        k_pool, v_pool = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
+        k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
         self._kernels.write_kv(k, v, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)
 
@@ -108,7 +109,7 @@ class TritonAttention(RotatingBackend):
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
         """See `RotatingBackend.forward_rotating`."""
-        k_pool, v_pool = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
+        k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
         self._kernels.rotate_write_kv(q, k, v, self._positions, cos, sin, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)
 

@@ -9,7 +9,7 @@ Read first: build.py (start-up; setup.py is what it decides before weights are l
 - On a GPU: device_worker.py, device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
   (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), verify_queue.py (steps that
   verify guesses in graphs), device.py (the seam), device_ranks.py (queued steps of several ranks), watched_device.py (waits
-  that end when a rank has stopped)
+  that end when a rank has stopped), warm_up.py (steps before the first request)
 - Vectors instead of tokens: build_encoder.py, encoder_runner.py (steps of an encoder), pooling.py (results of encoders and decoders)
 - Images: media.py (what the encoder makes of them, in slices, and where it goes)
 - Guesses by a model: build_draft.py, draft_model.py, eagle.py, device_eagle.py (where steps are queued), draft_steps.py (what

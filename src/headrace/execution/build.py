@@ -55,6 +55,7 @@ from headrace.execution.setup import (
 )
 from headrace.execution.updatable import updatable_weights
 from headrace.execution.update_weights import ModelWeights
+from headrace.execution.warm_up import warm_up
 from headrace.execution.watched_device import WatchedDevice
 from headrace.execution.weight_cache import Progress
 from headrace.execution.worker import TpModelWorker
@@ -138,7 +139,10 @@ def build_worker(
             worker = _device_worker(built, built.link, resources)
     for decision in built.decisions:
         _logger.debug("%s", decision)
-    return worker, _ready_info(built, time.perf_counter() - begin)
+    info = _ready_info(built, time.perf_counter() - begin)
+    if built.setup.placement.device.type == "cuda" and built.setup.pooling is None:
+        warm_up(worker, info)
+    return worker, info
 
 
 def build_follower(args: ServerArgs, rank: Rank) -> tuple[FollowerRunner, ExitStack]:

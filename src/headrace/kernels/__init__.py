@@ -34,6 +34,7 @@ from headrace.kernels.ops import (
     quantize_rows,
     rms_norm,
     rotary,
+    route,
     silu_mul,
     write_kv,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rounds_attention",
+    "route",
     "runs_fused_moe",
     "set_num_threads",
     "silu_mul",

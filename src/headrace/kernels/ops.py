@@ -88,6 +88,14 @@ def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts
     return cast(torch.Tensor, op(x, expert_ids, shares, experts))
 
 
+def route(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax of logits [rows, num_experts] in float32 and its top_k largest -> (shares float32[rows, top_k], largest first; ids int64[rows, top_k]).
+
+    renormalise: the shares of a row add up to 1.
+    """
+    return cast(tuple[torch.Tensor, torch.Tensor], select("route", logits.device.type)(logits, top_k, renormalise))
+
+
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate q [tokens, num_q_heads, head_dim] and k [tokens, num_kv_heads, head_dim] in place, halves convention (GPT-NeoX).
 

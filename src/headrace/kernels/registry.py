@@ -24,6 +24,7 @@ OPS = (
     "rms_norm",
     "layer_norm",
     "moe",
+    "route",
     "rotary",
     "silu_mul",
     "gelu_tanh_mul",
@@ -41,10 +42,14 @@ OPS = (
     "lora_delta",
 )
 
+NATIVE_OPS = tuple(op for op in OPS if op != "route")
+
 TRITON_OPS = (
+    "linear",
     "rms_norm",
     "layer_norm",
     "moe",
+    "route",
     "rotary",
     "silu_mul",
     "gelu_tanh_mul",
@@ -95,7 +100,7 @@ def _invariant_why_not(device_type: str) -> str:
 
 
 IMPLEMENTATIONS = (
-    Implementation("native", "headrace.kernels.cpu.native_ops", _native_why_not),
+    Implementation("native", "headrace.kernels.cpu.native_ops", _native_why_not, NATIVE_OPS),
     Implementation(
         "triton, batch-invariant", "headrace.kernels.triton.invariant_ops", _invariant_why_not, ("linear", "moe")
     ),

@@ -51,6 +51,7 @@ __all__ = [
     "quantize_rows",
     "rms_norm",
     "rotary",
+    "route",
     "silu_mul",
     "write_kv",
 ]
@@ -157,6 +158,12 @@ def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts
     for rank in range(top_k):
         out += results[:, rank]
     return out
+
+
+def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.ops.route`."""
+    shares, ids = torch.topk(torch.softmax(logits.float(), dim=-1), top_k, dim=-1)
+    return shares / shares.sum(dim=-1, keepdim=True) if renormalise else shares, ids
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

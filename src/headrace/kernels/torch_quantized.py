@@ -1,9 +1,9 @@
-"""Quantised linear layers of a GPU, computed by torch's own kernels.
+"""Quantised linear layers of a GPU.
 
-Owns the two layouts, their packing and their products:
+Owns the two layouts, their packing and their products in torch:
 torch_fp8   float8_e4m3fn weights, a scale a row or one in all, through `torch._scaled_mm`; activations are rounded as they come
-torch_int4  4-bit weights, a bfloat16 scale and zero for a group of a row, through `torch._weight_int4pack_mm` (bfloat16 only)
-Does not own the rounding of weights to 4 bits (`headrace.layers.quantization`) nor what checkpoints hold. Torch has both products on the
+torch_int4  4-bit weights, a bfloat16 scale and offset for a group of a row; Triton reads them (`triton.linear`), torch unpacks them first
+Does not own the rounding of weights to 4 bits (`headrace.layers.quantization`) nor what checkpoints hold. Both products run on the
 CPU too, which is how they are tested; they are not served there. Runs in the thread that loads or runs the model.
 
 fp8: P. Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
@@ -22,11 +22,10 @@ FP8_MAX = 448.0
 _FP8_MULTIPLE = 16
 """Of both sizes of an fp8 product."""
 
-INT4_GROUPS = (256, 128, 64, 32)
-_INT4_ROWS = 8
-_INT4_TILE = 16
+_INT4_UNIT = 32
+"""Codes in the four words that hold them together."""
 
-_SMALLEST_SCALE = 2.0**-60
+SMALLEST_SCALE = 2.0**-60
 """Below this a row counts as zeros: its inverse, times anything finite in bfloat16, stays finite."""
 
 
@@ -51,7 +50,7 @@ def pack_fp8(weight: torch.Tensor, bias: torch.Tensor | None, per_row: bool) -> 
     assert not why_not_fp8(n, k), (n, k)
     wide = weight.float()
     largest = wide.abs().amax(dim=1, keepdim=True) if per_row else wide.abs().amax().view(1, 1)
-    scales = (largest / FP8_MAX).clamp_(min=_SMALLEST_SCALE).to(torch.bfloat16).float()
+    scales = (largest / FP8_MAX).clamp_(min=SMALLEST_SCALE).to(torch.bfloat16).float()
     return PackedLinear(n, k, "torch_fp8", (wide / scales).to(FP8), bias, scales.view(-1))
 
 
@@ -66,31 +65,30 @@ def fp8_product(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     assert packed.column_scales is not None, packed.layout
     if not len(x):
         return x.new_empty(0, packed.n)
-    per_row = packed.column_scales.numel() > 1
     wide = x.float()
-    largest = wide.abs().amax(dim=1, keepdim=True) if per_row else wide.abs().amax()
-    scale = (largest / FP8_MAX).clamp_(min=_SMALLEST_SCALE)
-    values = (wide / scale).to(FP8)
+    largest = wide.abs().amax(dim=1, keepdim=True) if packed.column_scales.numel() > 1 else wide.abs().amax()
+    scale = (largest / FP8_MAX).clamp_(min=SMALLEST_SCALE)
+    return scaled_product((wide / scale).to(FP8), scale, packed).to(x.dtype)
+
+
+def scaled_product(values: torch.Tensor, scale: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """(values * scale) @ weight^T -> bfloat16[rows, n]. values: fp8[rows, k]. scale: float32[rows, 1], or one in all where the weight has one."""
+    assert packed.column_scales is not None, packed.layout
+    per_row = packed.column_scales.numel() > 1
     weight_scale = packed.column_scales.view(1, -1) if per_row else packed.column_scales.view(())
     # Scales by row come out in bfloat16 only.
-    out = torch._scaled_mm(
+    return torch._scaled_mm(
         values, packed.data.t(), scale_a=scale, scale_b=weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
     )
-    return out.to(x.dtype)
 
 
 def why_not_int4(n: int, k: int, group_size: int) -> str:
     """Why a weight [n, k] in groups of group_size cannot be torch_int4; "" when it can."""
-    if n % _INT4_ROWS or k % (2 * _INT4_TILE):
-        return f"int4 products take rows in multiples of {_INT4_ROWS} and columns of {2 * _INT4_TILE}, not [{n}, {k}]"
-    if int4_group(k, group_size) == 0:
-        return f"int4 products take groups of {', '.join(map(str, INT4_GROUPS))}, not {group_size} of {k}"
+    if k % _INT4_UNIT or group_size % _INT4_UNIT or k % group_size:
+        return (
+            f"int4 products take rows of groups in multiples of {_INT4_UNIT}, not groups of {group_size} in rows of {k}"
+        )
     return ""
-
-
-def int4_group(k: int, group_size: int) -> int:
-    """The largest group that the product takes and that divides this one; 0 when there is none."""
-    return next((size for size in INT4_GROUPS if group_size % size == 0 and k % size == 0), 0)
 
 
 def pack_codes(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
@@ -102,42 +100,43 @@ def pack_codes(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLine
 
 
 def pack_int4(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
-    """Pack 4-bit codes on their device. weight = (code - 8) * scale + zero, where zero = 8 * scale - minimum; both round to bfloat16.
+    """Pack 4-bit codes on their device. weight = code * scale + offset; both round to bfloat16.
 
-    data: what torch packs, in a layout of its own. column_scales: bfloat16[k / group, n, 2], scale and zero.
+    data: int32[n, k / 8]. Four words hold 32 codes: word j has those of 4 i + j, i = 0 .. 7, from its lowest bits on. column_scales:
+    bfloat16[n, k / group, 2], scale and offset.
     """
     n, k = matrix.shape
-    assert codes_of(matrix.scheme).bits == 4, matrix.scheme
-    matrix = matrix.regrouped(int4_group(k, matrix.group_size))
-    zeros = torch.zeros_like(matrix.scales) if matrix.minimums is None else 8 * matrix.scales - matrix.minimums
-    scales = torch.stack((matrix.scales, zeros), dim=2).transpose(0, 1).to(torch.bfloat16).contiguous()
-    inner = next(tiles for tiles in (8, 4, 2) if k % (tiles * _INT4_TILE) == 0)
-    if matrix.codes.device.type == "cpu":
-        data = torch._convert_weight_to_int4pack_for_cpu(matrix.codes.to(torch.int32), inner)
-    else:
-        data = torch._convert_weight_to_int4pack(int4_bytes(matrix.codes), inner)
-    return PackedLinear(n, k, "torch_int4", data, bias, scales)
+    grid = codes_of(matrix.scheme)
+    assert grid.bits == 4, matrix.scheme
+    scales = matrix.scales.to(torch.bfloat16)
+    # An offset of the rounded scale keeps the code that means zero at zero.
+    offsets = -grid.zero * scales.float() if matrix.minimums is None else -matrix.minimums
+    nibbles = matrix.codes.reshape(n, k // _INT4_UNIT, 8, 4).to(torch.int64)
+    shifts = torch.arange(0, 32, 4, device=nibbles.device).view(8, 1)
+    words = (nibbles << shifts).sum(dim=2).reshape(n, k // 8)
+    data = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    pairs = torch.stack((scales, offsets.to(torch.bfloat16)), dim=2).contiguous()
+    return PackedLinear(n, k, "torch_int4", data, bias, pairs)
 
 
-def int4_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """uint8[n, k / 2] of codes uint8[n, k]: the even element of a pair in the high nibble, as torch packs on a GPU."""
-    return (codes[:, 0::2] << 4 | codes[:, 1::2]).contiguous()
-
-
-def int4_product(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x [rows, k] @ weight^T -> [rows, n], without the bias; computed in bfloat16."""
-    assert packed.column_scales is not None, packed.layout
-    if not len(x):
-        return x.new_empty(0, packed.n)
-    product = torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else torch._weight_int4pack_mm
-    group = packed.k // packed.column_scales.shape[0]
-    return product(x.to(torch.bfloat16).contiguous(), packed.data, group, packed.column_scales).to(x.dtype)
+def int4_codes(packed: PackedLinear) -> torch.Tensor:
+    """The codes int32[n, k], 0 .. 15."""
+    shifts = torch.arange(0, 32, 4, device=packed.data.device).view(8, 1)
+    words = packed.data.view(packed.n, -1, 1, 4)
+    return (words >> shifts & 15).reshape(packed.n, packed.k)
 
 
 def unpack_int4(packed: PackedLinear) -> torch.Tensor:
-    """The weights bfloat16[n, k], as the product sees them: those of a product with the identity."""
-    identity = torch.eye(packed.k, dtype=torch.bfloat16, device=packed.data.device)
-    return int4_product(identity, packed).t().contiguous()
+    """The weights bfloat16[n, k], as products of several rows see them."""
+    assert packed.column_scales is not None, packed.layout
+    group = packed.k // packed.column_scales.shape[1]
+    scales, offsets = packed.column_scales.float().repeat_interleave(group, dim=1).unbind(2)
+    return (int4_codes(packed) * scales + offsets).to(torch.bfloat16)
+
+
+def int4_product(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """x [rows, k] @ weight^T -> [rows, n], without the bias."""
+    return x @ unpack_int4(packed).to(x.dtype).t()
 
 
 PRODUCTS: dict[Layout, Callable[[torch.Tensor, PackedLinear], torch.Tensor]] = {

@@ -54,10 +54,9 @@ class SparseMoe:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> [rows, hidden_size]."""
-        shares = torch.softmax(self._router(x).float(), dim=-1)
-        top_shares, top_experts = torch.topk(shares, self._moe.num_experts_per_tok, dim=-1)
-        if self._moe.norm_topk_prob:
-            top_shares = top_shares / top_shares.sum(dim=-1, keepdim=True)
+        top_shares, top_experts = kernels.route(
+            self._router(x), self._moe.num_experts_per_tok, renormalise=self._moe.norm_topk_prob
+        )
         self.counts.add(top_experts)
         self._show_observers(x, top_experts)
         if self._packed is None:

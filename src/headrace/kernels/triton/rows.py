@@ -9,10 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.launch import overlaps, wait_for_previous
+
 _TILE_ELEMENTS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x_ptr,
     residual_ptr,
@@ -28,11 +30,14 @@ def _norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     in_size = columns < SIZE
     inside = (rows < num_rows) & in_size
+    weight = tl.load(weight_ptr + columns, mask=in_size, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAPS)
     x = tl.load(x_ptr + rows * x_stride + columns, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         places = residual_ptr + rows * SIZE + columns
@@ -45,7 +50,6 @@ def _norm_kernel(
         mean = tl.sum(wide, 1)[:, None] / SIZE
         wide = tl.where(in_size, wide - mean, 0.0)
     inverse = tl.rsqrt(tl.sum(wide * wide, 1)[:, None] / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=in_size, other=0.0).to(tl.float32)
     y = wide * inverse * weight
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, mask=in_size, other=0.0).to(tl.float32)
@@ -103,10 +107,11 @@ def activate(x, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gate_kernel(x_ptr, out_ptr, x_stride, size, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gate_kernel(x_ptr, out_ptr, x_stride, size, BLOCK: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
+    wait_for_previous(OVERLAPS)
     gate = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * x_stride + size + columns, mask=inside, other=0.0)
     # The activation is rounded before it multiplies, as it is where the two are separate operations.
@@ -203,7 +208,9 @@ def _norm(
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         CENTERED=centered,
-        num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        OVERLAPS=overlaps(x),
+        num_warps=4 if block < 4096 else 8 if block <= 8192 else 16,
+        launch_pdl=overlaps(x),
     )
     return out
 
@@ -216,5 +223,7 @@ def _gate(op: str, x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows and size:
         block = min(1024, triton.next_power_of_2(size))
-        _gate_kernel[(rows, triton.cdiv(size, block))](x, out, x.stride(0), size, BLOCK=block, GELU=gelu, num_warps=4)
+        _gate_kernel[(rows, triton.cdiv(size, block))](
+            x, out, x.stride(0), size, BLOCK=block, GELU=gelu, OVERLAPS=overlaps(x), num_warps=4, launch_pdl=overlaps(x)
+        )
     return out

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from headrace.kernels.triton.attention.plan import Plan, decode_tile, num_splits, padded, precision
 from headrace.kernels.triton.attention.scan import LOWEST, finished, first_key, merge, scan_keys
+from headrace.kernels.triton.launch import overlaps, wait_for_previous
 
 
 @triton.jit
@@ -53,11 +54,13 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One row of one position, one KV head, one split. Rows of more positions are left to `_extend_kernel`."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    wait_for_previous(OVERLAPS)
     token = tl.load(row_starts_ptr + row)
     if tl.load(row_starts_ptr + row + 1) - token != 1:
         return
@@ -127,9 +130,11 @@ def _reduce_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Merge the splits of one row and one KV head, in order."""
     row = tl.program_id(0)
+    wait_for_previous(OVERLAPS)
     token = tl.load(row_starts_ptr + row)
     if tl.load(row_starts_ptr + row + 1) - token != 1:
         return
@@ -168,7 +173,8 @@ def decode_attention(
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_pool.shape[1]
     group = num_q_heads // num_kv_heads
-    tile = decode_tile(group, head_dim, q.element_size(), deterministic=plan.deterministic)
+    fills = plan.fills(num_kv_heads)
+    tile = decode_tile(group, head_dim, q.element_size(), deterministic=plan.deterministic, fills=fills)
     splits = num_splits(plan, num_kv_heads, tile.keys, window)
     if splits == 1:
         part, part_top = out, out
@@ -204,8 +210,10 @@ def decode_attention(
         HAS_WINDOW=window > 0,
         HAS_SOFT_CAP=soft_cap > 0.0,
         PRECISION=precision(q),
+        OVERLAPS=overlaps(q),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=overlaps(q),
         enable_fp_fusion=not plan.deterministic,
     )
     if splits == 1:
@@ -226,6 +234,8 @@ def decode_attention(
         BLOCK_N=tile.keys,
         SPLIT=plan.split,
         HAS_WINDOW=window > 0,
+        OVERLAPS=overlaps(q),
         num_warps=4,
+        launch_pdl=overlaps(q),
         enable_fp_fusion=not plan.deterministic,
     )

@@ -84,6 +84,36 @@ def _extend_kernel(
             part_top = tl.full((BLOCK_M,), LOWEST, tl.float32)
             part_total = tl.zeros((BLOCK_M,), tl.float32)
             part = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            low = tl.maximum(split_begin, begin)
+            high = tl.minimum(split_begin + SPLIT, end)
+            masked_from = low
+            if not HAS_WINDOW:
+                # A mask that hides nothing changes no bit.
+                masked_from = tl.minimum(tl.maximum((lowest_position + 1) // BLOCK_N * BLOCK_N, low), high)
+                part_top, part_total, part = scan_keys(
+                    q,
+                    part_top,
+                    part_total,
+                    part,
+                    k_head,
+                    v_head,
+                    row_table,
+                    query_positions,
+                    low,
+                    masked_from,
+                    slot_stride,
+                    scale,
+                    soft_cap,
+                    window,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_N,
+                    PAGE_SIZE,
+                    False,
+                    HAS_WINDOW,
+                    HAS_SOFT_CAP,
+                    PRECISION,
+                )
             part_top, part_total, part = scan_keys(
                 q,
                 part_top,
@@ -93,8 +123,8 @@ def _extend_kernel(
                 v_head,
                 row_table,
                 query_positions,
-                tl.maximum(split_begin, begin),
-                tl.minimum(split_begin + SPLIT, end),
+                masked_from,
+                high,
                 slot_stride,
                 scale,
                 soft_cap,

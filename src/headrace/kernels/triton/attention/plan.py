@@ -49,27 +49,40 @@ class Plan:
         """Sequences of the step."""
         return self.seq_lens.shape[0]
 
+    def fills(self, num_kv_heads: int) -> bool:
+        """Whether a program for each row and KV head fills the device."""
+        return self.num_rows * num_kv_heads >= 2 * self.num_processors
+
     @property
     def split(self) -> int:
         """Keys of a split when bits must not depend on the batch; 0 = as many as suits the step."""
         return DETERMINISTIC_SPLIT if self.deterministic else 0
 
 
-def decode_tile(group: int, head_dim: int, itemsize: int, *, deterministic: bool) -> Tile:
-    """A decode tile: the group's query heads, padded to what a matrix product takes, against as many keys as fill the copies."""
-    rows = DETERMINISTIC_ROWS if deterministic else 16
+def decode_tile(group: int, head_dim: int, itemsize: int, *, deterministic: bool, fills: bool = True) -> Tile:
+    """A decode tile: the group's query heads, padded to what a matrix product takes, against as many keys as fill the copies.
+
+    fills: there are enough rows to fill the device with one split each; without, longer blocks are faster. Measured on an H100 (docs/gpu.md).
+    """
+    if deterministic:
+        return _deterministic_tile(group, head_dim, itemsize)
     keys = _keys(head_dim, itemsize)
-    return Tile(max(rows, triton.next_power_of_2(group)), keys, 4, _stages(head_dim, keys, itemsize))
+    return Tile(max(16, triton.next_power_of_2(group)), keys if fills or head_dim > 128 else 2 * keys, 4, 2)
 
 
 def extend_tile(group: int, head_dim: int, itemsize: int, *, deterministic: bool) -> Tile:
     """An extend tile. In deterministic mode of decode's shape; else larger, as the products and not the copies take the time."""
     if deterministic:
-        return decode_tile(group, head_dim, itemsize, deterministic=True)
+        return _deterministic_tile(group, head_dim, itemsize)
     rows = 64 if itemsize > 2 or head_dim > 128 else 128
     keys = _keys(head_dim, itemsize)
     rows = max(rows, triton.next_power_of_2(group))
-    return Tile(rows, keys, 8 if rows >= 128 or head_dim > 128 else 4, _stages(head_dim, keys, itemsize))
+    return Tile(rows, keys, 8 if head_dim > 128 else 4, _stages(head_dim, keys, itemsize))
+
+
+def _deterministic_tile(group: int, head_dim: int, itemsize: int) -> Tile:
+    keys = _keys(head_dim, itemsize)
+    return Tile(max(DETERMINISTIC_ROWS, triton.next_power_of_2(group)), keys, 4, _stages(head_dim, keys, itemsize))
 
 
 def num_splits(plan: Plan, num_kv_heads: int, keys: int, window: int) -> int:
@@ -79,7 +92,7 @@ def num_splits(plan: Plan, num_kv_heads: int, keys: int, window: int) -> int:
         # A window may begin within a split.
         return triton.cdiv(longest, plan.split) + (1 if window else 0)
     wanted = triton.cdiv(2 * plan.num_processors, max(plan.num_rows * num_kv_heads, 1))
-    return max(1, min(wanted, MAX_SPLITS, triton.cdiv(longest, 2 * keys)))
+    return max(1, min(wanted, MAX_SPLITS, triton.cdiv(longest, keys)))
 
 
 def padded(head_dim: int) -> int:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.triton.attention.plan import check_heads
+from headrace.kernels.triton.launch import overlaps, wait_for_previous
 
 _ROTATED_ELEMENTS = 1024
 """Pairs that one program rotates."""
@@ -85,11 +86,13 @@ def _rotate_write_kernel(
     HEADS: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
     CLAMP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """HEADS heads of one token: the first Q_BLOCKS programs rotate q in place, the others rotate k on its way to the pool and copy v."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
+    wait_for_previous(OVERLAPS)
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
@@ -194,5 +197,7 @@ def rotate_write_kv(
         HEADS=heads,
         Q_BLOCKS=q_blocks,
         CLAMP=FP8_LIMIT if k_pool.dtype == torch.float8_e4m3fn else 0.0,
+        OVERLAPS=overlaps(q),
         num_warps=4,
+        launch_pdl=overlaps(q),
     )
