@@ -2,12 +2,14 @@
 
 import json
 import math
+import time
+from importlib import import_module
 
 import pytest
 
-from headrace.benchmark.gpu import kernels, pieces
+from headrace.benchmark.gpu import kernels, pieces, rates
 from headrace.benchmark.gpu.bench import SMALL, Bench, row
-from headrace.benchmark.gpu.check import LIMIT_S, PIECES, main
+from headrace.benchmark.gpu.check import PIECES, main
 from headrace.benchmark.gpu.floor import Work
 from headrace.benchmark.gpu.options import CONFIGS, MODELS, Options
 from headrace.checkpoint.model_config import load_model_config
@@ -25,22 +27,37 @@ def test_every_model_has_a_config_that_our_own_code_serves(name):
     assert billions == pytest.approx({"l": 8.0, "q": 8.2 if "8b" in name else 30.5, "s": 0.134}[name[0]], rel=0.02)
 
 
-def test_every_piece_has_its_measure_and_its_limit():
-    assert list(pieces.MEASURES) == list(PIECES) == list(LIMIT_S)
+def test_every_piece_has_its_measure():
+    assert list(pieces.MEASURES) == list(PIECES)
+    for module, function in pieces.MEASURES.values():
+        assert callable(getattr(import_module(f"headrace.benchmark.gpu.{module}"), function))
 
 
-def test_all_pieces_run_and_leave_a_document(tmp_path, capsys):
-    output = tmp_path / "gpu.json"
+# All that a GPU will be asked for, as `scripts/gpu_check --rehearse` does it; features only names its tests, shapes interprets for half a minute.
+REHEARSED = [name for name in PIECES if name not in ("features", "shapes")]
 
-    code = main([*DRY, "--in-process", "--models", "llama-3.1-8b,qwen3-30b-a3b", "--output", str(output)])
+
+def test_all_pieces_run_and_leave_their_results(tmp_path, capsys):
+    output, out = tmp_path / "gpu.json", tmp_path / "out"
+
+    code = main(
+        ["--rehearse", "--in-process", "--only", ",".join(REHEARSED), "--output", str(output), "--out", str(out)]
+    )
 
     shown = capsys.readouterr().out
     results = {piece["piece"]: piece for piece in json.loads(output.read_text())["results"]}
-    assert list(results) == list(PIECES)
+    assert list(results) == REHEARSED
     assert {piece["status"] for piece in results.values()} == {"ok"}, shown
     assert code == 0, shown
     rows = {row["what"]: row for piece in results.values() for row in piece["rows"]}
-    for what in ("copy bandwidth", "bfloat16 products", "op moe", "fp8 linear", "serving throughput"):
+    for what in (
+        "copy bandwidth",
+        "bfloat16 products",
+        "op moe",
+        "fp8 linear, 1 rows",
+        "serving throughput",
+        "HTTP B8",
+    ):
         assert what in rows, shown
         assert what in shown
     for what in ("decode llama-3.1-8b, batch 3", "decode qwen3-30b-a3b, batch 1", "prefill llama-3.1-8b, 64 tokens"):
@@ -49,19 +66,29 @@ def test_all_pieces_run_and_leave_a_document(tmp_path, capsys):
     assert rows["gap between decode steps"]["gap_s"] >= 0
     # A difference of two times that are noise in this dry form: it may be of either sign.
     assert math.isfinite(rows["speed at batch 1 over transformers"]["ratio"])
+    kept = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [line["what"] for line in kept if "what" in line] == [
+        row["what"] for p in results.values() for row in p["rows"]
+    ]
+
+
+def broken(bench, rows):
+    rows.append(row("before", "1"))
+    raise RuntimeError("out of luck")
+
+
+def endless(bench, rows):
+    rows.append(row("before", "1"))
+    time.sleep(1000)
 
 
 def test_what_fails_is_said_and_the_next_piece_runs(monkeypatch, capsys):
-    def broken(bench, rows):
-        rows.append(row("before", "1"))
-        raise RuntimeError("out of luck")
-
     def wrong(device, dtype):
         yield "op fine", lambda: (0.0, 0.0)
         yield "op wrong", lambda: (0.5, 0.1)
         yield "op broken", lambda: 1 / 0
 
-    monkeypatch.setitem(pieces.MEASURES, "rates", broken)
+    monkeypatch.setattr(rates, "measure_rates", broken)
     monkeypatch.setattr(kernels, "op_checks", wrong)
     for name in ("attention_checks", "format_checks"):
         monkeypatch.setattr(kernels, name, lambda *args: ())
@@ -72,6 +99,7 @@ def test_what_fails_is_said_and_the_next_piece_runs(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert code == 1
     assert "rates: failed: RuntimeError: out of luck" in shown
+    assert "    before" in shown, "what it found before"
     assert "kernels: ok" in shown
     assert "    op fine" in shown
     assert "  ! op wrong" in shown
@@ -80,15 +108,30 @@ def test_what_fails_is_said_and_the_next_piece_runs(monkeypatch, capsys):
 
 
 def test_a_piece_in_a_process_of_its_own_reports_and_may_run_out_of_time(monkeypatch, capsys):
-    assert main([*DRY, "--only", "device"]) == 0
-    assert "device: ok" in capsys.readouterr().out
+    monkeypatch.setattr(rates, "measure_rates", broken)
+    assert main([*DRY, "--only", "device,rates"]) == 1
+    shown = capsys.readouterr().out
+    assert "device: ok" in shown
+    assert "rates: failed: RuntimeError: out of luck" in shown
 
-    monkeypatch.setitem(LIMIT_S, "device", 0.01)
-    assert main([*DRY, "--only", "device"]) == 1
-    assert "not done after" in capsys.readouterr().out
+    monkeypatch.setattr(rates, "measure_rates", endless)
+    monkeypatch.setitem(PIECES, "rates", ("endless", 1.5))
+    assert main([*DRY, "--only", "rates"]) == 1
+    shown = capsys.readouterr().out
+    assert "not done after" in shown
+    assert "    before" in shown, "what it found until then"
 
-    assert main([*DRY, "--only", "device", "--budget-s", "0"]) == 1
+    assert main([*DRY, "--only", "device", "--limit-s", "0"]) == 1
     assert "run it with --only device" in capsys.readouterr().out
+
+
+def test_the_rates_of_an_earlier_run_are_taken(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([*DRY, "--in-process", "--only", "rates", "--out", str(out)]) == 0
+
+    assert main([*DRY, "--in-process", "--only", "prefill", "--rates", str(out / "results.jsonl")]) == 0
+
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_names_that_do_not_exist_are_refused(capsys):
@@ -100,8 +143,8 @@ def test_names_that_do_not_exist_are_refused(capsys):
 def test_a_floor_counts_the_experts_that_are_met(monkeypatch):
     config = load_model_config(CONFIGS / "qwen3-30b-a3b")
     work = Work.of(config)
-    rates = [{"what": "copy bandwidth", "bytes_per_s": 1e12}, {"what": "bfloat16 products", "flops_per_s": 1e15}]
-    bench = Bench(Options("cpu", False, ()), SMALL, {"rates": {"rows": rates}})
+    known = [{"what": "copy bandwidth", "bytes_per_s": 1e12}, {"what": "bfloat16 products", "flops_per_s": 1e15}]
+    bench = Bench(Options("cpu", False, ()), SMALL, {"rates": {"rows": known}})
 
     one, many = work.floor_s(bench, 1, 1, 0), work.floor_s(bench, 256, 1, 0)
 

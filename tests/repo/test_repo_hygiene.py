@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_FILE_BYTES = 1_000_000
-GENERATED = {".git", ".venv", "build", "dist", "__pycache__", "out"}
+GENERATED = {".whl", ".git", ".venv", "build", "dist", "__pycache__", "out"}
 
 # Unpickling runs code of whoever wrote the bytes.
 FORBIDDEN_IN_SOURCE = (r"\bpickle\b", r"\bdill\b", r"\brecv_pyobj\b", r"\bsend_pyobj\b", r"\btorch\.load\(")

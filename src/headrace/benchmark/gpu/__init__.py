@@ -4,7 +4,8 @@ Read first: check.py (the command, which runs each piece in a process), pieces.p
 
 - Shared: options.py, bench.py (sizes, clock, rows of results), plans.py (decode steps over a cached context),
   marked_worker.py (steps timed on the device), rates.py (the device at its best), floor.py (the least time of a step),
-  closeness.py (how far numbers are from the CPU's)
-- Correct: kernels.py, ops.py, attention.py, tokens.py
-- Fast: steps.py, serving.py, against_transformers.py
+  closeness.py (how far numbers are from the CPU's), scheduled.py (requests through a scheduler), profile.py (which kernels take the time)
+- Correct: kernels.py, ops.py, attention.py, tokens.py (a worker), equality.py (whole engines), features.py
+- Fast: steps.py, serving.py, server.py (over HTTP), against_transformers.py, shapes.py (kernels in several shapes of tiles)
+- Before there is a GPU: rehearse.py (`scripts/gpu_rehearse`)
 """

@@ -3,7 +3,9 @@
 import json
 import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +15,23 @@ from headrace.checkpoint.model_config import ModelConfig, load_model_config
 from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
 
-Rows = list[dict[str, Any]]
+
+class Rows:
+    """The rows of a piece, which are told to `keep` as soon as they are known."""
+
+    def __init__(self, keep: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+        self._keep = keep
+        self._known: list[dict[str, Any]] = []
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row, made by `row`."""
+        self._known.append(row)
+        self._keep(row)
+
+    def figure(self, what: str, key: str) -> float:
+        """A figure of a row; NaN when there is none."""
+        return figure_of(self._known, what, key)
+
 
 TINY = {
     "hidden_size": 64,
@@ -35,9 +53,9 @@ TINY = {
 class Sizes:
     """How large the pieces are. context, prompt, chunk in tokens; copy in bytes; product: rows, columns and depth."""
 
-    batches: tuple[int, ...] = (1, 64, 256)
+    batches: tuple[int, ...] = (1, 16, 64, 256)
     context: int = 1024
-    prompt: int = 8192
+    prompts: tuple[int, ...] = (2048, 8192)
     steps: int = 20
     copy: int = 2 << 30
     product: int = 8192
@@ -45,7 +63,7 @@ class Sizes:
     new_tokens: int = 128
 
 
-SMALL = Sizes(batches=(1, 3), context=32, prompt=64, steps=3, copy=1 << 20, product=128, requests=4, new_tokens=6)
+SMALL = Sizes(batches=(1, 3), context=32, prompts=(64,), steps=3, copy=1 << 20, product=128, requests=4, new_tokens=6)
 
 
 def row(what: str, value: str, ok: bool = True, expected: str = "", **figures: float | str) -> dict[str, Any]:
@@ -84,11 +102,12 @@ class _CudaClock:
 
 @dataclass(slots=True)
 class Bench:
-    """What all pieces are given: options, sizes, and the results of the pieces that ran before."""
+    """What all pieces are given: options, sizes, the results of the pieces that ran before, and a folder for profiles."""
 
     options: Options
     sizes: Sizes
     earlier: dict[str, Any]
+    out: Path = Path()
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +137,9 @@ class Bench:
 
     def figure(self, piece: str, what: str, key: str) -> float:
         """A figure of an earlier piece; NaN when it was not measured."""
-        for entry in self.earlier.get(piece, {}).get("rows", []):
-            if entry["what"] == what and key in entry:
-                return float(entry[key])
-        return math.nan
+        return figure_of(self.earlier.get(piece, {}).get("rows", []), what, key)
+
+
+def figure_of(rows: Iterable[dict[str, Any]], what: str, key: str) -> float:
+    """A figure of the first row that has it; NaN when none has."""
+    return next((float(entry[key]) for entry in rows if entry["what"] == what and key in entry), math.nan)

@@ -1,15 +1,19 @@
 """`python -m headrace.benchmark.gpu.check`: tests and times everything on a GPU, in one command.
 
-Owns the order of the pieces, the time they may take, the results document and its table. Does not measure (`pieces`). Every piece
-runs in a process of its own: one that fails, hangs or runs out of memory says so in the results, and the next one begins with an empty
-device. Needs torch and the packages that the runtime imports; neither a network nor the native CPU kernels. Exit code 1 when a piece
-failed or an expectation was missed.
+Owns the order of the pieces, the time they may take, the results as they come and the document with their table. Does not measure
+(`pieces`). Every piece runs in a process of its own: one that fails, hangs or runs out of memory says so in the results, and the next one
+begins with an empty device. What a piece has found when its time is up is kept. Needs torch and the packages that the runtime imports; neither
+a network nor the native CPU kernels. Exit code 1 when a piece failed or an expectation was missed.
 """
 
 import argparse
+import contextlib
 import json
-import subprocess
+import multiprocessing
+import os
+import signal
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,23 +25,24 @@ from headrace.benchmark.results import write_json
 from headrace.benchmark.timing import timing_document
 
 PIECES = {
-    "device": "which device and versions",
-    "kernels": "every op and attention backend against the reference on the CPU, graphs against eager steps",
-    "rates": "copy bandwidth of the memory and rate of bfloat16 products",
-    "decode": "decode steps at 1k tokens of context beside the floors",
-    "prefill": "8k tokens of prompt beside the rate of products",
-    "serving": "64 requests at once through the scheduler: throughput, and the gap between steps",
-    "transformers": "generate of transformers, static cache and compiled, one request",
+    "device": ("which device and versions", 40),
+    "kernels": ("every op and attention backend against the reference on the CPU, graphs against eager steps", 120),
+    "rates": ("copy bandwidth of the memory and rate of bfloat16 products", 40),
+    "shapes": ("the kernels that decode, in several shapes of tiles", 60),
+    "decode": ("decode steps at 1k tokens of context beside the floors, and their kernels", 120),
+    "prefill": ("2k and 8k tokens of prompt beside the floors, and their kernels", 60),
+    "serving": ("64 requests at once through the scheduler: throughput, and the gap between steps", 60),
+    "server": ("the whole server over HTTP: start, presets B8, B32 and C", 120),
+    "tokens": ("tokens of a small model: GPU and CPU, graphs, overlap, retraction, prefix hits, batches", 120),
+    "quantized": ("decode and prefill in fp8 and int4", 120),
+    "deterministic": ("decode and prefill with bits that do not depend on the batch", 60),
+    "speculation": ("drafts from n-grams and from a draft model: tokens and speed", 60),
+    "experts": ("decode steps of a mixture of experts beside the floors", 80),
+    "offline": ("256 requests of 100 to 1,024 tokens in and out, beside the floors of their steps", 120),
+    "transformers": ("generate of transformers: one request, and 64 batched continuously", 150),
+    "features": ("adapters, grammars, penalties, embeddings, images on the device", 120),
 }
-LIMIT_S = {
-    "device": 60,
-    "kernels": 240,
-    "rates": 60,
-    "decode": 280,
-    "prefill": 120,
-    "serving": 180,
-    "transformers": 280,
-}
+"""By name, in order of worth: what a piece is, and the seconds that it may take."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,13 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default="", help="comma-separated: " + ", ".join(MODELS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small layers and short prompts: a trial of this command")
-    parser.add_argument("--budget-s", type=float, default=540.0, help="start no further piece after this many seconds")
+    parser.add_argument("--rehearse", action="store_true", help="the same as --device cpu --tiny, for every piece")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="all pieces end within this many seconds")
+    parser.add_argument(
+        "--out", type=Path, help="folder for results.jsonl, a line a result as they come, and profiles.tar"
+    )
     parser.add_argument("--output", type=Path, help="write the results document here, as JSON")
-    parser.add_argument("--rates", type=Path, help="take the piece `rates` from an earlier document")
+    parser.add_argument("--rates", type=Path, help="take the piece `rates` from an earlier document or results.jsonl")
     parser.add_argument("--in-process", action="store_true", help="run the pieces in this process, without time limits")
-    parser.add_argument("--piece", help=argparse.SUPPRESS)
-    parser.add_argument("--earlier", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if args.rehearse:
+        args.device, args.tiny = "cpu", True
     models = tuple(args.models.split(",")) if args.models else (MODELS[:1] if args.tiny else MODELS)
     names = args.only.split(",")
     for given, known, what in ((names, PIECES, "piece"), (models, MODELS, "model")):
@@ -61,79 +70,119 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             parser.error(f"no {what} is called {', '.join(unknown)}; there are {', '.join(known)}")
     options = Options(args.device, args.tiny, models)
-    if args.piece:
-        print(json.dumps(_run(args.piece, options, json.loads(args.earlier.read_text()))))
-        return 0
-    earlier: dict[str, Any] = {}
-    if args.rates is not None:
-        document = json.loads(args.rates.read_text())
-        earlier = {piece["piece"]: piece for piece in document["results"] if piece["piece"] == "rates"}
-    results = _run_all(names, options, earlier, args.budget_s, args.in_process)
-    content = timing_document("gpu", {"device": args.device, "tiny": args.tiny}, results)
-    print(table(content), flush=True)
-    if args.output is not None:
-        write_json(args.output, content)
-        print(f"results: {args.output}")
+    with tempfile.TemporaryDirectory() as folder:
+        out = args.out or Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        earlier = {} if args.rates is None else {"rates": _rates_of(args.rates)}
+        results = _run_all(names, options, earlier, args.limit_s, args.in_process, out)
+        content = timing_document("gpu", {"device": args.device, "tiny": args.tiny}, results)
+        print(table(content), flush=True)
+        if args.output is not None:
+            write_json(args.output, content)
+            print(f"results: {args.output}")
     return 1 if any(piece["status"] != "ok" or not all(row["ok"] for row in piece["rows"]) for piece in results) else 0
 
 
+def _rates_of(path: Path) -> dict[str, Any]:
+    """The piece `rates` of a document, or of a results.jsonl."""
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        rows = [row for row in map(json.loads, text.splitlines()) if row["piece"] == "rates"]
+        return {"piece": "rates", "status": "ok", "rows": rows}
+    return next(piece for piece in json.loads(text)["results"] if piece["piece"] == "rates")
+
+
 def _run_all(
-    names: Sequence[str], options: Options, earlier: dict[str, Any], budget_s: float, in_process: bool
+    names: Sequence[str], options: Options, earlier: dict[str, Any], limit_s: float, in_process: bool, out: Path
 ) -> list[dict[str, Any]]:
     begin = time.monotonic()
     results = []
     for name in names:
-        left = budget_s - (time.monotonic() - begin)
-        print(f"== {name}: {PIECES[name]}", file=sys.stderr, flush=True)
+        what, own_limit_s = PIECES[name]
+        left = limit_s - (time.monotonic() - begin)
+        print(f"== [{time.monotonic() - begin:3.0f} s] {name}: {what}", file=sys.stderr, flush=True)
+        started = time.monotonic()
         if left <= 0:
-            piece = {
-                "piece": name,
-                "status": f"not run: the {budget_s:.0f} s are over; run it with --only {name}",
-                "rows": [],
-            }
+            status = f"not run: the {limit_s:.0f} s are over; run it with --only {name}"
         elif in_process:
-            piece = _run(name, options, earlier)
+            status = _run(name, options, earlier, out)
         else:
-            piece = _in_child(name, options, earlier, min(left, LIMIT_S[name]))
+            status = _in_child(name, options, earlier, min(left, own_limit_s), out)
+        seconds = time.monotonic() - started
+        _write_line(out, {"piece": name, "status": status, "seconds": seconds})
+        piece = {"piece": name, "status": status, "seconds": seconds, "rows": _rows_of(name, out)}
         earlier[name] = piece
         results.append(piece)
-        print(f"   {piece['status']}, {piece.get('seconds', 0.0):.1f} s", file=sys.stderr, flush=True)
+        print(f"   {status}, {seconds:.1f} s", file=sys.stderr, flush=True)
+        _pack_profiles(out)
     return results
 
 
-def _run(name: str, options: Options, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Run one piece in this process. An exception that it raises becomes its status, and goes no further."""
+def _write_line(out: Path, content: dict[str, Any]) -> None:
+    with (out / "results.jsonl").open("a") as file:
+        file.write(json.dumps(content) + "\n")
+
+
+def _rows_of(name: str, out: Path) -> list[dict[str, Any]]:
+    """The rows that a piece has written, without its name."""
+    return [
+        {k: v for k, v in line.items() if k != "piece"}
+        for line in _lines(out)
+        if line["piece"] == name and "what" in line
+    ]
+
+
+def _lines(out: Path) -> list[dict[str, Any]]:
+    path = out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _pack_profiles(out: Path) -> None:
+    profiles = sorted(out.glob("profile-*"))
+    if profiles:
+        with tarfile.open(out / "profiles.tar", "w") as tar:
+            for path in profiles:
+                tar.add(path, path.name)
+
+
+def _run(name: str, options: Options, earlier: dict[str, Any], out: Path) -> str:
+    """Run one piece in this process; its rows go to results.jsonl. An exception that it raises becomes its status, and goes no further."""
     import traceback
 
     from headrace.benchmark.gpu import pieces
+    from headrace.benchmark.gpu.bench import Rows
 
-    begin, rows = time.monotonic(), list[dict[str, Any]]()
-    status = "ok"
     try:
-        pieces.run(name, options, earlier, rows)
+        pieces.run(name, options, earlier, Rows(lambda row: _write_line(out, {"piece": name, **row})), out)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         status = f"failed: {type(error).__name__}: {error}"[:500]
-    return {"piece": name, "status": status, "seconds": time.monotonic() - begin, "rows": rows}
+        _write_line(out, {"piece": name, "failure": status})
+        return status
+    return "ok"
 
 
-def _in_child(name: str, options: Options, earlier: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Run one piece in a process of its own, which is killed when its time is up."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(earlier, file)
-        file.flush()
-        command = [sys.executable, "-m", "headrace.benchmark.gpu.check", "--piece", name, "--earlier", file.name]
-        command += ["--device", options.device, "--models", ",".join(options.models)]
-        command += ["--tiny"] if options.tiny else []
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit_s, check=False)
-        except subprocess.TimeoutExpired:
-            return {"piece": name, "status": f"failed: not done after {limit_s:.0f} s", "seconds": limit_s, "rows": []}
-    lines = done.stdout.decode().strip().splitlines()
-    if done.returncode or not lines:
-        return {"piece": name, "status": f"failed: its process ended with exit code {done.returncode}", "rows": []}
-    piece: dict[str, Any] = json.loads(lines[-1])
-    return piece
+def _in_child(name: str, options: Options, earlier: dict[str, Any], limit_s: float, out: Path) -> str:
+    """Run one piece in a process of its own, which is killed with all that it started when its time is up."""
+    # What every piece imports is imported once, here, where no device is touched; then processes begin as copies of this one.
+    import headrace.execution.build  # noqa: F401
+
+    def piece() -> None:
+        os.setsid()
+        sys.exit(0 if _run(name, options, earlier, out) == "ok" else 1)
+
+    child = multiprocessing.get_context("fork").Process(target=piece)
+    child.start()
+    assert child.pid is not None
+    child.join(limit_s)
+    code = child.exitcode
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.join()
+    if code is None:
+        return f"failed: not done after {limit_s:.0f} s"
+    failures = [line["failure"] for line in _lines(out) if line["piece"] == name and "failure" in line]
+    return "ok" if code == 0 else failures[-1] if failures else f"failed: its process ended with exit code {code}"
 
 
 def table(content: dict[str, Any]) -> str:

@@ -23,16 +23,18 @@ _SPARE_BYTES = 3 << 30  # of a GPU, for activations and the libraries
 class Work:
     """The least work of a step of a model, in numbers of weights.
 
-    layers: of all layers, without experts. expert: of one expert, over all layers. head: of the output projection.
+    layers: of all layers, without experts. expert: of one expert, over all layers. head: of the
+    output projection. bytes_per_weight: of those of layers and experts.
     """
 
     config: ModelConfig
     layers: int
     expert: int
     head: int
+    bytes_per_weight: float = 2.0
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Work":
+    def of(cls, config: ModelConfig, bytes_per_weight: float = 2.0) -> "Work":
         """The work of a model, counted from the shapes of its weights."""
         placement = Placement(torch.device("meta"), torch.bfloat16, 16)
         shapes = [(w.name, w.shape) for w in model_class_for(config).build(config, placement).weights()]
@@ -40,7 +42,7 @@ class Work:
         experts = sum(size for name, size in matrices if ".experts." in name)
         vocabulary = config.vocab_size * config.hidden_size
         layers = sum(size for name, size in matrices if ".layers." in name) - experts
-        return cls(config, layers, experts // config.moe.num_experts if config.moe else 0, vocabulary)
+        return cls(config, layers, experts // config.moe.num_experts if config.moe else 0, vocabulary, bytes_per_weight)
 
     @property
     def weight_bytes(self) -> int:
@@ -60,17 +62,23 @@ class Work:
 
     def floor_s(self, bench: Bench, batch: int, new_tokens: int, context: int) -> float:
         """The least time of a step of `batch` rows that compute `new_tokens` each behind `context` cached ones. NaN without rates."""
-        config, tokens = self.config, batch * new_tokens
+        tokens = batch * new_tokens
+        pairs = tokens * context + batch * new_tokens * (new_tokens + 1) // 2
+        return self.step_floor_s(bench, tokens, batch, batch * context, pairs)
+
+    def step_floor_s(self, bench: Bench, tokens: int, logits: int, cached: int, pairs: int) -> float:
+        """The least time of a step of `tokens` tokens, `logits` of which are followed by one, behind `cached` cached ones of all rows. pairs: of
+        a query and a key that it sees."""
+        config = self.config
         read_experts = used_experts = 0.0
         if config.moe is not None:
             num, chosen = config.moe.num_experts, config.moe.num_experts_per_tok
             # How many of them are met by at least one token, when each token's are drawn evenly.
             read_experts, used_experts = num * (1 - (1 - chosen / num) ** tokens), chosen
-        num_bytes = 2 * (self.layers + read_experts * self.expert + self.head)
-        num_bytes += batch * context * kv_shape(config, torch.bfloat16).bytes_per_token
-        flops = 2 * tokens * (self.layers + used_experts * self.expert) + 2 * batch * self.head
-        keys = tokens * (context + (new_tokens + 1) / 2)
-        flops += 4 * config.num_layers * config.num_q_heads * config.head_dim * keys
+        num_bytes = self.bytes_per_weight * (self.layers + read_experts * self.expert) + 2 * self.head
+        num_bytes += cached * kv_shape(config, torch.bfloat16).bytes_per_token
+        flops = 2 * tokens * (self.layers + used_experts * self.expert) + 2 * logits * self.head
+        flops += 4 * config.num_layers * config.num_q_heads * config.head_dim * pairs
         memory = num_bytes / bench.figure("rates", "copy bandwidth", "bytes_per_s")
         products = flops / bench.figure("rates", "bfloat16 products", "flops_per_s")
         return max(memory, products)

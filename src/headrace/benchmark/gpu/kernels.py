@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
+from headrace import kernels
 from headrace.benchmark.gpu.attention import attention_checks
 from headrace.benchmark.gpu.bench import Bench, Rows, row
 from headrace.benchmark.gpu.closeness import BF16_ERROR, Check, distance, random_tensor
 from headrace.benchmark.gpu.ops import op_checks
 from headrace.benchmark.gpu.tokens import token_check, wait_check
-from headrace.kernels.torch_quantized import fp8_per_row, fp8_product, int4_product, pack_fp8, pack_int4, unpack_fp8
+from headrace.kernels.packing import PackedLinear
+from headrace.kernels.torch_quantized import fp8_per_row, pack_fp8, pack_int4
 from headrace.layers.quantization import integer_format
 
 
@@ -37,18 +39,21 @@ def check_kernels(bench: Bench, rows: Rows) -> None:
 
 
 def format_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
-    """Quantised products against floats of the same quantised weights."""
-    matrix, x = random_tensor(512, 256) / 16, random_tensor(37, 256, seed=1).to(torch.bfloat16)
+    """Linear layers of one row and of more against floats of the same, rounded, weights."""
+    matrix, inputs = random_tensor(512, 256) / 16, random_tensor(300, 256, seed=1).to(torch.bfloat16)
+    codes = integer_format("int4").quantize(matrix)
+    formats = {
+        "bfloat16": (kernels.pack_linear(matrix.to(device, torch.bfloat16)), BF16_ERROR),
+        "fp8": (pack_fp8(matrix.to(device), None, fp8_per_row(device)), 0.04),  # with the activations' own rounding
+        "int4": (pack_int4(codes.to(device), None), BF16_ERROR),
+    }
+    for name, (packed, limit) in formats.items():
+        for rows in (1, 3, 37, 300):
 
-    def fp8() -> tuple[float, float]:
-        packed = pack_fp8(matrix.to(device), None, fp8_per_row(device))
-        want = x.float() @ unpack_fp8(packed).cpu().T
-        return distance(fp8_product(x.to(device), packed), want), 0.04  # the activations' own rounding
+            def compare(packed: PackedLinear = packed, rows: int = rows, limit: float = limit) -> tuple[float, float]:
+                x = inputs[:rows]
+                want = x.float() @ kernels.unpack_linear(packed).float().cpu().T
+                on_device = x.to(device) if device.type == "cuda" else x.float()
+                return distance(kernels.linear(on_device, packed), want), limit
 
-    def int4() -> tuple[float, float]:
-        codes = integer_format("int4").quantize(matrix)
-        want = x.float() @ codes.dequantize().T
-        return distance(int4_product(x.to(device), pack_int4(codes.to(device), None)), want), BF16_ERROR
-
-    yield "fp8 linear", fp8
-    yield "int4 linear", int4
+            yield f"{name} linear, {rows} rows", compare

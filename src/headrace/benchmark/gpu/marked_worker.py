@@ -3,16 +3,21 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from headrace.benchmark.gpu.bench import Clock
 from headrace.messages.step import ModelWorkerBatch, StepResult, Worker
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedStep:
-    """How large a step was, and its marks on the clock."""
+    """How large a step was, and its marks on the clock. num_cached: tokens before it, of all rows. num_pairs: of a query and a key that it sees."""
 
     num_rows: int
     num_tokens: int
+    num_logits: int
+    num_cached: int
+    num_pairs: int
     begin: Any
     end: Any
 
@@ -32,7 +37,12 @@ class MarkedWorker:
     def submit(self, batch: ModelWorkerBatch) -> None:
         begin = self._clock.mark()
         self._worker.submit(batch)
-        self.steps.append(MarkedStep(len(batch.seqs), batch.num_tokens, begin, self._clock.mark()))
+        starts, counts = batch.starts.astype(np.int64), batch.counts.astype(np.int64)
+        pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
+        num_logits, num_cached = int(batch.num_logits.sum()), int(starts.sum())
+        self.steps.append(
+            MarkedStep(len(batch.seqs), batch.num_tokens, num_logits, num_cached, pairs, begin, self._clock.mark())
+        )
 
     def collect(self) -> StepResult:
         return self._worker.collect()

@@ -54,6 +54,7 @@ def op_checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, C
         "embedding": lambda to: kernels.embedding(to(ids), to(matrix), 1.5),
         "rotary": rotated,
         "moe": mixed,
+        "route": lambda to: kernels.route(to(logits[:, :128]), 8, renormalise=True)[0],
     }
     for name, act in close.items():
 
@@ -73,6 +74,7 @@ def op_checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, C
     mask_rows, masks = torch.arange(35, -2, -1), _token_masks(37, 5000)
     equal: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "argmax": kernels.argmax,
+        "route": lambda where: kernels.route(where[:, :128], 8, renormalise=True)[1],
         "draw": lambda where: kernels.draw(where, temperatures, top_k, top_p, least, u),
         "exp_sums": lambda where: kernels.exp_sums(where)[1],
         "draw with masks": lambda where: kernels.draw(where, temperatures, top_k, top_p, least, u, masks, mask_rows),

@@ -1,32 +1,39 @@
-"""Which function measures which piece. Runs in the process of one piece."""
+"""Which function measures which piece. Runs in the process of one piece; a module that cannot be imported fails its own pieces only."""
 
-from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from headrace.benchmark.gpu.against_transformers import measure_transformers
 from headrace.benchmark.gpu.bench import SMALL, Bench, Rows, Sizes
-from headrace.benchmark.gpu.kernels import check_kernels
 from headrace.benchmark.gpu.options import Options
-from headrace.benchmark.gpu.rates import device_facts, measure_rates
-from headrace.benchmark.gpu.serving import measure_serving
-from headrace.benchmark.gpu.steps import measure_decode, measure_prefill
 
-MEASURES: dict[str, Callable[[Bench, Rows], None]] = {
-    "device": device_facts,
-    "kernels": check_kernels,
-    "rates": measure_rates,
-    "decode": measure_decode,
-    "prefill": measure_prefill,
-    "serving": measure_serving,
-    "transformers": measure_transformers,
+MEASURES: dict[str, tuple[str, str]] = {
+    "device": ("rates", "device_facts"),
+    "kernels": ("kernels", "check_kernels"),
+    "rates": ("rates", "measure_rates"),
+    "shapes": ("shapes", "measure_shapes"),
+    "decode": ("steps", "measure_decode"),
+    "prefill": ("steps", "measure_prefill"),
+    "serving": ("serving", "measure_serving"),
+    "server": ("server", "measure_server"),
+    "tokens": ("equality", "compare_tokens"),
+    "quantized": ("steps", "measure_quantized"),
+    "deterministic": ("steps", "measure_deterministic"),
+    "speculation": ("equality", "measure_speculation"),
+    "experts": ("steps", "measure_experts"),
+    "offline": ("serving", "measure_offline"),
+    "transformers": ("against_transformers", "measure_transformers"),
+    "features": ("features", "try_features"),
 }
+"""Module here, and the function of it, by piece."""
 
 
-def run(name: str, options: Options, earlier: dict[str, Any], rows: Rows) -> None:
-    """Piece `name`; each row is there as soon as it is known. earlier: the pieces that ran before, by name."""
+def run(name: str, options: Options, earlier: dict[str, Any], rows: Rows, out: Path) -> None:
+    """Piece `name`. earlier: the pieces that ran before, by name. out: a folder for profiles."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("torch finds no GPU here")
-    bench = Bench(options, SMALL if options.tiny else Sizes(), earlier)
-    MEASURES[name](bench, rows)
+    module, function = MEASURES[name]
+    bench = Bench(options, SMALL if options.tiny else Sizes(), earlier, out)
+    getattr(import_module(f"headrace.benchmark.gpu.{module}"), function)(bench, rows)

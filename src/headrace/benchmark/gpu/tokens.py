@@ -26,7 +26,7 @@ def token_check(bench: Bench) -> tuple[float, float]:
     """How many greedy tokens of a small model differ between graphs, eager steps and the CPU."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _save_small(folder)
+        save_small(folder)
         common = {"load_format": "auto", "model_path": name, "json_model_override_args": "{}", "dtype": "float32"}
         variants: list[dict[str, Any]] = [{"disable_cuda_graph": False}, {"disable_cuda_graph": True}]
         variants.append({"device": "cpu", "disable_native_kernels": True, "disable_overlap_schedule": True})
@@ -65,7 +65,7 @@ def _small(rows: int) -> dict[str, Any]:
     }
 
 
-def _save_small(folder: Path) -> None:
+def save_small(folder: Path) -> None:
     """A small llama with random weights of the CPU's generator, as a checkpoint."""
     from safetensors.torch import save_file
 
