@@ -12,23 +12,18 @@
 #include <sys/auxv.h>
 #endif
 
-// The instruction sets of this build, best first: HEADRACE_VARIANT(name, what it needs). A name is that of a headrace_variant() in
-// CMakeLists.txt. HEADRACE_NEEDS(feature) takes the names of __builtin_cpu_supports, which also asks the operating system, and on ARM
+// The instruction sets, best first: HEADRACE_VARIANT(name, what it needs). A name is that of a headrace_variant() in CMakeLists.txt, which
+// says with HEADRACE_HAS_<name>, 1 or 0, whether this build has it. HEADRACE_NEEDS(feature) takes the names of __builtin_cpu_supports, which also asks the operating system, and on ARM
 // those of /proc/cpuinfo. amx stands behind avx512bf16, since no processor has run it yet: it must be asked for.
 #if defined(__x86_64__)
 #define HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("sse4.2") HEADRACE_NEEDS("avx2") HEADRACE_NEEDS("fma") HEADRACE_NEEDS("f16c")
 #define HEADRACE_NEEDS_AVX512                                                                                       \
   HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("avx512f") HEADRACE_NEEDS("avx512bw") HEADRACE_NEEDS("avx512dq") HEADRACE_NEEDS("avx512vl")
 #define HEADRACE_NEEDS_VNNI HEADRACE_NEEDS_AVX512 HEADRACE_NEEDS("avx512vnni")
-#if defined(HEADRACE_FEWER_VARIANTS)
-#define HEADRACE_VARIANT_VNNI
-#else
-#define HEADRACE_VARIANT_VNNI HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_VNNI)
-#endif
 #define HEADRACE_VARIANTS                                                     \
   HEADRACE_VARIANT(avx512bf16, HEADRACE_NEEDS_VNNI HEADRACE_NEEDS("avx512bf16")) \
   HEADRACE_VARIANT(amx, HEADRACE_NEEDS_VNNI HEADRACE_NEEDS("avx512bf16") HEADRACE_NEEDS_TILES) \
-  HEADRACE_VARIANT_VNNI                                                       \
+  HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_VNNI)                           \
   HEADRACE_VARIANT(avx512, HEADRACE_NEEDS_AVX512)                             \
   HEADRACE_VARIANT(avx2, HEADRACE_NEEDS_AVX2)                                 \
   HEADRACE_VARIANT(baseline, HEADRACE_NEEDS("sse4.2"))
@@ -83,14 +78,18 @@ std::string missing_for_tiles() {
 
 struct Variant {
   const char* name;
-  const KernelTable& (*table)();
-  std::string (*missing)();  // "" when this machine has what it needs
+  const KernelTable& (*table)();  // null: not in this build
+  std::string (*missing)();       // "" when this machine has what it needs
 };
 
-#define HEADRACE_VARIANT(name, needs) \
-  {#name, &name::table, [] {          \
-     std::string missing;             \
-     needs return missing;            \
+#define HEADRACE_TABLE_0(name) nullptr
+#define HEADRACE_TABLE_1(name) &name::table
+#define HEADRACE_TABLE_(has, name) HEADRACE_TABLE_##has(name)
+#define HEADRACE_TABLE(has, name) HEADRACE_TABLE_(has, name)
+#define HEADRACE_VARIANT(name, needs)                       \
+  {#name, HEADRACE_TABLE(HEADRACE_HAS_##name, name), [] {   \
+     std::string missing;                                   \
+     needs return missing;                                  \
    }},
 const Variant kVariants[] = {HEADRACE_VARIANTS};
 #undef HEADRACE_VARIANT
@@ -102,18 +101,27 @@ const Variant* find(const std::string& isa) {
   return nullptr;
 }
 
-const KernelTable* best() {
+// Of this build, best first.
+std::vector<const Variant*> compiled() {
+  std::vector<const Variant*> variants;
   for (const Variant& variant : kVariants) {
-    if (variant.missing().empty()) return &variant.table();
+    if (variant.table != nullptr) variants.push_back(&variant);
   }
-  throw std::runtime_error(why_not_isa(compiled_isas().back()));
+  return variants;
+}
+
+const KernelTable* best() {
+  for (const Variant* variant : compiled()) {
+    if (variant->missing().empty()) return &variant->table();
+  }
+  throw std::runtime_error(why_not_isa(compiled().back()->name));
 }
 
 std::atomic<const KernelTable*> g_selected{nullptr};
 
 }  // namespace
 
-std::vector<std::string> compiled_isas() {
+std::vector<std::string> known_isas() {
   std::vector<std::string> names;
   for (const Variant& variant : kVariants) names.emplace_back(variant.name);
   return names;
@@ -122,18 +130,23 @@ std::vector<std::string> compiled_isas() {
 std::string why_not_isa(const std::string& isa) {
   const Variant* const variant = find(isa);
   if (variant == nullptr) {
-    std::string known;
-    for (const std::string& name : compiled_isas()) known += (known.empty() ? "" : ", ") + name;
-    return "unknown instruction set '" + isa + "': this build has " + known;
+    std::string has;
+    for (const Variant* present : compiled()) has += (has.empty() ? "" : ", ") + std::string(present->name);
+    return "unknown instruction set '" + isa + "': this build has " + has;
   }
+  if (variant->table == nullptr) return "not in this build";
   const std::string missing = variant->missing();
   return missing.empty() ? "" : "this processor lacks " + missing + ", which '" + isa + "' needs";
 }
 
 void select_isa(const std::string& isa) {
+  const Variant* const variant = find(isa);
   const std::string reason = why_not_isa(isa);
+  if (variant != nullptr && variant->table == nullptr) {
+    throw std::invalid_argument(reason + ", but in that of scripts/setup --all-isas");
+  }
   if (!reason.empty()) throw std::invalid_argument(reason);
-  g_selected.store(&find(isa)->table());
+  g_selected.store(&variant->table());
 }
 
 const KernelTable& kernels() {

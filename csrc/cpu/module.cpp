@@ -297,7 +297,7 @@ NB_MODULE(_native, m) {
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
   m.def("probe_dot", &probe_dot, unlocked);
-  m.def("compiled_isas", &compiled_isas);
+  m.def("known_isas", &known_isas);
   m.def("why_not_isa", &why_not_isa);
   m.def("select_isa", &select_isa);
   m.def("isa", [] { return std::string(kernels().isa); });

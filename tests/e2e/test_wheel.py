@@ -32,7 +32,11 @@ def run(*command) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, ROOT)
+    # Those of one processor or of all, as scripts/setup compiled them.
+    caches = [cache.read_text() for cache in ROOT.glob("build/cp*/CMakeCache.txt")]
+    isas = next((found[1] for cache in caches if (found := re.search(r"^HEADRACE_ISAS:\w+=(.*)", cache, re.M))), "all")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "-C", f"cmake.define.HEADRACE_ISAS={isas}")
+    run(*PIP, "wheel", *options, "--wheel-dir", folder, ROOT)
     [made] = folder.glob("*.whl")
     return made
 

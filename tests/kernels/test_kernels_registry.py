@@ -1,11 +1,13 @@
 """Which implementation runs, and why: loading, instruction sets, threads, the fallback."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import threading
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from headrace.errors import ConfigError
 from headrace.kernels import cpu, registry
 from headrace.kernels.cpu.threads import default_num_threads
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture
 def least_isa(native):
-    return cpu.isas()[-1][0]
+    return [isa for isa, reason in cpu.isas() if not reason][-1]
 
 
 @pytest.fixture
@@ -50,6 +54,81 @@ def test_without_the_extension_torch_runs_every_op_and_the_report_says_why(fresh
     assert torch.equal(kernels.linear(torch.ones(2, 4), packed), torch.ones(2, 4))
     with pytest.raises(ConfigError, match="does not load"):
         cpu.select_isa("baseline")
+
+
+def test_kernels_of_another_processor_leave_every_op_to_torch(fresh):
+    class Foreign:
+        def isa(self):
+            raise RuntimeError("this processor lacks avx512f, which 'avx512' needs")
+
+    fresh.setitem(sys.modules, "headrace.kernels.cpu._native", Foreign())
+
+    assert cpu.load() is None
+    assert cpu.why_not() == (
+        "the native kernels are for another processor (this processor lacks avx512f, which 'avx512' needs); "
+        "scripts/setup compiles them for this one"
+    )
+    assert {(r.op, r.implementation) for r in kernels.report()} == {(op, "torch") for op in registry.OPS}
+
+
+DISPATCH = """
+#include <cstdio>
+#include <exception>
+#include "dispatch.h"
+namespace headrace::baseline {
+const KernelTable& table() {
+  static const KernelTable kTable = [] {
+    KernelTable table{};
+    table.isa = "baseline";
+    return table;
+  }();
+  return kTable;
+}
+}
+using namespace headrace;
+int main() {
+  for (const std::string& isa : known_isas()) std::printf("%s: %s\\n", isa.c_str(), why_not_isa(isa).c_str());
+  std::printf("%s\\n", kernels().isa);
+  try {
+    select_isa("avx2");
+  } catch (const std::exception& error) {
+    std::printf("%s\\n", error.what());
+  }
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
+def test_a_build_of_one_instruction_set_runs_it_and_knows_the_others(tmp_path):
+    names = ("avx512bf16", "amx", "avx512vnni", "avx512", "avx2", "baseline")
+    has = [f"-DHEADRACE_HAS_{name}={int(name == 'baseline')}" for name in names]
+    (tmp_path / "main.cpp").write_text(DISPATCH)
+    sources = [f"-I{ROOT / 'csrc/cpu'}", ROOT / "csrc/cpu/dispatch.cpp", tmp_path / "main.cpp"]
+    subprocess.run(["g++", "-std=c++17", "-O0", *has, *sources, "-o", tmp_path / "main"], check=True)
+
+    said = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.splitlines()
+
+    assert said == [
+        *(f"{name}: not in this build" for name in names[:-1]),
+        "baseline: ",
+        "baseline",
+        "not in this build, but in that of scripts/setup --all-isas",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("isas", "said"), [("avx1024", "unknown instruction set avx1024"), ("amx", "amx needs avx512bf16")]
+)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64")
+def test_a_build_for_instruction_sets_that_cannot_be_is_refused(tmp_path, isas, said):
+    cmake = shutil.which("cmake", path=f"{os.environ['PATH']}:{Path(sys.executable).parent}")
+    if cmake is None:
+        pytest.skip("no cmake here")
+    command = [cmake, "-S", ROOT, "-B", tmp_path, "-DHEADRACE_KERNEL_TESTS=ON", f"-DHEADRACE_ISAS={isas}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode != 0
+    assert said in done.stderr
 
 
 def test_the_report_names_the_instruction_set(native):

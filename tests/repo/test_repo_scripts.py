@@ -5,17 +5,21 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from headrace.kernels import cpu
+
 ROOT = Path(__file__).resolve().parents[2]
 
-# Stands for python, g++ and everything in .venv/bin: says how it was called. `-m venv` makes such a .venv. Installing Headrace says what
+# Stands for python, g++ and everything in .venv/bin: says how it was called. `-m venv` makes such a .venv. Compiling the kernels says what
 # SAID holds, and fails where FAILS is set.
 TOOL = """#!/usr/bin/env bash
 printf '%s %s\\n' "${0##*/}" "$*" >>"$CALLS"
-[[ "$*" != *" -e "* ]] || { printf '%b' "${SAID:-}" && [ -z "${FAILS:-}" ] || exit 1; }
+[[ "$*" != *" wheel "* ]] || { printf '%b' "${SAID:-}" && [ -z "${FAILS:-}" ] || exit 1; }
+[[ "$*" != *torch==* ]] || printf '%b' "${DOWNLOADS:-}"
 [ "$*" != "-m venv .venv" ] || { mkdir -p .venv/bin && for name in python headrace pytest; do cp "$0" ".venv/bin/$name"; done; }
 """
 
@@ -34,6 +38,12 @@ def checkout(tmp_path, monkeypatch):
     for name in ("python3", "g++"):
         (tools / name).write_text(TOOL)
         (tools / name).chmod(0o755)
+
+    def processor(isa):
+        """Moves the checkout to a processor whose instruction set is this one."""
+        (folder / "scripts/isa").write_text(f"#!/usr/bin/env bash\necho {isa}\n")
+
+    processor("avx2")
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(calls))
     monkeypatch.delenv("CXX", raising=False)
@@ -51,13 +61,23 @@ def checkout(tmp_path, monkeypatch):
         run.shown = done.stdout
         return calls.read_text().splitlines()
 
-    run.folder, run.tools = folder, tools
+    run.folder, run.tools, run.processor = folder, tools, processor
     return run
 
 
 def installs(calls):
     """What Headrace was installed with: ".", ".[dev,bench]" ..."""
     return [call.rpartition(" ")[2] for call in calls if " -e " in call]
+
+
+def compiled(calls):
+    """For which instruction sets kernels were compiled. Installing finds them in the build folder, as it asks for the same."""
+    beside, installed = (
+        [re.search(r"-C cmake\.define\.HEADRACE_ISAS=(\S+) ", call)[1] for call in calls if command in call]
+        for command in (" wheel ", " -e ")
+    )
+    assert beside == installed
+    return installed
 
 
 def test_serving_sets_up_only_what_it_needs_and_only_once(checkout):
@@ -85,6 +105,52 @@ def test_who_sets_up_alone_gets_what_a_user_needs_and_the_rest_when_asked(checko
     assert installs(checkout("scripts/setup")) == [".[dev,bench]"]
 
 
+def test_kernels_are_compiled_for_this_processor_and_anew_on_another(checkout):
+    assert compiled(checkout("scripts/serve", "smollm2")) == ["avx2"]
+    assert compiled(checkout("scripts/serve", "smollm2")) == []
+    checkout.processor("avx512vnni")
+    assert compiled(checkout("scripts/serve", "smollm2")) == ["avx512vnni"]
+    assert compiled(checkout("scripts/serve", "smollm2")) == []
+
+
+def test_kernels_for_every_processor_are_compiled_when_asked_for_and_stay(checkout):
+    checkout("scripts/serve", "smollm2")
+    assert compiled(checkout("scripts/setup", "--all-isas", "--if-needed")) == ["all"]
+    checkout.processor("avx512vnni")
+    assert compiled(checkout("scripts/serve", "smollm2")) == []
+    (checkout.folder / "csrc/kernel.cpp").write_text("// another kernel")
+    assert compiled(checkout("scripts/test", "py")) == ["all"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "isa"),
+    [
+        ("flags\t\t: fpu sse2 ssse3", "baseline"),
+        ("flags\t\t: sse4_2 avx2 fma", "baseline"),
+        ("flags\t\t: sse4_2 fma f16c avx2", "avx2"),
+        ("flags\t\t: sse4_2 fma f16c avx2 avx512f avx512dq avx512bw", "avx2"),
+        ("flags\t\t: sse4_2 fma f16c avx2 avx512f avx512dq avx512bw avx512vl", "avx512"),
+        ("flags\t\t: sse4_2 fma f16c avx2 avx512f avx512dq avx512bw avx512vl avx512_vnni", "avx512vnni"),
+        ("flags\t\t: avx512_bf16 avx512_vnni sse4_2 fma f16c avx2 avx512f avx512dq avx512bw avx512vl", "avx512bf16"),
+        ("Features\t: fp asimd evtstrm", "neon"),
+        ("Features\t: fp asimd atomics asimddp", "neon_dotprod"),
+        ("Features\t: fp asimd atomics asimddp i8mm bf16", "neon_i8mm"),
+        ("", "baseline"),
+    ],
+)
+def test_the_instruction_set_follows_from_what_linux_says_of_the_first_core(tmp_path, flags, isa):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n\nprocessor\t: 1\n{flags} avx512_bf16\n")
+    command = [ROOT / "scripts/isa", tmp_path / "cpuinfo"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{isa}\n"
+
+
+def test_the_instruction_set_of_this_machine_is_the_one_that_the_kernels_choose():
+    runs = [isa for isa, reason in cpu.isas() if not reason]
+    if not runs:
+        pytest.skip(cpu.why_not())
+    assert subprocess.run([ROOT / "scripts/isa"], check=True, capture_output=True, text=True).stdout == f"{runs[0]}\n"
+
+
 def test_an_environment_for_tests_of_earlier_versions_stays_one(checkout):
     checkout("scripts/setup")
     (checkout.folder / ".venv/headrace-setup").write_text("cpu all 0123\n")
@@ -104,44 +170,65 @@ def test_cmake_is_installed_where_the_machine_has_none_that_is_new_enough(checko
     assert ("cmake" in tools) is brought
 
 
-PROGRESS = (
-    "Downloading https://index/some_wheel-1.0.whl (2 MB)\\nProgress 1000000 of 2000000\\n[7/9] Building CXX object\\n"
-)
+# Of one instruction set: what is seen of ninja, the name of a file by the number of files that are ready.
+COMPILED = {1: "nb_func", 12: "linear_quantized", 36: "attention"}
 
 
-def test_a_terminal_shows_how_far_downloads_and_the_compiler_are(checkout, monkeypatch):
-    monkeypatch.setenv("SAID", PROGRESS)
+def ninja(compiled):
+    lines = (f"  [{count}/37] Building CXX object CMakeFiles/some.dir/{name}.cpp.o" for count, name in compiled.items())
+    return "\\n".join(lines) + "\\n"
+
+
+def shown_in_a_terminal(run, *command):
     master, terminal = os.openpty()
     try:
-        checkout("scripts/setup", stdout=terminal)
+        run(*command, stdout=terminal)
     finally:
         os.close(terminal)
     shown = b""
     with open(master, "rb", buffering=0) as reader, contextlib.suppress(OSError):  # so a terminal ends
         while part := reader.read(4096):
             shown += part
+    return shown.decode()
 
-    assert "\r\x1b[K  some_wheel: 1 of 2 MB\r\x1b[K  compiling: 7 of 9\r\x1b[K" in shown.decode()
+
+def test_a_terminal_shows_how_far_the_compiler_is_and_the_time_left(checkout, monkeypatch):
+    monkeypatch.setenv("SAID", ninja(COMPILED))
+    shown = shown_in_a_terminal(checkout, "scripts/setup")
+
+    assert "\r\x1b[K  [                    ] compiling: 1 of 37" in shown
+    assert re.search(r"\r\x1b\[K  \[######              \] compiling: 12 of 37, about \d+ s left", shown)
+    assert re.search(r"\r\x1b\[K  \[#+ *\] compiling: 36 of 37, about \d+ s left", shown)
+    assert shown.splitlines()[-1].startswith("\x1b[Kdone in ")
+
+
+def test_a_terminal_shows_how_far_downloads_are(checkout, monkeypatch):
+    monkeypatch.setenv(
+        "DOWNLOADS", "Downloading https://index/some_wheel-1.0.whl (2 MB)\\nProgress 1000000 of 2000000\\n"
+    )
+
+    assert re.search(r"\r\x1b\[K[^\r]*  some_wheel: 1 of 2 MB", shown_in_a_terminal(checkout, "scripts/setup"))
 
 
 def test_a_log_shows_only_the_stages(checkout, monkeypatch):
-    monkeypatch.setenv("SAID", PROGRESS)
+    monkeypatch.setenv("SAID", ninja(COMPILED))
     checkout("scripts/setup")
     *stages, done = checkout.shown.splitlines()
 
-    assert [int(re.match(r"\[(\d)/7 +\d+s\] ", line)[1]) for line in stages] == [1, 2, 3, 4, 5, 6, 7]
+    assert [int(re.match(r"\[(\d)/9 +\d+s\] ", line)[1]) for line in stages] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert done.startswith("done in ")
-    assert "[7/9] Building CXX object" in (checkout.folder / ".venv/setup.log").read_text()
+    assert "[12/37] Building CXX object" in (checkout.folder / ".venv/compile.log").read_text()
 
 
-def test_when_pip_fails_the_end_of_what_it_said_is_shown(checkout, monkeypatch):
+def test_when_compiling_fails_the_end_of_what_it_said_is_shown(checkout, monkeypatch):
     monkeypatch.setenv("SAID", "kernel.cpp:1: error: no such kernel\\n")
     monkeypatch.setenv("FAILS", "1")
     with pytest.raises(subprocess.CalledProcessError) as failed:
         checkout("scripts/setup")
 
     assert "error: no such kernel" in failed.value.stderr
-    assert "setup.log" in failed.value.stderr
+    assert "compile.log" in failed.value.stderr
+    assert not installs((checkout.tools.parent / "calls").read_text().splitlines())
 
 
 def test_changed_sources_are_set_up_anew_with_all_that_was_there(checkout):
@@ -160,6 +247,16 @@ def test_an_interrupted_setup_is_done_again(checkout):
     shutil.copy(ROOT / "constraints/cpu.txt", pins)
 
     assert installs(checkout("scripts/serve", "smollm2")) == ["."]
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+def test_pip_is_told_in_one_line_that_there_is_no_compiler(tmp_path, monkeypatch, hook):
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    command = [sys.executable, "-c", f"import build_backend; build_backend.{hook}('.')"]
+    failed = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
+
+    assert failed.returncode == 1
+    assert failed.stderr == f"no {tmp_path / 'g++'} found; install it (Debian: apt-get install g++), or set CXX\n"
 
 
 def test_help_sets_up_nothing(checkout):

@@ -408,7 +408,7 @@ int run(const std::vector<std::string>& names) {
   const std::string best = kernels().isa;
   pool();
   lent_cores();
-  for (const std::string& isa : compiled_isas()) {
+  for (const std::string& isa : known_isas()) {
     if (!names.empty() && !is_named(isa) && !(isa == best && is_named("best"))) continue;
     const std::string reason = why_not_isa(isa);
     if (!reason.empty()) {

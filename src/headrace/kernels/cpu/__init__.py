@@ -28,24 +28,34 @@ def load() -> ModuleType | None:
 
     ConfigError when HEADRACE_CPU_ISA names an instruction set that this build or this processor lacks.
     """
-    global _loaded, _reason
+    global _loaded
     if _loaded is not None or _reason:
         return _loaded
     try:
         module = import_module("headrace.kernels.cpu._native")
     except ImportError as error:
-        _reason = f"the native extension does not load: {error}"
-        _logger.warning("%s; torch runs every op instead, several times slower", _reason)
-        return None
+        return _do_without(f"the native extension does not load: {error}")
     wanted = os.environ.get(ISA_VARIABLE, "")
     if wanted:
         try:
             module.select_isa(wanted)
         except ValueError as error:
             raise ConfigError(f"{ISA_VARIABLE}={wanted}: {error}") from error
+    try:
+        module.isa()
+    except RuntimeError as error:
+        return _do_without(
+            f"the native kernels are for another processor ({error}); scripts/setup compiles them for this one"
+        )
     module.set_num_threads(default_num_threads())
     _loaded = module
     return module
+
+
+def _do_without(reason: str) -> None:
+    global _reason
+    _reason = reason
+    _logger.warning("%s; torch runs every op instead, several times slower", reason)
 
 
 def why_not() -> str:
@@ -66,9 +76,9 @@ def multiplies_bf16() -> bool:
 
 
 def isas() -> list[tuple[str, str]]:
-    """(instruction set, reason why not or "") of this build, best first; empty if the extension cannot be loaded."""
+    """(instruction set, reason why it does not run here or ""), best first; empty if the extension cannot be loaded."""
     native = load()
-    return [] if native is None else [(isa, native.why_not_isa(isa)) for isa in native.compiled_isas()]
+    return [] if native is None else [(isa, native.why_not_isa(isa)) for isa in native.known_isas()]
 
 
 def select_isa(isa: str) -> None:
