@@ -2,9 +2,13 @@
 
 Without a GPU Triton interprets its kernels. It decides so when it is imported: the variable is set before any test is. So is that of
 torch's threads, which would otherwise spin between two operations: test processes share the cores with each other and with servers.
+
+Each run has an order of its own: no verdict may depend on what ran before.
 """
 
+import hashlib
 import os
+import random
 import tempfile
 from pathlib import Path
 
@@ -22,6 +26,32 @@ settings.register_profile(
     "headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=os.environ.get("CI") == "true"
 )
 settings.load_profile("headrace")
+
+SEED = "HEADRACE_TEST_SEED"
+"""Environment variable with the seed of the order, which repeats an order. The processes of one run have it from the first."""
+
+
+def pytest_configure():
+    os.environ.setdefault(SEED, str(random.randrange(1_000_000)))
+
+
+def pytest_report_header():
+    return f"order of the tests: {SEED}={os.environ[SEED]}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"To repeat the order: {SEED}={os.environ[SEED]}")
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest then keeps tests together that share a parameter of a fixture
+def pytest_collection_modifyitems(items):
+    """In the order of what the seed makes of their names, modules whole: the same with fewer tests."""
+
+    def place(name):
+        return hashlib.sha256(f"{os.environ[SEED]} {name}".encode()).digest()
+
+    items.sort(key=lambda item: (place(item.nodeid.partition("::")[0]), place(item.nodeid)))
 
 
 @pytest.fixture(scope="session", autouse=True)
