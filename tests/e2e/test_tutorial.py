@@ -15,7 +15,7 @@ from server_process import serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-SERVE = re.compile(r"^(?:(\w+)=(\S+) )?(?:headrace|scripts/)\s?serve smollm2 ?(.*)$")
+SERVE = re.compile(r"^(?:(\w+)=(\S+) )?(?:headrace|scripts/)\s?serve smollm2 ?(.*)$", re.MULTILINE)
 
 # Ctrl-D ends it; Hugging Face is another host.
 BY_HAND = ("source .venv/bin/activate\n", "headrace chat --url http://127.0.0.1:30000\n", "headrace pull ")
@@ -62,7 +62,7 @@ def test_every_command_does_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
     with ExitStack() as stack:
         url = ""
         for block in blocks():
-            if found := SERVE.match(block.text):
+            if found := SERVE.search(block.text):
                 stack.close()
                 if found[1]:
                     monkeypatch.setenv(found[1], found[2])

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def commands():
             yield from (f"{name} {sub}" for sub in command.commands)
         else:
             yield name
+
+
+def test_python_in_the_pages_runs_from_the_top(tmp_path):
+    """Names are imported or made before they are used, in the first block of a page or in the order of the blocks."""
+    pages = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
+    for page in pages:
+        blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        (tmp_path / f"{page.stem}.py").write_text("\n".join(blocks))
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,E9", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout
 
 
 def test_cli_docs_hold_the_table_of_options():
