@@ -5,6 +5,7 @@ from math import e, log2
 
 import pytest
 import torch
+from references import remembered
 
 from headrace import kernels
 from headrace.kernels import cpu
@@ -121,6 +122,7 @@ def assert_close(out, q, keys, values, implementation, dtype, first_position, sc
     assert (out - want).square().mean().sqrt() < STEPS[dtype]
 
 
+@remembered
 def reference(q, keys, values, first_position, scale, window, softcap, integers=None) -> torch.Tensor:
     """In float64. integers: with queries and weights rounded as over a cache of that dtype."""
     group = q.shape[1] // keys.shape[1]
