@@ -392,7 +392,7 @@ def test_smollm2_opens_by_name_with_its_shapes():
     assert (config.model_type, config.num_layers, config.hidden_size) == ("llama", 30, 576)
     assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert (config.rope.theta, config.rms_norm_eps, config.tie_word_embeddings) == (100000.0, 1e-5, True)
-    assert (config.eos_token_ids, config.bos_token_id, config.vocab_size) == ((2,), 1, 49152)
+    assert (config.eos_token_ids, config.bos_token_id, config.vocab_size) == ((2, 0, 4), 1, 49152)
     assert len(checkpoint.tensor_names()) == 272
     assert checkpoint.shape("model.embed_tokens.weight") == (49152, 576)
     blocks = checkpoint.raw_blocks("model.layers.3.self_attn.q_proj.weight")

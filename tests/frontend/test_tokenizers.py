@@ -79,7 +79,7 @@ def test_smollm2_gives_the_pieces_of_the_byte_pair_definition():
 
 
 def test_smollm2_names_its_special_tokens():
-    assert (SMOLLM2.bos_id, SMOLLM2.eos_ids, SMOLLM2.pad_id, SMOLLM2.vocab_size) == (1, (2,), 2, 49152)
+    assert (SMOLLM2.bos_id, SMOLLM2.eos_ids, SMOLLM2.pad_id, SMOLLM2.vocab_size) == (1, (2, 0, 4), 2, 49152)
     assert SMOLLM2.named_tokens["eos_token"] == "<|im_end|>"
     assert len(SMOLLM2.special_ids) == 17
     assert SMOLLM2.token_to_id("<|im_end|>") == 2

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.config.server_args import ServerArgs
 from headrace.messages.control import ReadyInfo
+from headrace.processes.model_files import EndTokens
 from headrace.processes.scheduler_process import scheduler_config
 from headrace.processes.share import share_of_machine
 
@@ -27,13 +28,14 @@ READY = ReadyInfo(
     kv_bytes=0,
     load_s=0.0,
 )
-MODEL = SimpleNamespace(eos_token_ids=(0,), encoder=None)
+MODEL = SimpleNamespace(encoder=None)
+ENDS = EndTokens(frozenset([0]), frozenset())
 
 
 @pytest.mark.parametrize("limit, step", [(2048, 2048), (100, 100), (4, 8)])
 def test_a_step_is_never_larger_than_it_was_allowed_to_be(limit, step):
     ready = msgspec.structs.replace(READY, chunked_prefill_size=64)
-    config = scheduler_config(ServerArgs(max_prefill_tokens=limit), MODEL, ready)
+    config = scheduler_config(ServerArgs(max_prefill_tokens=limit), MODEL, ready, ENDS)
 
     # Every running request decodes one token, whatever the limit.
     assert (config.chunk_tokens, config.step_tokens) == (64, step)
@@ -43,13 +45,13 @@ def test_a_step_is_never_larger_than_it_was_allowed_to_be(limit, step):
 def test_the_time_of_a_step_is_bounded_as_the_worker_says(limit_ms, seconds):
     ready = msgspec.structs.replace(READY, max_step_ms=limit_ms)
 
-    assert scheduler_config(ServerArgs(), MODEL, ready).max_step_s == seconds
+    assert scheduler_config(ServerArgs(), MODEL, ready, ENDS).max_step_s == seconds
 
 
 def test_the_scheduler_queues_what_will_run_and_what_may_wait():
-    assert scheduler_config(ServerArgs(max_queued_requests=3), MODEL, READY).max_queued == 8 + 3
+    assert scheduler_config(ServerArgs(max_queued_requests=3), MODEL, READY, ENDS).max_queued == 8 + 3
     # All may come to one of several replicas.
-    assert scheduler_config(ServerArgs(max_queued_requests=3, dp_size=2), MODEL, READY).max_queued == 16 + 3
+    assert scheduler_config(ServerArgs(max_queued_requests=3, dp_size=2), MODEL, READY, ENDS).max_queued == 16 + 3
 
 
 def test_cores_and_memory_are_divided_and_there_is_a_thread_at_least():

@@ -21,6 +21,7 @@ class TaskWithoutSampling:
     max_new_tokens = 0
     stream_interval = 0
     ignores_eos = True
+    ends_with_turn = False
     is_plain = True
     prompt_logprob_start = 1 << 20
     stop_text = None

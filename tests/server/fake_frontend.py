@@ -172,6 +172,7 @@ class FakeFrontend:
         self.calls: list[GenerateReqInput] = []
         self.resolved: list[ResolvedSamplingParams] = []
         self.callers: list[Any] = []
+        self.in_chats: list[bool] = []
         self.asked_by: list[tuple[str, Any]] = []
         self.profiled: list[Any] = []
         self.control = self.records = self.settings = self
@@ -207,6 +208,7 @@ class FakeFrontend:
         is_disconnected: Any = None,
         *,
         default_max_new_tokens: int = 128,
+        in_chat: bool = False,
         caller: Any = None,
     ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
@@ -216,6 +218,7 @@ class FakeFrontend:
         call = split_call(obj, limits)
         self.calls.append(obj)
         self.callers.append(caller)
+        self.in_chats.append(in_chat)
         script = self.script
         samples = []
         for prompt in call.prompts:

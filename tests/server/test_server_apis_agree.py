@@ -89,6 +89,7 @@ def test_the_prompt_is_the_same(server: Running, tools: bool):
     prompts = [server.frontend.tokenizer.decode(call.input_ids or [], False) for call in server.frontend.calls]
     assert len(prompts) == len(REQUESTS)
     assert prompts[0].endswith("<|user|>thanks\n<|assistant|>")
+    assert server.frontend.in_chats[-len(prompts) :] == [True] * len(prompts)  # the end of a turn ends them
     for path, prompt in zip(REQUESTS, prompts, strict=True):
         assert prompt == prompts[0], path
     server.frontend.calls.clear()

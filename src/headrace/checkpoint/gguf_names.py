@@ -61,6 +61,20 @@ _GEMMA_LAYER = _LAYER | {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens in GGUF."""
+# fmt: off
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>",
+    # between the files of a repository, in models that fill in the middle
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
+    "<REPO>", "<reponame>", "<|file_sep|>",
+})
+# fmt: on
+"""Texts of tokens that end a text."""
+
 # Derived from the config, so no weight of the model: the rotary factors of llama 3.
 DERIVED_TENSORS = frozenset({"rope_freqs.weight"})
 
@@ -173,7 +187,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": file.decimal(f"{arch}.rope.freq_base", 10000.0),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _eos(file),
+        "eos_token_id": end_ids(file),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
         **stated_pooling(file, arch),
     }
@@ -280,7 +294,23 @@ def _vocab_size(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _eos(file: GgufFile) -> list[int]:
-    """End of sequence and, if the file has one, end of turn."""
-    ids = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(token for token in ids if isinstance(token, int)))
+def end_ids(file: GgufFile) -> list[int]:
+    """The tokens that end a text: those that the metadata names, that of the sequence first, then those that are known by their text.
+
+    As llama.cpp's `llama_vocab::impl::load` (src/llama-vocab.cpp) finds them, but among control and user-defined tokens alone. In harmony `<|end|>`
+    ends a message and not the turn; Gemma 4 has a `</s>` that ends nothing.
+    """
+    keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    named = [file.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
+    known: dict[str, int] = {}
+    if file.get("tokenizer.ggml.token_type"):
+        types, tokens = file.listed("tokenizer.ggml.token_type", int), file.listed("tokenizer.ggml.tokens", str)
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
+            if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS:
+                known.setdefault(token, index)
+    if {"<|call|>", "<|return|>"} <= known.keys() or {"<|calls|>", "<|flush|>"} <= known.keys():
+        known.pop("<|end|>", None)
+    if "<|tool_response>" in known:
+        known.pop("</s>", None)
+    stated = (token for token in named if isinstance(token, int) and not isinstance(token, bool))
+    return list(dict.fromkeys([*stated, *known.values()]))

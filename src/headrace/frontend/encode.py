@@ -117,7 +117,7 @@ class Encoder:
         return await asyncio.get_running_loop().run_in_executor(None, split_call, obj, self.limits)
 
     async def encode(
-        self, call: AnyCall, obj: CallInput, state: CallState, default_max_new_tokens: int
+        self, call: AnyCall, obj: CallInput, state: CallState, default_max_new_tokens: int, in_chat: bool = False
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every prompt of a call. Returns a request for each sample of `state`.
 
@@ -126,7 +126,7 @@ class Encoder:
         """
         self._adapters.check_number(prompt.adapter for prompt in call.prompts)
         if isinstance(obj, GenerateReqInput):
-            return await self._encode(cast(Call[Prompt], call), obj, state, default_max_new_tokens)
+            return await self._encode(cast(Call[Prompt], call), obj, state, default_max_new_tokens, in_chat)
         pooled = cast(Call[PooledPrompt], call)
         for prompt, sample in zip(pooled.prompts, state.samples, strict=True):
             if prompt.adapter:
@@ -135,7 +135,7 @@ class Encoder:
         return await self._pooled.encode(pooled, obj, state)
 
     async def _encode(
-        self, call: Call[Prompt], obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
+        self, call: Call[Prompt], obj: GenerateReqInput, state: CallState, default_max_new_tokens: int, in_chat: bool
     ) -> list[TokenizedGenerateReqInput]:
         given = [prompt.given for prompt in call.prompts]
         contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
@@ -164,7 +164,7 @@ class Encoder:
             if prompt.adapter:
                 await self._use_adapter(prompt.adapter, own)
             self._describe(prompt, content, logprobs, own)
-            requests += _requests(prompt, content, sampling, logprobs, predicted_ids, own, obj)
+            requests += _requests(prompt, content, sampling, logprobs, predicted_ids, own, obj, in_chat)
         return requests
 
     async def _add_media(
@@ -356,6 +356,7 @@ def _requests(
     predicted_ids: list[int],
     own: list[ReqState],
     obj: GenerateReqInput,
+    in_chat: bool,
 ) -> list[TokenizedGenerateReqInput]:
     """The scheduler's request for each sample of a prompt."""
     group = own[0].call.tenant.scope + prompt.rid if len(own) > 1 else ""
@@ -368,6 +369,7 @@ def _requests(
             return_hidden_states=prompt.return_hidden_states,
             custom_logit_processor=prompt.custom_logit_processor,
             predicted_ids=pack_int32(predicted_ids),
+            in_chat=in_chat,
         )
 
     return [

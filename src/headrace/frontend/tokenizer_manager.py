@@ -229,6 +229,7 @@ class TokenizerManager:
         is_disconnected: IsDisconnected | None = None,
         *,
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        in_chat: bool = False,
         caller: Caller = NOBODY,
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Carry out one call. Yields updates of its samples; each input of an `EmbeddingReqInput` is a sample with one update.
@@ -237,7 +238,7 @@ class TokenizerManager:
         each sample in prompt-major order, once all have ended. Closing the generator early, or `is_disconnected` becoming true, aborts the
         unfinished samples.
 
-        default_max_new_tokens: for prompts that give no limit; never more than the context has room for.
+        default_max_new_tokens: for prompts that give no limit; never more than the context has room for. in_chat: see `SampleTask`.
         caller: whose limits apply.
         Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
@@ -250,7 +251,7 @@ class TokenizerManager:
         state = self._register(call, obj, caller)
         try:
             self.records.begin(state, caller.traceparent)
-            requests = await self.encoder.encode(call, obj, state, default_max_new_tokens)
+            requests = await self.encoder.encode(call, obj, state, default_max_new_tokens, in_chat)
             self._send(state, requests)
             if not obj.stream:
                 await self._wait_for_all(state, is_disconnected)

@@ -221,7 +221,7 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     """The task of a request: sample tokens after the prompt.
 
     stream: send outputs every few tokens, not only at the end. custom_logit_processor: its name, or empty.
-    predicted_ids: int32[n] bytes, tokens that the output may contain.
+    predicted_ids: int32[n] bytes, tokens that the output may contain. in_chat: the prompt is a chat, rendered by the model's template.
     The properties and methods are what is asked of any task; `params`, `custom_logit_processor` and `predicted_ids` are for those who sample.
     """
 
@@ -231,6 +231,7 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     return_hidden_states: bool = False
     custom_logit_processor: str = ""
     predicted_ids: bytes = b""
+    in_chat: bool = False
 
     @property
     def max_new_tokens(self) -> int:
@@ -241,6 +242,11 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     def ignores_eos(self) -> bool:
         """Whether the model's end of a sequence does not end it, so that it usually makes all `max_new_tokens`."""
         return self.params.ignore_eos
+
+    @property
+    def ends_with_turn(self) -> bool:
+        """Whether the end of a turn ends it: in chats, and wherever a grammar decides when the output is complete."""
+        return self.in_chat or self.grammar is not None
 
     @property
     def stream_interval(self) -> int:
@@ -331,6 +337,11 @@ class PoolTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     def ignores_eos(self) -> bool:
         """True: no token ends it."""
         return True
+
+    @property
+    def ends_with_turn(self) -> bool:
+        """False: no token ends it."""
+        return False
 
     @property
     def stream_interval(self) -> int:

@@ -127,6 +127,12 @@ class OutputFormat:
         return machine
 
     @property
+    def inner_ids(self) -> frozenset[int]:
+        """Marks after which the model's turn goes on."""
+        ends = self.table.turn_ends if self.table is not None else ()
+        return self.mark_ids.difference(self.special[text] for text in ends if text in self.special)
+
+    @property
     def reasoning_end_ids(self) -> frozenset[int]:
         """Tokens that end reasoning."""
         states = self._program(True, True, False).states.values()
@@ -201,7 +207,7 @@ def _described(response_template: Mapping[str, object], template: str, special: 
     table, reasoning = tables_of(response_template, special)
     shown = _table(AUTO, template)
     if shown is not None:
-        table = replace(table, writings=shown.writings, has_headers=shown.has_headers)
+        table = replace(table, writings=shown.writings, has_headers=shown.has_headers, turn_ends=shown.turn_ends)
     return OutputFormat(table, reasoning, special)
 
 

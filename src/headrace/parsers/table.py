@@ -140,7 +140,7 @@ class Table:
     of a tokenizer, and are read as text. writings: how calls are to be written; the first that the tokenizer has the token for. aliases:
     other names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model that writes this
     format. has_headers: all texts are messages with headers, as in `harmony.py`. reasoning: what begins and ends the reasoning of a format
-    that has its own (`has_reasoning`), for limits of it.
+    that has its own (`has_reasoning`), for limits of it. turn_ends: terminals after which the model's turn is over.
     """
 
     name: str
@@ -160,6 +160,7 @@ class Table:
     has_reasoning: bool = False
     has_headers: bool = False
     reasoning: "ReasoningTable | None" = None
+    turn_ends: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 Each process opens what it needs for itself. What takes long to import is imported where it is used.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from headrace.checkpoint.names import resolve_model
 from headrace.config.media_options import textual_by_options
@@ -132,6 +134,34 @@ def open_output_format(
         tool_parser=tool_parser,
         reasoning_parser=args.reasoning_parser,
     )
+
+
+class EndTokens(NamedTuple):
+    """The tokens that end outputs of a model. eos: all of them. turn: those of chats, too."""
+
+    eos: frozenset[int]
+    turn: frozenset[int]
+
+
+def end_tokens(args: ServerArgs, model: "ModelConfig", tokenizer: "Tokenizer") -> EndTokens:
+    """What config.json, generation_config.json and the tokenizer say of ends; and of chats the token with which a template ends an assistant's turn,
+    unless the output format uses it within a turn. An `eos_token_id` in --json-model-override-args stands for all three files."""
+    from headrace.parsers.registry import choose
+
+    template = open_chat_template(args, tokenizer)
+    shown = [one for one in (template, _open_tool_template(args, tokenizer)) if one is not None]
+    texts = {one.turn_end() for one in shown}
+    # Whatever parser the options name, the model writes as it was trained to.
+    formats = [
+        choose(template=one.source, special=tokenizer.added_tokens, response_template=tokenizer.response_template)
+        for one in shown
+    ]
+    formats.append(open_output_format(args, tokenizer, template))
+    inner = frozenset(index for found in formats if found is not None for index in found.inner_ids)
+    ids = {index for text in texts if text and (index := tokenizer.token_to_id(text)) is not None}
+    stated = msgspec.json.decode(args.json_model_override_args).get("eos_token_id")
+    eos = frozenset(model.eos_token_ids if stated else (*model.eos_token_ids, *tokenizer.eos_ids))
+    return EndTokens(eos, frozenset(ids) - inner - eos)
 
 
 def _open_tool_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from headrace.config.kv_events import read_kv_events
 from headrace.config.pooling_options import encoder_args
 from headrace.config.server_args import ServerArgs
+from headrace.errors import ModelError
 from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
 from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
-from headrace.processes.model_files import open_tokenizer, read_model_config
+from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
 
@@ -79,7 +80,9 @@ def run_scheduler(
         if model.encoder is not None:
             args = encoder_args(args, model.max_position_embeddings)
         tokenizer = _LateTokenizer(args)
-        grammars = _grammars(args, tokenizer, model)
+        tokenizer.start()
+        ends = functools.cache(lambda: end_tokens(args, model, tokenizer.get()))
+        grammars = _grammars(args, tokenizer, model, ends)
         preparation = threading.Thread(target=grammars.prepare, name="prepare-grammars", daemon=True)
         preparation.start()  # beside the weights
         if ranks is None:
@@ -90,7 +93,7 @@ def run_scheduler(
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
         events = _block_events(ready) if publisher is not None else None
         scheduler = Scheduler(
-            scheduler_config(args, model, ready, replica),
+            scheduler_config(args, model, ready, ends(), replica),
             _kv_manager(args, ready, events),
             worker,
             receiver,
@@ -105,13 +108,14 @@ def run_scheduler(
         )
         watchdog.start()
         on_ready(ready)
-        tokenizer.start()
         with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
             scheduler.run()
         watchdog.stop()
 
 
-def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig") -> "Grammars":
+def _grammars(
+    args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig", ends: Callable[[], EndTokens]
+) -> "Grammars":
     """What compiles the grammars of requests. No process is started before the first of them."""
     from headrace.grammar.compiler import GrammarCompiler
     from headrace.grammar.vocabulary import Vocabulary
@@ -120,7 +124,7 @@ def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return NO_GRAMMARS
     return GrammarCompiler(
-        lambda: Vocabulary.of(tokenizer.get(), model.vocab_size, model.eos_token_ids),
+        lambda: Vocabulary.of(tokenizer.get(), model.vocab_size, ends().eos | ends().turn),
         encode=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
     )
 
@@ -172,7 +176,9 @@ def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None"
     return KVManager([part(index) for index in range(args.num_kv_parts)], ready.max_running_requests)
 
 
-def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, replica: int = 0) -> "SchedulerConfig":
+def scheduler_config(
+    args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, ends: EndTokens, replica: int = 0
+) -> "SchedulerConfig":
     """The scheduler's limits, from the options and what fits into memory."""
     from headrace.scheduler.state import SchedulerConfig
 
@@ -186,7 +192,8 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         max_queued=ready.max_running_requests * args.num_replicas + args.max_queued_requests,
         max_steps_in_flight=1 if args.disable_overlap_schedule else max(2, args.pp_size),
         num_stages=args.pp_size,
-        eos_token_ids=frozenset(model.eos_token_ids),
+        eos_token_ids=ends.eos,
+        turn_end_ids=ends.turn,
         vocab_size=ready.vocab_size,
         stream_interval=args.stream_interval,
         priority_ageing_s=args.priority_ageing_s,
@@ -206,10 +213,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
 
 
 class _LateTokenizer:
-    """The scheduler's tokenizer, which only stop strings need. Opened in a thread once the server is ready, or when first asked for.
-
-    The main process has opened the same one before, so opening it works.
-    """
+    """The scheduler's tokenizer, opened in a thread beside the weights, or when first asked for."""
 
     def __init__(self, args: ServerArgs) -> None:
         self._open = functools.cache(functools.partial(open_tokenizer, args))
@@ -217,7 +221,12 @@ class _LateTokenizer:
 
     def start(self) -> None:
         """Begin to open it."""
-        threading.Thread(target=self.get, name="tokenizer", daemon=True).start()
+
+        def open_it() -> None:
+            with contextlib.suppress(ModelError):  # who asks for it is told
+                self.get()
+
+        threading.Thread(target=open_it, name="tokenizer", daemon=True).start()
 
     def get(self) -> "Tokenizer":
         """The tokenizer, once it is open."""

@@ -247,9 +247,8 @@ class Scheduler:
         if request.rid in state.by_rid:
             logger.error("dropped a request: rid %r is already in use", request.rid)
             return
-        req = Req.from_input(
-            request, self._clock(), state.next_order, state.config.eos_token_ids, state.config.stream_interval
-        )
+        eos_token_ids = state.config.eos_of(request.task)
+        req = Req.from_input(request, self._clock(), state.next_order, eos_token_ids, state.config.stream_interval)
         state.next_order += 1
         state.by_rid[req.rid] = req
         state.groups.arrive(req)
@@ -311,7 +310,7 @@ class Scheduler:
             )
         if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:
             raise ExecutionError("the request's adapter is not loaded in the engine")
-        req.task.check(self.config.eos_token_ids)
+        req.task.check(self.config.eos_of(req.task))
 
     def _inject_admission_fault(self, req: Req) -> None:
         for fault in self.state.faults[:]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from headrace.messages.control import FaultReq
 from headrace.messages.outputs import SpeculationCounts
+from headrace.messages.requests import EngineTask
 from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
@@ -53,7 +54,7 @@ class SchedulerConfig:
 
     max_step_s: how long a step with decode rows and prompt tokens should take at most; infinite = only tokens are bounded.
     preemption_threshold: a waiting request may displace running ones whose priority is lower by at least this; 0 = never.
-    eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
+    eos_token_ids end a request unless it ignores them, and turn_end_ids one of a chat (`eos_of`). max_steps_in_flight: 1 = synchronous, 2 = overlap.
     num_stages: 1, or that of a pipeline, which computes as many steps at a time. speculates: whether the worker guesses tokens. whole_prompts: no
     prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
@@ -85,6 +86,11 @@ class SchedulerConfig:
     encoder_slices: int = 1
     whole_images: bool = False
     replica: int = 0
+    turn_end_ids: frozenset[int] = frozenset()
+
+    def eos_of(self, task: EngineTask) -> frozenset[int]:
+        """The model's tokens that end a request with this task, unless it ignores them."""
+        return self.eos_token_ids | self.turn_end_ids if task.ends_with_turn else self.eos_token_ids
 
 
 @dataclass(slots=True)

@@ -40,12 +40,15 @@ class RemoteFrontend:
         obj: GenerateReqInput,
         *,
         default_max_new_tokens: int = -1,
+        in_chat: bool = False,
         caller: Caller | None = None,
     ) -> AsyncGenerator[SampleUpdate, None]:
         """See `RequestFrontend`. default_max_new_tokens: -1 = the main process's. Raises RequestError."""
         arguments: dict[str, Any] = {"obj": _with_json_as_text(obj)}
         if default_max_new_tokens >= 0:
             arguments["default_max_new_tokens"] = default_max_new_tokens
+        if in_chat:
+            arguments["in_chat"] = True
         if caller is not None:
             arguments["caller"] = WireCaller.of(caller)
         return self._calls.stream("generate_request", _UPDATES.decode, arguments)

@@ -160,11 +160,12 @@ class RequestFrontend(Protocol):
         obj: GenerateReqInput,
         *,
         default_max_new_tokens: int = ...,
+        in_chat: bool = ...,
         caller: Caller = ...,
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Yields the new output of the samples of one call. Without `stream`, one update per sample in prompt-major order, once all have ended.
 
-        default_max_new_tokens: used if the request sets none; limited to the room in the context.
+        default_max_new_tokens: used if the request sets none; limited to the room in the context. in_chat: the prompt is a rendered chat.
         caller: its limits apply. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """

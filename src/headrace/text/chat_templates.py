@@ -8,6 +8,7 @@ If messages contain the first or last character of special tokens, the template 
 safety comes before identity.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -55,6 +56,7 @@ RESERVED_KWARGS: Final = frozenset(
 Message = Mapping[str, Any]
 
 _PROBE = "is this shown?"
+_REPLY = "where does this end?"
 
 
 class ChatTemplate:
@@ -137,6 +139,18 @@ class ChatTemplate:
             return rendered if final is None else _cut_after(rendered, marks.mark(final) if marks else final)
 
         return self._safe(run, values, leaves)
+
+    def turn_end(self) -> str:
+        """The special token with which it ends an assistant's turn, right after its text; empty if there is none."""
+        chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _REPLY}]
+        try:
+            text = self.render(chat, add_generation_prompt=False).text
+        except RequestError:
+            return ""
+        replies = list(re.finditer(re.escape(_REPLY), text, re.IGNORECASE))
+        rest = text[replies[-1].end() :] if replies else ""
+        start, end = next(self._special_texts.find(rest), (0, 0))
+        return "" if rest[:start].strip() else rest[start:end]
 
     @cached_property
     def _needs_parts(self) -> bool:

@@ -67,7 +67,9 @@ class Replica:
     def add(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
         """A request arrives. It waits until the next step is planned."""
         state = self.state
-        req = Req.from_input(request, now_s, state.next_order, state.config.eos_token_ids, state.config.stream_interval)
+        req = Req.from_input(
+            request, now_s, state.next_order, state.config.eos_of(request.task), state.config.stream_interval
+        )
         state.next_order += 1
         state.by_rid[req.rid] = req
         state.fair_share.arrive(req, state.waiting.tenants)

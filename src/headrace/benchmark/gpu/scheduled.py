@@ -28,6 +28,7 @@ class Scheduled:
         from headrace.cache.allocator import PageAllocator
         from headrace.cache.radix_cache import RadixCache
         from headrace.messages.channel import LocalChannels
+        from headrace.processes.model_files import EndTokens
         from headrace.processes.scheduler_process import scheduler_config
         from headrace.scheduler.kv_manager import KVManager
         from headrace.scheduler.kv_part import KvPart
@@ -41,8 +42,10 @@ class Scheduled:
         self.marked = MarkedWorker(self.worker, bench.clock)
         channels = LocalChannels()
         pages = PageAllocator(self.info.max_total_tokens // self.info.page_size, self.info.page_size)
+        config = bench.config(model)
+        ends = EndTokens(frozenset(config.eos_token_ids), frozenset())
         self._scheduler = Scheduler(
-            scheduler_config(args, bench.config(model), self.info),
+            scheduler_config(args, config, self.info, ends),
             KVManager([KvPart(pages, RadixCache(self.info.page_size))], self.info.max_running_requests),
             self.marked,
             channels.receiver("to_scheduler"),

@@ -34,6 +34,7 @@ TABLE = Table(
     has_headers=True,
     reasoning=ReasoningTable("analysis", opens=("<|channel|>analysis<|message|>",), closes=("<|end|>",)),
     writings=(Writing("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
+    turn_ends=("<|return|>", "<|call|>"),
     start="header",
     prompts=(
         ("<|channel|>analysis<|message|>", "reasoning"),

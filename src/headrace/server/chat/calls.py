@@ -64,7 +64,9 @@ class ChatCall:
     async def updates(self, asker: Asker) -> AsyncGenerator[SampleUpdate, None]:
         """Generate. Without a limit the output may fill the context. Raises the errors of the engine, which name the fields of the request."""
         limit = self.context.model.context_length
-        updates = self.context.frontend.generate_request(self.call, default_max_new_tokens=limit, caller=asker.caller)
+        updates = self.context.frontend.generate_request(
+            self.call, default_max_new_tokens=limit, in_chat=True, caller=asker.caller
+        )
         try:
             async with aclosing(updates):
                 async for update in updates:

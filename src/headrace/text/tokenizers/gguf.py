@@ -6,6 +6,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.checkpoint.gguf import GgufFile
+from headrace.checkpoint.gguf_names import end_ids
 from headrace.errors import ModelError
 from headrace.text.tokenizers.base import Tokenizer, frame_texts
 
@@ -61,12 +62,11 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
     if (add_bos and bos is not None) or (add_eos and eos is not None):
         frame_texts(backend, bos if add_bos else None, eos if add_eos else None)
-    ends = [eos, _gguf_id(file, tokens, "eot"), _gguf_id(file, tokens, "eom")]
     template = file.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
         bos_id=bos,
-        eos_ids=tuple(dict.fromkeys(index for index in ends if index is not None)),
+        eos_ids=[index for index in end_ids(file) if 0 <= index < len(tokens)],
         pad_id=_gguf_id(file, tokens, "padding"),
         chat_template={"default": template} if isinstance(template, str) else None,
         named_tokens={
