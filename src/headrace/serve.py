@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 logger = log.get_logger(__name__)
 
-_PRECISION = ("activations", "quantization", "kv_cache_dtype")  # choices that the start-up summary explains
+_EXPLAINED = (
+    "activations",
+    "quantization",
+    "kv_cache_dtype",
+    "output projection",
+)  # choices that the start-up summary explains
 
 OWNER_GONE_S = (0.25, 0.75)
 """After its owner has died, a server drains for the first time, ends its requests for the second, and then exits."""
@@ -207,7 +212,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
         *(
             ("because", choice)
             for choice in ready.decisions
-            if choice.startswith(_PRECISION) and (has_kv or not choice.startswith("kv_cache"))
+            if choice.startswith(_EXPLAINED) and (has_kv or not choice.startswith("kv_cache"))
         ),
         *((("KV cache", cache),) if has_kv else ()),
         ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),

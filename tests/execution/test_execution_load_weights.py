@@ -69,7 +69,10 @@ def test_rotary_buffers_and_a_tied_output_projection_may_be_in_the_file(tmp_path
     edit(
         tmp_path,
         lambda t: t.update(
-            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(131, 32)}
+            {
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+                "lm_head.weight": t["model.embed_tokens.weight"].clone(),
+            }
         ),
     )
 

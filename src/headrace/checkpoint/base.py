@@ -21,13 +21,15 @@ CheckpointKind = Literal["huggingface", "gguf", "dummy"]
 
 
 class Checkpoint(ABC):
-    """One model on disk. `tensor_names`, `shape` and `total_bytes` use only the headers."""
+    """One model on disk. `tensor_names`, `shape` and `total_bytes` use only the headers. notes: what its tensors say that its config does not, for
+    the start-up log."""
 
     kind: CheckpointKind
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path = path
         self.config = config
+        self.notes: tuple[str, ...] = ()
 
     @property
     @abstractmethod

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 _COMPARED_BYTES = 16 << 20
+_HEADS = frozenset({"lm_head", "embed_out", "output_projection"})
+_TABLES = frozenset({"embed_tokens", "embed_in", "tokens_embed", "word_embeddings", "wte", "w"})
+"""Names of modules in checkpoints: output projections that may be tied, and the embeddings to which they are."""
 _TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -67,26 +70,37 @@ class HuggingFaceCheckpoint(Checkpoint):
                 self._files[f"{folder}.{name}"], self._names_in_file[f"{folder}.{name}"] = opened, name
         if not self._files:
             raise ModelError(f"{path.name} contains no tensors")
-        if self.config.around and self.config.tie_word_embeddings and self._has_own_head():
+        own = self._own_head() if self.config.tie_word_embeddings else ""
+        if own:
             untied = {"tie_word_embeddings": False}
             self.config = msgspec.structs.replace(self.config, raw=self.config.raw | untied, **untied)
+            self.notes = (f"output projection {own}: the file's own, not the embedding, though the config ties them",)
 
-    def _has_own_head(self) -> bool:
-        """Whether there is an output projection that is not the embedding. Configs of models that see or hear may not tell: what is true if they say
-        nothing has changed from one release of transformers to the next, which goes by the tensors, too."""
-        found = [
-            [name for name in self._files if name.split(".")[-2:] == [part, "weight"]]
-            for part in ("lm_head", "embed_tokens")
-        ]
-        if not all(len(names) == 1 for names in found):
+    def _own_head(self) -> str:
+        """The output projection if there is one that is not the embedding; else "". transformers goes by the tensors, too, where they contradict the
+        config; and what is true of a model around a text model whose config says nothing has changed from one of its releases to the next."""
+        modules = [name.rpartition(".")[::2] for name in self._files]
+        heads = {module for module, part in modules if part != "bias" and module.rpartition(".")[2] in _HEADS}
+        tables = {module for module, part in modules if part == "weight" and module.rpartition(".")[2] in _TABLES}
+        if len(heads) != 1 or len(tables) != 1:
+            return ""
+        (head,), (table,) = heads, tables
+        # The parts of a quantised matrix have other names.
+        is_copy = f"{head}.weight" in self._files and self._same(f"{head}.weight", f"{table}.weight")
+        return "" if is_copy else head
+
+    def _same(self, name: str, other: str) -> bool:
+        """Whether two matrices have the same values, whatever their dtypes."""
+        if self._entry(name).shape != self._entry(other).shape:
             return False
-        head, embedding = (self._bytes(names[0]) for names in found)
-        if len(head) != len(embedding):
-            return True
-        pieces = range(0, len(head), _COMPARED_BYTES)
-        return not all(
-            np.array_equal(head[at : at + _COMPARED_BYTES], embedding[at : at + _COMPARED_BYTES]) for at in pieces
-        )
+        if self._entry(name).dtype == self._entry(other).dtype:
+            one, two = self._bytes(name), self._bytes(other)
+            pieces = range(0, len(one), _COMPARED_BYTES)
+            return all(np.array_equal(one[at : at + _COMPARED_BYTES], two[at : at + _COMPARED_BYTES]) for at in pieces)
+        rows = HuggingFaceCheckpoint.tensor(self, name), HuggingFaceCheckpoint.tensor(self, other)
+        num_rows = max(1, _COMPARED_BYTES // (8 * rows[0].shape[-1]))
+        parts = zip(rows[0].split(num_rows), rows[1].split(num_rows), strict=True)
+        return all(bool((one.double() == two.double()).all()) for one, two in parts)
 
     def _bytes(self, name: str) -> Bytes:
         entry = self._entry(name)

@@ -155,11 +155,12 @@ def _check(wanted: dict[str, Weight], names: dict[str, str], checkpoint: Checkpo
             raise ModelError(f"tensors {stored[name]} and {stored_name} are both for {name} of the model")
         stored[name] = stored_name
     missing = [name for name in wanted if name not in stored]
-    # A tied output projection is the embedding, but checkpoints may contain it anyway.
+    # A tied output projection is the embedding, but checkpoints may contain a copy.
+    tied = {weight.tied_name for weight in wanted.values()}
     extra = [
         name
         for name in stored
-        if name not in wanted and name != "lm_head.weight" and not any(part in name for part in spec.ignored)
+        if name not in wanted and name not in tied and not any(part in name for part in spec.ignored)
     ]
     misshaped = [
         f"{name} is {list(checkpoint.shape(stored[name]))} but the config makes it {list(weight.shape)}"

@@ -131,6 +131,7 @@ def load_checkpoint(
 
     fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
     """
+    decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
     cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
     with load_threads(setup.config.num_threads) if setup.is_cpu else nullcontext(IN_THIS_THREAD) as threads:

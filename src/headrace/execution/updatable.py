@@ -3,6 +3,8 @@
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.pooling import read_pooling
 from headrace.config.resolve import override_model
@@ -26,6 +28,8 @@ def updatable_weights(
         other = open_model(replace(args, model_path=model_path, load_format=load_format))
         before = fingerprint_of(other)
         theirs = override_model(other.config, args.json_model_override_args)
+        if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding
+            theirs = msgspec.structs.replace(theirs, tie_word_embeddings=False)
         check_same_model(model_config, theirs)
         if read_pooling(other.path, theirs, args.is_embedding) != setup.pooling:
             raise ModelError(

@@ -322,7 +322,7 @@ class ModelWeights:
         """The weight of this Hugging Face name. Raises RequestError."""
         ours = self.rename(name)
         for weight in self.model.weights():
-            if weight.name == ours:
+            if ours in (weight.name, weight.tied_name):
                 return weight
         raise RequestError(f"the model has no weight {name!r}", "name")
 
@@ -400,14 +400,15 @@ def _check_tensors(
     faults: list[str] = []
     seen: set[str] = set()
     given = dict(tensors_list := list(tensors))
+    tied = {weight.tied_name: name for name, weight in wanted.items() if weight.tied_name}
     for name, tensor in tensors_list:
         if name in seen:
             faults.append(f"{name} is given twice")
         seen.add(name)
-        if name == "lm_head.weight" and name not in wanted:
-            embedding = given.get("model.embed_tokens.weight")
+        if name in tied:
+            embedding = given.get(tied[name])
             if embedding is None or embedding.shape != tensor.shape or not torch.equal(embedding, tensor):
-                faults.append("lm_head.weight is tied to model.embed_tokens.weight in this model and differs from it")
+                faults.append(f"{name} is tied to {tied[name]} in this model and differs from it")
         elif name not in wanted:
             if not any(part in name for part in ignored):
                 faults.append(f"the model has no weight {name}")

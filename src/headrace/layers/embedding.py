@@ -60,6 +60,7 @@ class Embedding:
             keepers=own if self._tied is None else (*own, self._tied),
             part="weight" if head is None else head.part,
             own=(self._own,),
+            tied_name="" if head is None else head.name,
         )
 
     def kept(self) -> Kept:

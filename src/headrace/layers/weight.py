@@ -58,7 +58,7 @@ class Weight:
     keepers: the layers that convert this tensor; it need not be loaded if all of them have been restored. Empty: it cannot be replaced
     while the model serves. part: its name in the keepers, which may also keep other weights.
     own: by dimension, what this rank keeps of it and `read` returns; of a dimension that is not listed, all. Empty parts: nothing, see
-    `elsewhere`.
+    `elsewhere`. tied_name: of the output projection if that is the same tensor.
     """
 
     name: str
@@ -72,6 +72,7 @@ class Weight:
     keepers: tuple[Keeper, ...] = ()
     part: str = ""
     own: tuple[slice, ...] = ()
+    tied_name: str = ""
 
     @property
     def num_bytes(self) -> float:

@@ -154,11 +154,14 @@ class TransformersLM:
                 continue
             load = functools.partial(_copy_into, tensor.data)
             keepers: tuple[Keeper, ...] = (_Parameter(tensor),)
-            part = "weight"
+            part, tied_name = "weight", ""
             if isinstance(embedding, nn.Embedding) and tensor is embedding.weight and self._tied_head is not None:
                 load = functools.partial(_load_tied, tensor.data, self._tied_head)
                 keepers = (*keepers, self._tied_head)
                 part = next(self._tied_head.weights("")).part
+                tied_name = next(
+                    f"{name}.weight" for name, linear in self._linears.items() if linear is self._tied_head
+                )
             init: Literal["normal", "ones", "zeros"] = "normal"
             if tensor.ndim == 1:
                 init = "zeros" if name.endswith("bias") else "ones"
@@ -171,6 +174,7 @@ class TransformersLM:
                 tensor.element_size(),
                 keepers=keepers,
                 part=part,
+                tied_name=tied_name,
             )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
