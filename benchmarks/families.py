@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/families.py [MODEL_TYPE ...] [--markdown]
 
-For each type a random checkpoint of toy size is made in a temporary folder and opened like any other model (`--model-impl transformers`, on
-CPU, float32). Its logits over a prompt, whole and in chunks down to single tokens, are compared with those of transformers. Every type runs in a
-process of its own. `--markdown` prints the table of docs/models.md. The exit code is 1 when a type gives other logits or an error that is no refusal.
+For each type a random checkpoint of toy size is made in a temporary folder, and an engine is started with it as `headrace serve` does (on CPU,
+float32; families of ours also with `--model-impl transformers`). Its logprobs over a prompt, whole and token by token, are compared with those of
+transformers. Every type runs in a process of its own. `--markdown` prints the table of docs/models.md. The exit code is 1 when a type gives other
+logits or an error that is no refusal.
 """
 
 import argparse
@@ -22,21 +23,14 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from headrace.attention.base import StepRows
-from headrace.attention.select import make_backend
-from headrace.checkpoint.families import check_family
-from headrace.checkpoint.source import open_checkpoint
+from headrace.api.engine import Engine
+from headrace.checkpoint.families import NATIVE, check_family
 from headrace.errors import HeadraceError
-from headrace.execution.load_weights import load_model
-from headrace.layers.weight import Placement
-from headrace.models.registry import model_class_for
-from headrace.models.spec import kv_shape
 
 POSITIONS = 160
 VOCAB = 199
 TOLERANCE = 1e-3
 LIMIT_S = 120
-CHUNKS = (33, 17, *[1] * 10)
 PROMPT_TOKENS = 70
 
 # Every field of a config that has one of these names gets this value; what a family spells in its own way is in _OWN.
@@ -139,37 +133,34 @@ def randomise(model: torch.nn.Module) -> None:
         tensor.data = noise / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else tensor.data + 0.2 * noise
 
 
-def rows(start: int, count: int) -> StepRows:
-    """One sequence in slots 0, 1, 2, ..."""
-    end = start + count
-    return StepRows(
-        starts=[start],
-        counts=[count],
-        positions=torch.arange(start, end, dtype=torch.int32),
-        seq_lens=torch.tensor([end], dtype=torch.int32),
-        row_starts=torch.tensor([0, count], dtype=torch.int32),
-        out_slots=torch.arange(start, end, dtype=torch.int32),
-        slots=torch.arange(end, dtype=torch.int32)[None],
-    )
-
-
-@torch.inference_mode()
-def our_logits(folder: Path, tokens: list[int], chunks: tuple[int, ...]) -> torch.Tensor:
-    """Logits [tokens, vocabulary] through our attention, the prompt cut in chunks."""
-    checkpoint = open_checkpoint(folder)
-    config = checkpoint.config
-    placement = Placement(torch.device("cpu"), torch.float32, POSITIONS)
-    model = load_model(checkpoint, model_class_for(config, "transformers"), placement)
-    attention = make_backend("torch_native")
-    attention.make_kv_pool(kv_shape(config, torch.float32), POSITIONS, 1, placement.device)
-    out, start = [], 0
-    for size in chunks:
-        part = torch.tensor(tokens[start : start + size])
-        step = rows(start, len(part))
-        attention.prepare(step)
-        out.append(model.logits(model.forward(model.embed(part), step.positions, attention)))
-        start += len(part)
-    return torch.cat(out)
+def our_logprobs(folder: Path, tokens: list[int], **options: Any) -> torch.Tensor:
+    """Logprobs [tokens, vocabulary] after each of the tokens, from an engine that is started as a server's is."""
+    with Engine(
+        model_path=str(folder),
+        device="cpu",
+        dtype="float32",
+        single_process=True,
+        skip_tokenizer_init=True,
+        num_threads=1,
+        max_total_tokens=POSITIONS,
+        disable_radix_cache=True,
+        attention_backend="torch_native",
+        log_level="error",
+        **options,
+    ) as engine:
+        # The logprobs of a prompt are of the tokens before: one token more shows those after the last.
+        answer = engine.generate(
+            input_ids=[*tokens, tokens[0]],
+            sampling_params={"max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=VOCAB,
+        )
+    found = torch.empty(len(tokens), VOCAB)
+    for row, entries in zip(found, answer["meta_info"]["input_top_logprobs"][1:], strict=True):
+        for logprob, token_id, _ in entries:
+            row[token_id] = logprob
+    return found
 
 
 def attempt(model_type: str, folder: Path) -> Result:
@@ -187,14 +178,18 @@ def attempt(model_type: str, folder: Path) -> Result:
         reference.eval().save_pretrained(folder)
         tokens = torch.randint(3, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
         with torch.inference_mode():
-            want = reference(torch.tensor([tokens])).logits[0].float()
+            want = reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
     except Exception as error:  # whatever a family's own code does with a toy config
         return Result(model_type, "not tried", f"{type(error).__name__}: {error}")
     try:
-        for chunks in ((PROMPT_TOKENS,), (*CHUNKS, PROMPT_TOKENS - sum(CHUNKS))):
-            difference = float((our_logits(folder, tokens, chunks) - want).abs().max() / want.abs().max())
+        for options in (
+            {"chunked_prefill_size": 1},
+            {},
+            *([{"model_impl": "transformers"}] if model_type in NATIVE else []),
+        ):
+            difference = float((our_logprobs(folder, tokens, **options) - want).abs().max() / want.abs().max())
             if not difference < TOLERANCE:
-                return Result(model_type, "differs", f"{difference:.2g} in chunks {chunks}")
+                return Result(model_type, "differs", f"{difference:.2g} with {options}")
     except HeadraceError as error:
         return Result(model_type, "refused", error.message.replace(folder.name, "model"))
     except Exception as error:  # what should have been a refusal

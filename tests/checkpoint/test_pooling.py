@@ -271,3 +271,13 @@ def test_what_is_not_served_is_named(tmp_path: Path, name: str):
 
     with pytest.raises(ModelError, match=message):
         pooling_of(written(tmp_path, config, files))
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "OpenAIGPTLMHeadModel", "CTRLLMHeadModel", "XLNetLMHeadModel", "GPT2DoubleHeadsModel", "XLMWithLMHeadModel"]
+)  # fmt: skip
+def test_a_class_with_an_output_projection_generates_whatever_its_name_ends_with(tmp_path: Path, name: str):
+    assert pooling_of(written(tmp_path, _QWEN3 | {"architectures": [name]})) is None
+    assert embedding(
+        written(tmp_path, _QWEN3 | {"architectures": [name.replace("LMHead", "").replace("DoubleHeads", "")]})
+    )

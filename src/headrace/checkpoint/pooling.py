@@ -78,6 +78,8 @@ _MODES: dict[str, PoolingKind] = {
 """How modules.json calls them, in `pooling_mode_<name>` or as the value of `pooling_mode`."""
 _CLASSIFIER, _REWARD = "ForSequenceClassification", "ForRewardModel"
 _OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+_BARE = re.compile(r"(?![A-Za-z0-9]*(LMHead|DoubleHeads)Model$)[A-Za-z0-9]+Model")
+"""Names of classes without an output projection. The oldest with one are called `GPT2LMHeadModel` and the like."""
 _ACTIVATIONS: dict[str, Literal["none", "sigmoid", "softmax"]] = {
     "Identity": "none",
     "Sigmoid": "sigmoid",
@@ -114,7 +116,7 @@ def read_pooling(path: Path, config: ModelConfig, is_embedding: bool) -> Pooling
         _check_reads_one_way(config)
         return _modular(folder, read_json_list(modules), config)
     stated = None if folder is not None else config.raw.get("gguf_pooling")
-    is_bare = bool(names) and all(re.fullmatch(r"[A-Za-z0-9]+Model", name) for name in names)
+    is_bare = bool(names) and all(map(_BARE.fullmatch, names))
     if not (is_encoder or is_embedding or stated is not None or (is_bare and folder is not None)):
         return None
     _check_reads_one_way(config)

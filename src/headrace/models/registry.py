@@ -79,4 +79,10 @@ def pooled_class_for(config: ModelConfig, pooling: PoolingConfig) -> PooledSpec:
 
     Raises ModelError when we have none, or when its config or its quantisation is not supported.
     """
+    ours = native_specs()
+    if config.model_type not in ours:
+        raise ModelError(
+            f"model type {config.model_type} is served to generate only: config.json has a model without output projection (architectures: "
+            f"{', '.join(config.architectures):.80}), or the options ask for its vectors; decoders that make vectors are {', '.join(sorted(ours))}"
+        )
     return pooled_spec(model_class_for(config, "headrace"), pooling)
