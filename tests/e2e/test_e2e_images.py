@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from headrace import Engine
@@ -36,7 +37,7 @@ def png(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-FILES = [png(120, 90, 0), png(60, 200, 1)]
+FILES = [png(120, 90, 0), png(60, 200, 1), png(75, 70, 2)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -81,47 +82,43 @@ def loaded(folder: Path, text: str, refs: MediaRefs) -> PromptContent:
         media.close()
 
 
-def continued(family: str, model: Any, content: PromptContent) -> list[int]:
-    """transformers' greedy continuation."""
-    values = [
-        torch.from_numpy(np.frombuffer(item.values, np.float32).reshape(item.shape).copy()) for item in content.media
-    ]
+def values_of_transformers(family: str, folder: Path, files: list[bytes]) -> dict[str, Any]:
+    """What transformers' own image processor makes of the images of one prompt."""
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    # As the processors of texts say that go with them.
+    more: dict[str, Any] = {"internvl": {"crop_to_patches": True}, "mistral3": {"patch_size": 28}}.get(family, {})
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    found = processor([images], return_tensors="pt", **more)
+    return {name: value for name, value in found.items() if name not in ("num_patches", "num_crops")}
+
+
+def frames_of_transformers(content: PromptContent, family: str) -> dict[str, Any]:
+    """The values of videos, which our own loader has made: transformers' processor of videos needs torchvision."""
+    videos = [item for item in content.media if item.kind == "video"]
+    if not videos:
+        return {}
+    values = [np.frombuffer(item.values, np.float32).reshape(-1, item.shape[-1]) for item in videos]
+    inputs: dict[str, Any] = {
+        "pixel_values_videos": torch.from_numpy(np.concatenate(values)),
+        "video_grid_thw": torch.tensor([item.grid for item in videos]),
+    }
+    if family == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor([item.step_s for item in videos])
+    return inputs
+
+
+def continued(family: str, written: tuple[Path, Any], content: PromptContent, files: list[bytes]) -> list[int]:
+    """transformers' greedy continuation. files: of the images."""
+    folder, model = written
     ids = torch.tensor([content.ids()])
-    inputs: dict[str, Any] = {"pixel_values": torch.cat(values)} if len({one.shape[1:] for one in values}) == 1 else {}
     is_image = torch.zeros_like(ids)
     for span in content.spans:
         is_image[0, span.start : span.end] = 1 if content.media[span.item].kind == "image" else 2
-    match family:
-        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl":
-            inputs = {"mm_token_type_ids": is_image}
-            for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-                own = [number for number, item in enumerate(content.media) if item.kind == kind]
-                if own:
-                    inputs[name] = torch.cat([values[number].flatten(0, -2) for number in own])
-                    inputs[f"{kind}_grid_thw"] = torch.tensor([content.media[number].grid for number in own])
-            steps = [item.step_s for item in content.media if item.kind == "video"]
-            if steps and family == "qwen2_5_vl":
-                inputs["second_per_grid_ts"] = torch.tensor(steps)
-        case "smolvlm":
-            inputs["pixel_values"] = inputs["pixel_values"][None]
-        case "llava_next":
-            most = max(map(len, values))
-            pads = [(0, 0, 0, 0, 0, 0, 0, most - len(one)) for one in values]
-            tiles = [torch.nn.functional.pad(one, pad) for one, pad in zip(values, pads, strict=True)]
-            sizes = torch.tensor([item.grid[1:] for item in content.media])
-            inputs = {"pixel_values": torch.stack(tiles), "image_sizes": sizes}
-        case "llava_onevision":
-            inputs["image_sizes"] = torch.tensor([item.grid[1:] for item in content.media])
-            inputs["pixel_values"] = torch.stack(values)
-            inputs["batch_num_images"] = torch.tensor([len(values)])
-        case "pixtral" | "mistral3":
-            sizes = torch.tensor([item.shape[2:] for item in content.media])
-            height, width = sizes.amax(0).tolist()
-            pads = [(0, width - one.shape[3], 0, height - one.shape[2]) for one in values]
-            padded = [torch.nn.functional.pad(one, pad) for one, pad in zip(values, pads, strict=True)]
-            inputs = {"pixel_values": torch.cat(padded), "image_sizes": sizes}
-        case "gemma3":
-            inputs["token_type_ids"] = is_image
+    inputs = values_of_transformers(family, folder, files) | frames_of_transformers(content, family)
+    if "qwen" in family:
+        inputs["mm_token_type_ids"] = is_image
+    elif family == "gemma3":
+        inputs["token_type_ids"] = is_image
     with torch.inference_mode():
         out = model.generate(
             input_ids=ids, **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -129,10 +126,10 @@ def continued(family: str, model: Any, content: PromptContent) -> list[int]:
     return out[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("num_images", [1, 2])
+@pytest.mark.parametrize("num_images", [1, 2, 3])
 def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, written: tuple[Path, Any], num_images: int):
     content = read(family, written[0], num_images)
-    want = continued(family, written[1], content)
+    want = continued(family, written, content, FILES[:num_images])
 
     cold = engine.generate(prompt(family, num_images), GREEDY, image_data=FILES[:num_images])
     warm = engine.generate(prompt(family, num_images), GREEDY, image_data=FILES[:num_images])
@@ -156,7 +153,7 @@ def test_videos_go_on_as_transformers_goes_on(engine: Engine, family: str, writt
         ImageRef(data=FILES[0]), None, VideoRef(frames=tuple(map(image_of, frames)), fps=40), 1, is_batch=False
     )
     content = loaded(written[0], text, refs[0])
-    want = continued(family, written[1], content)
+    want = continued(family, written, content, FILES[:1])
 
     cold, warm = (engine.generate(text, GREEDY, **given) for _ in range(2))
 
@@ -201,7 +198,7 @@ def test_the_work_of_a_large_image_is_cut_into_parts(
 
     answer = engine.generate(prompt(family, 1), GREEDY, image_data=files)
 
-    assert answer["output_ids"] == continued(family, written[1], content)
+    assert answer["output_ids"] == continued(family, written, content, files)
     if len(content.media[0].shape) == 4 and content.media[0].shape[0] > 1:
         assert media.num_parts([content.media[0].shape]) > 1
 

@@ -88,6 +88,15 @@ def test_values_are_those_of_transformers(case: str):
             assert ours.grid == (0, 0, 0)
 
 
+def test_several_images_of_llava_onevision_are_squares_in_the_mean_colour():
+    processor, settings = theirs("anyres")
+    images = [picture(height, width, seed=number) for number, (height, width) in enumerate(SIZES)]
+    expected = processor([images], return_tensors="np")["pixel_values"]
+
+    for image, values in zip(images, expected, strict=True):
+        assert np.array_equal(prepare(image, settings, low=True, squared=True).values, values), image.size
+
+
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "RGB", "RGBA"])
 def test_colours_are_those_of_transformers(mode: str):
     processor, settings = theirs("siglip, bilinear")

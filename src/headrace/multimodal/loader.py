@@ -90,8 +90,8 @@ class MediaLoader:
         }
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.images is not None and settings.images.recipe != "fixed"
-        # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt.
-        self._several_are_low = family.senses.family == "llava_onevision"
+        # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt, and with several as squares.
+        self._several_are_squares = family.senses.family == "llava_onevision"
         self._pool = MediaPool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "media")
         # A video takes as long as many images, which do not wait for it.
@@ -183,11 +183,10 @@ class MediaLoader:
         """several: it is one of several images of a prompt."""
         match ref:
             case ImageRef():
-                low = (ref.detail == "low" and self._has_low) or (
-                    ref.detail == "auto" and several and self._several_are_low
-                )
+                squared = several and self._several_are_squares and ref.detail != "high"
+                low = squared or (ref.detail == "low" and self._has_low)
                 async with places, self._bytes(ref, self._limits["image"]) as data:
-                    return await self._shared(ImageJob(data, low), owner)
+                    return await self._shared(ImageJob(data, low, squared), owner)
             case AudioRef():
                 async with places, self._bytes(ref, self._limits["audio"]) as data:
                     return await self._shared(AudioJob(data), owner)
@@ -368,8 +367,8 @@ def _kind_of(ref: MediaRef) -> MediaKind:
 def _content_key(job: MediaJob, owner: str) -> bytes:
     """Of the files and all else that the values depend on, but for the settings."""
     match job:
-        case ImageJob(data, low):
-            files, about = [data], "low" if low else ""
+        case ImageJob(data, low, squared):
+            files, about = [data], "square" if squared else "low" if low else ""
         case AudioJob(data):
             files, about = [data], ""
         case VideoJob(frames, fps):

@@ -85,7 +85,7 @@ def _prepared(job: MediaJob, settings: MediaSettings) -> Prepared:
     match job:
         case ImageJob():
             assert settings.images is not None, "the model takes images"
-            return prepare(read_image(job.data), settings.images, job.low)
+            return prepare(read_image(job.data), settings.images, job.low, job.squared)
         case AudioJob():
             assert settings.audio is not None, "the model takes sounds"
             return _prepared_sound(job.data, settings.audio)

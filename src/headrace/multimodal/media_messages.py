@@ -26,11 +26,12 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class ImageJob(msgspec.Struct, frozen=True, tag=True):
-    """An image to prepare. data: of the file. low: few tokens, where there is a choice."""
+    """An image to prepare. data: of the file. low: few tokens, where there is a choice. squared: it is first put in the middle of a square."""
 
     kind: ClassVar[MediaKind] = "image"
     data: bytes
     low: bool = False
+    squared: bool = False
 
 
 class AudioJob(msgspec.Struct, frozen=True, tag=True):

@@ -57,8 +57,10 @@ class Prepared:
     step_s: float = 0.0
 
 
-def prepare(image: Image.Image, settings: ImageSettings, low: bool = False) -> Prepared:
-    """The values of one image in mode RGB. low: few tokens, where there is a choice. Raises MediaRefusedError."""
+def prepare(image: Image.Image, settings: ImageSettings, low: bool = False, squared: bool = False) -> Prepared:
+    """The values of one image in mode RGB. low: few tokens, where there is a choice. squared: in the middle of a square. Raises MediaRefusedError."""
+    if squared:
+        image = _squared(image, settings.mean)
     pixels, grid = _pixels(image, settings, low)
     values = _values(pixels, settings)
     if settings.recipe == "qwen2_vl":
