@@ -58,6 +58,31 @@ def test_a_config_is_refused_in_one_line_without_torch(model_type: str, why: str
     assert imported == ""
 
 
+ATTENDS = {
+    "granitemoehybrid": {"layer_types": ["attention", "attention"]},
+    "minimax": {"layer_types": ["full_attention", "full_attention"]},
+    "lfm2": {"full_attn_idxs": [0, 1]},
+    "bamba": {"attn_layer_indices": [0, 1]},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
+    "nemotron_h": {"layers_block_type": ["attention", "attention"]},
+    "qwen3_next": {"full_attention_interval": 1},
+}
+
+
+@pytest.mark.parametrize("model_type", ATTENDS)
+def test_a_hybrid_family_is_refused_for_what_its_config_says_and_not_for_its_name(model_type: str):
+    config = {"num_hidden_layers": 2, **ATTENDS[model_type]}
+    check_family(model_type, "config.json", config)
+
+    mixed = {"layer_types": ["mamba", "attention"]}, {"layer_types": ["attention"]}, {"attn_layer_period": 2}, {}
+    for other in mixed:
+        with pytest.raises(ModelError, match="it needs a state"):
+            check_family(model_type, "config.json", {"num_hidden_layers": 2, **other})
+    # What keeps other families from being served does not depend on the kinds of their layers.
+    with pytest.raises(ModelError, match="it needs attention sinks"):
+        check_family("gpt_oss", "config.json", config)
+
+
 def test_the_list_is_that_of_transformers():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 

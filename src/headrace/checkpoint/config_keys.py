@@ -165,7 +165,7 @@ class ConfigKeys:
             return
         model_type = config["model_type"]
         if model_type not in _DEFAULTS:
-            check_family(model_type, origin, brings_code=bool(config.get("auto_map")))
+            check_family(model_type, origin, config)
         self.is_foreign = model_type not in _DEFAULTS and foreign_config.is_known(model_type)
         known = foreign_config.common_fields(config, origin) if self.is_foreign else _DEFAULTS.get(model_type, {})
         self.defaults = _COMMON | known

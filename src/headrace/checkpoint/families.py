@@ -7,7 +7,10 @@ What else a model must fulfil is checked when it is built (`models.registry`). U
 import ast
 import functools
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from headrace.errors import ModelError
 
@@ -30,8 +33,9 @@ NATIVE = frozenset(
 ENCODERS = frozenset({"bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"})
 """Those of models that read and do not write (`models.registry.encoder_types`)."""
 
+_STATE = "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)"
 _NEEDS: dict[str, str] = {
-    "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)": (
+    _STATE: (
         "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
         "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
     ),
@@ -49,22 +53,42 @@ _LIST = "models/auto/modeling_auto.py"
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 """Where transformers lists them."""
 
+ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention")
+"""How configs call layers that attend. `attention` is an older name of `full_attention`."""
+
 _LACKS = {model_type: need for need, names in _NEEDS.items() for model_type in names.split()}
 
 
-def check_family(model_type: str, origin: str, brings_code: bool = False) -> None:
-    """Refuse a model type that surely cannot be served. Raises ModelError, in one line.
+def check_family(model_type: str, origin: str, config: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Refuse a model that by its type surely cannot be served. Raises ModelError, in one line.
 
-    origin: name of the source in error messages. brings_code: the checkpoint names code of its own (`auto_map`).
+    origin: name of the source in error messages. config: of the model. A family that mixes attention with layers of another kind may have
+    models without these.
     """
-    if model_type in _LACKS:
-        raise _refusal(model_type, origin, f"it needs {_LACKS[model_type]}")
+    lacks = _LACKS.get(model_type)
+    if lacks is not None and not (lacks == _STATE and _attends_everywhere(config)):
+        raise _refusal(model_type, origin, f"it needs {lacks}")
     others = _transformers_types()
     if others is not None and model_type not in NATIVE | others:
-        own = ", and the checkpoint's own code is not run" if brings_code else ""
+        own = ", and the checkpoint's own code is not run" if config.get("auto_map") else ""
         raise _refusal(
             model_type, origin, f"neither Headrace nor transformers has a causal language model of this type{own}"
         )
+
+
+def _attends_everywhere(config: Mapping[str, Any]) -> bool:
+    """Whether the config says of each layer that it attends, in the spelling of its family."""
+    num_layers = config.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        return False
+    for key in ("layer_types", "layers_block_type"):
+        kinds = config.get(key)
+        if isinstance(kinds, list):
+            return len(kinds) >= num_layers and all(kind in ATTENTION_KINDS for kind in kinds[:num_layers])
+    if 1 in (config.get("full_attention_interval"), config.get("attn_layer_period")):
+        return True
+    attending = config.get("attn_layer_indices") or config.get("full_attn_idxs")
+    return isinstance(attending, list) and all(layer in attending for layer in range(num_layers))
 
 
 def _refusal(model_type: str, origin: str, why: str) -> ModelError:

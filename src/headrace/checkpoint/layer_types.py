@@ -38,13 +38,14 @@ def _stated_types(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[L
         return None
     if not isinstance(stated, list) or not all(isinstance(kind, str) for kind in stated) or len(stated) < num_layers:
         raise ModelError(f"{keys.origin}: layer_types must name a kind for each of the {num_layers} layers")
-    others = sorted(set(stated[:num_layers]) - set(LAYER_TYPES))
+    stated = ["full_attention" if kind == "attention" else kind for kind in stated[:num_layers]]
+    others = sorted(set(stated) - set(LAYER_TYPES))
     if others:
         raise ModelError(
             f"{keys.origin}: model type {model_type} has layers of kind {', '.join(others)} (layer_types), which are not supported; "
             "only full_attention and sliding_attention are"
         )
-    return tuple(stated[:num_layers])
+    return tuple(stated)
 
 
 def _ruled_type(keys: ConfigKeys, model_type: str, layer: int, window: int | None) -> LayerType:
