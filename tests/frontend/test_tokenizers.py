@@ -8,9 +8,11 @@ import gguf
 import pytest
 import sentencepiece
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
 from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.names import resolve_model
@@ -312,6 +314,66 @@ def test_sentencepiece_control_tokens_are_special(tmp_path):
     assert tokenizer.special_ids == {0, 1, 2}
 
 
+def byte_pairs_gguf(path, pre, vocab, merges):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(vocab)
+    writer.add_token_merges(merges)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Byte pairs of a few languages: (vocabulary in the order of its ids, merges)."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([*CORPUS, *NASTY, *COMPOSED] * 3, trainer)
+    model = json.loads(backend.to_str())["model"]
+    return sorted(model["vocab"], key=model["vocab"].get), [" ".join(merge) for merge in model["merges"]]
+
+
+COMPOSED = [
+    "cafe\u0301 na\u00efve", "A\u030angstro\u0308m \u212b \u2126", "\u1112\u1161\u11ab\uae00", "vie\u0323\u0302t", "\u0ba8\u0bbf",
+    "\ufb01 \uff21 stays", "\u0344 \u0374 \u1fef \u2000",
+]  # fmt: skip
+"""Characters that Unicode's NFC changes, and some that it leaves."""
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen"])
+def test_qwen_of_a_gguf_file_composes_characters_as_its_own_tokenizer_does(tmp_path, trained, pre):
+    vocab, merges = trained
+    tokenizer = load_tokenizer(byte_pairs_gguf(tmp_path / "qwen.gguf", pre, vocab, merges))
+    ids = {token: index for index, token in enumerate(vocab)}
+    theirs = transformers.Qwen2Tokenizer(vocab=ids, merges=[tuple(merge.split(" ")) for merge in merges])
+
+    for text in [*CORPUS, *COMPOSED, *NASTY[1:6]]:
+        assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), text
+
+
+@pytest.mark.parametrize("pre", ["falcon3", "smaug-bpe", "tekken", "gpt-4o", "llama-bpe", "dbrx"])
+def test_other_kinds_of_gguf_cut_as_transformers_does(tmp_path, trained, pre):
+    vocab, merges = trained
+    tokenizer = load_tokenizer(byte_pairs_gguf(tmp_path / "m.gguf", pre, vocab, merges))
+    facts = {"tokenizer_type": "gpt2", "pre_tokenizer_type": pre, "tokens": vocab, "merges": merges}
+    theirs, _ = convert_gguf_tokenizer("llama", facts)
+
+    for text in [*CORPUS, *COMPOSED, *(text for text in NASTY if "<|endoftext|>" not in text)]:
+        assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def test_a_word_that_is_a_token_is_taken_whole_by_kinds_that_do_so(tmp_path):
+    vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc"]
+    for pre, count in (("falcon3", 1), ("tekken", 1), ("smaug-bpe", 2), ("qwen2", 2)):
+        tokenizer = load_tokenizer(byte_pairs_gguf(tmp_path / f"{pre}.gguf", pre, vocab, ["a b"]))
+        assert len(tokenizer.encode("abc")) == count, pre
+
+
 @pytest.mark.parametrize(
     ("pre", "text", "pieces"),
     [
@@ -319,8 +381,18 @@ def test_sentencepiece_control_tokens_are_special(tmp_path):
         ("smollm", "it's 123 x", ["it", "'s", " ", "1", "2", "3", " x"]),
         ("llama-bpe", "IT'S 12345 x\n\n y", ["IT", "'S", " ", "123", "45", " x", "\n\n", " y"]),
         ("qwen2", "it's 123 x", ["it", "'s", " ", "1", "2", "3", " x"]),
+        ("falcon3", "IT'S 12345 x\n\n y", ["IT", "'S", " ", "123", "45", " x", "\n\n", " y"]),
+        ("smaug-bpe", "IT'S 12345 x\n\n y", ["IT", "'S", " ", "123", "45", " x", "\n\n", " y"]),
+        ("tekken", "it's McDonald 12 a/\n/b", ["it", "'s", " Mc", "Donald", " ", "1", "2", " a", "/\n/", "b"]),
+        ("gpt-4o", "it's McDonald 1234", ["it's", " Mc", "Donald", " ", "123", "4"]),
+        ("seed-coder", "it's 12 ();\n\nx", ["it", "'s", " ", "1", "2", " ();", "\n\n", "x"]),
+        ("qwen2", "12 ();\n\nx", ["1", "2", " ();\n\n", "x"]),
+        ("deepseek-coder", "it's 12\n ();x 世界b", ["it", "'", "s", " ", "1", "2", "\n", " ();", "x", " ", "世界", "b"]),
+        ("deepseek-llm", "it's 12 ();世界b。x", ["it", "'", "s", " ", "1", "2", " ();", "世界", "b", "。", "x"]),
+        ("minerva-7b", "it's 123 x", ["it", "'s", " ", "1", "2", "3", " x"]),
+        ("viking", "it's, 12 x", ["it's", ",", " ", "1", "2", " x"]),
     ],
-)
+)  # fmt: skip
 def test_each_kind_of_gguf_cuts_words_its_own_way(tmp_path, pre, text, pieces):
     """The vocabulary holds exactly the wanted words, so a cut elsewhere shows as smaller tokens."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -331,16 +403,8 @@ def test_each_kind_of_gguf_cuts_words_its_own_way(tmp_path, pre, text, pieces):
             if word[:size] not in vocab:
                 vocab.append(word[:size])
                 merges.append(f"{word[: size - 1]} {word[size - 1]}")
-    writer = gguf.GGUFWriter(tmp_path / "bpe.gguf", "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(vocab)
-    writer.add_token_merges(merges)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
 
-    tokenizer = load_tokenizer(tmp_path / "bpe.gguf")
+    tokenizer = load_tokenizer(byte_pairs_gguf(tmp_path / "bpe.gguf", pre, vocab, merges))
 
     assert [tokenizer.decode([index]) for index in tokenizer.encode(text)] == pieces
 

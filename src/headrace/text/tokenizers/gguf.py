@@ -1,5 +1,6 @@
 """A tokenizer from the metadata of a GGUF file."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
@@ -13,22 +14,73 @@ from headrace.text.tokenizers.base import Tokenizer, frame_texts
 # token types of GGUF
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-# How the kinds of `tokenizer.ggml.pre` cut text before the byte pairs are merged; the patterns are those of the models'
-# own tokenizer.json files. "gpt2" means GPT-2's pattern, which the library has built in; "digits" that with every digit
-# alone, as StarCoder and SmolLM have it.
-_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How texts of a kind of `tokenizer.ggml.pre` are cut before byte pairs are merged, as the models' own tokenizer.json does it.
+
+    splits: patterns, of which each cuts its matches out of what those before have left whole. gpt2: then GPT-2's pattern, which the library has built
+    in. digits: before it every digit alone. whole_words: a word that is a token is not merged from its bytes. begins: texts begin with bos
+    unless the file says otherwise. nfc: texts are composed first (Unicode's NFC).
+    """
+
+    splits: tuple[str, ...] = ()
+    gpt2: bool = False
+    digits: bool = False
+    whole_words: bool = False
+    begins: bool = False
+    nfc: bool = False
+
+
+# The patterns and who has them: `llm_tokenizer_bpe` and `llama_vocab::impl::load` in llama.cpp (src/llama-vocab.cpp), and
+# GGUF_PRE_TOKENIZER_SPLITS in transformers. They name no normaliser: Qwen's is in transformers' tokenization_qwen2.py.
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_GPT2_KINDS = ("gpt-2", "gpt2", "olmo", "mpt", "phi-2", "jais", "default")
-_DIGIT_KINDS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_PATTERN_KINDS = {
-    "llama-bpe": _LLAMA3_SPLIT,
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "qwen2": _QWEN2_SPLIT,
-    "deepseek-r1-qwen": _QWEN2_SPLIT,
-    "megrez": _QWEN2_SPLIT,
+_SEED_SPLIT = _QWEN2_SPLIT.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+    rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+_GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_KINDS: dict[str, _Kind] = {
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "mpt", "phi-2", "jais", "default"), _Kind(gpt2=True)),
+    **dict.fromkeys(("a.x-4.0", "exaone4", "gigachat", "granite-docling", "mellum", "trillion"), _Kind(gpt2=True)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "mellum2", "minerva-7b"),
+        _Kind(digits=True, gpt2=True),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+        _Kind((_LLAMA3_SPLIT,), whole_words=True, begins=True),
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _Kind((_LLAMA3_SPLIT,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Kind((_QWEN2_SPLIT,), nfc=True)),
+    **dict.fromkeys(("megrez", "stablelm2"), _Kind((_QWEN2_SPLIT,))),
+    "seed-coder": _Kind((_SEED_SPLIT,)),
+    "tekken": _Kind((_TEKKEN_SPLIT,), whole_words=True, begins=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Kind((_GPT4O_SPLIT,))),
+    "deepseek-coder": _Kind((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
+    # Its first letters are all that have a case.
+    "deepseek-llm": _Kind(
+        (
+            r"[\r\n]",
+            r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+            r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _CJK,
+        ),
+        digits=True,
+    ),
+    "viking": _Kind((r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")),
 }
-_LLAMA3_KINDS = ("llama-bpe", "llama3", "llama-v3")
+"""By the value of `tokenizer.ggml.pre`."""
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
@@ -58,7 +110,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     bos, eos = _gguf_id(file, tokens, "bos"), _gguf_id(file, tokens, "eos")
     add_bos = file.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
-        add_bos = kind == "llama" or str(file.get("tokenizer.ggml.pre")) in _LLAMA3_KINDS
+        add_bos = kind == "llama" or _kind_of(file).begins
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
     if (add_bos and bos is not None) or (add_eos and eos is not None):
         frame_texts(backend, bos if add_bos else None, eos if add_eos else None)
@@ -97,9 +149,19 @@ def _gguf_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
     return index
 
 
+def _kind_of(file: GgufFile) -> _Kind:
+    """Raises ModelError for a kind that is not supported."""
+    name = str(file.get("tokenizer.ggml.pre", "default"))
+    if name not in _KINDS:
+        raise ModelError(
+            f"{file.path.name}: pre-tokenizer kind {name!r:.80} is not supported; known: {', '.join(sorted(_KINDS))}"
+        )
+    return _KINDS[name]
+
+
 def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     """GPT-2's byte pairs with the merges of the file."""
-    pre = str(file.get("tokenizer.ggml.pre", "default"))
+    kind = _kind_of(file)
     vocab = {token: index for index, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []
     for merge in file.listed("tokenizer.ggml.merges", str):
@@ -110,19 +172,13 @@ def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
                 f"{file.path.name}: tokenizer merge {merge!r} does not consist of tokens of the vocabulary"
             )
         merges.append((left, right))
-    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_KINDS)
-    backend = tokenizers.Tokenizer(model)
-    if pre in _GPT2_KINDS:
-        steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    elif pre in _DIGIT_KINDS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        steps = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    elif pre in _PATTERN_KINDS:
-        split = pre_tokenizers.Split(Regex(_PATTERN_KINDS[pre]), behavior="isolated")
-        steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    else:
-        known = ", ".join([*_GPT2_KINDS, *_DIGIT_KINDS, *_PATTERN_KINDS])
-        raise ModelError(f"{file.path.name}: pre-tokenizer kind {pre!r} is not supported; known: {known}")
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
+    if kind.nfc:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in kind.splits]
+    if kind.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
