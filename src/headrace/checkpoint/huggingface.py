@@ -97,10 +97,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             one, two = self._bytes(name), self._bytes(other)
             pieces = range(0, len(one), _COMPARED_BYTES)
             return all(np.array_equal(one[at : at + _COMPARED_BYTES], two[at : at + _COMPARED_BYTES]) for at in pieces)
-        rows = HuggingFaceCheckpoint.tensor(self, name), HuggingFaceCheckpoint.tensor(self, other)
-        num_rows = max(1, _COMPARED_BYTES // (8 * rows[0].shape[-1]))
-        parts = zip(rows[0].split(num_rows), rows[1].split(num_rows), strict=True)
-        return all(bool((one.double() == two.double()).all()) for one, two in parts)
+        ours, theirs = (HuggingFaceCheckpoint.tensor(self, each) for each in (name, other))
+        step = max(1, _COMPARED_BYTES // (8 * max(1, math.prod(ours.shape[1:]))))
+        return all(
+            bool((ours[at : at + step].double() == theirs[at : at + step].double()).all())
+            for at in range(0, len(ours), step)
+        )
 
     def _bytes(self, name: str) -> Bytes:
         entry = self._entry(name)
