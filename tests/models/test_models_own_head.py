@@ -89,6 +89,21 @@ def test_a_copy_of_the_embedding_is_not_kept_twice(change: Any, is_tied: bool, t
     assert names == tensors.keys() - ({"lm_head.weight"} if is_tied else set())
 
 
+def test_the_heads_of_layers_that_predict_further_tokens_are_not_the_models(tmp_path: Path):
+    save_tied(tmp_path, "llama")
+    tensors = add_head(tmp_path, shifted)
+    further = {name: tensors[name].clone() for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    further = {f"model.layers.9.{name.split('.')[-2]}.weight": tensor for name, tensor in further.items()}
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    assert not open_checkpoint(tmp_path).config.tie_word_embeddings
+
+    del tensors["lm_head.weight"]
+    copy_of_table = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    for without in (tensors | further, tensors | further | copy_of_table):
+        save_file(without, tmp_path / "model.safetensors")
+        assert open_checkpoint(tmp_path).config.tie_word_embeddings
+
+
 def test_a_quantised_head_of_a_tied_model_is_its_own(tmp_path: Path):
     save_tied(tmp_path, "llama")
     file = tmp_path / "model.safetensors"

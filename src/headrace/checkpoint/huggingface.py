@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 _COMPARED_BYTES = 16 << 20
 _HEADS = frozenset({"lm_head", "embed_out", "output_projection"})
-_TABLES = frozenset({"embed_tokens", "embed_in", "tokens_embed", "word_embeddings", "wte", "w"})
+_TABLES = frozenset({"embed_tokens", "embed_in", "tokens_embed", "word_embeddings", "wte"})
 """Names of modules in checkpoints: output projections that may be tied, and the embeddings to which they are."""
 _TORCH_DTYPES = {
     "F64": "float64",
@@ -82,9 +82,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         modules = [name.rpartition(".")[::2] for name in self._files]
         heads = {module for module, part in modules if part != "bias" and module.rpartition(".")[2] in _HEADS}
         tables = {module for module, part in modules if part == "weight" and module.rpartition(".")[2] in _TABLES}
-        if len(heads) != 1 or len(tables) != 1:
+        if not heads or not tables:
             return ""
-        (head,), (table,) = heads, tables
+        # Those of layers that predict further tokens lie deeper.
+        head, table = (min(sorted(names), key=lambda name: name.count(".")) for names in (heads, tables))
+        if head.count(".") > table.count("."):
+            return ""
         # The parts of a quantised matrix have other names.
         is_copy = f"{head}.weight" in self._files and self._same(f"{head}.weight", f"{table}.weight")
         return "" if is_copy else head
