@@ -30,7 +30,7 @@ from headrace.errors import HeadraceError
 POSITIONS = 160
 VOCAB = 199
 TOLERANCE = 1e-3
-LIMIT_S = 120
+LIMIT_S = 400
 PROMPT_TOKENS = 70
 
 # Every field of a config that has one of these names gets this value; what a family spells in its own way is in _OWN.
@@ -74,6 +74,7 @@ _SIZES: dict[str, Any] = {
 }
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "intermediate_size": None},
+    "gemma3": {"mm_tokens_per_image": 49},
     "gpt2": {"n_inner": None},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2},
