@@ -1,5 +1,6 @@
 """Steps whose time is bounded: what the scheduler learns about the time of steps, and how many prompt tokens it then plans."""
 
+import copy
 import math
 
 import numpy as np
@@ -15,6 +16,8 @@ from headrace.scheduler.step_cost import StepCost, StepWork
 LIMIT_S = 0.25
 # Seconds: of a token, a position that a token sees, a row that samples, any step. As of a model of 135 million parameters on two cores.
 TYPICAL = (6e-4, 1.5e-7, 8e-4, 6e-3)
+SLOW = (5e-3, 1e-6, 5e-3, 0.05)
+"""As of a model of half a billion parameters on two older cores."""
 COSTS = st.tuples(st.floats(1e-6, 1e-2), st.floats(0.0, 1e-6), st.floats(0.0, 1e-2), st.floats(1e-4, 0.1))
 
 
@@ -83,6 +86,15 @@ def test_the_tokens_for_a_time_are_those_that_take_this_time(costs, start, count
     assert cost.prompt_tokens(start, cost.prompt_seconds(start, count)) == pytest.approx(count)
 
 
+def test_a_machine_that_has_become_four_times_slower_is_believed_after_three_steps():
+    cost, rng = StepCost(), np.random.default_rng(0)
+    *known, new = some_steps(rng, 104)
+    for i, work in enumerate(known):
+        cost.learn(work, true_seconds(TYPICAL, work) * (4 if i >= 100 else 1))
+
+    assert cost.seconds(new) == pytest.approx(4 * true_seconds(TYPICAL, new), rel=0.2)
+
+
 def test_a_day_of_decoding_leaves_what_is_known_about_prompts():
     rig = rig_of(LIMIT_S)
     mixed_steps(rig, TYPICAL)
@@ -103,15 +115,15 @@ def test_what_seems_to_cost_nothing_is_bounded_by_tokens_only():
     assert PromptBudget(512, StepCost(), 1.0).allows(0, 2000) == 512
 
 
-def mixed_steps(rig: Rig, costs: tuple[float, ...]) -> list[tuple[int, float]]:
-    """Lets the rig's worker take what `costs` say. Returns the list that gets, of each step with decode rows and prompt tokens, both
-    numbers: of its prompt tokens, and of its seconds."""
+def mixed_steps(rig: Rig, costs: tuple[float, ...], *, every: bool = False) -> list[tuple[int, float]]:
+    """Lets the rig's worker take what `costs` say. Returns the list that gets, of each step with decode rows and prompt tokens (every: of all
+    steps), both numbers: of its prompt tokens, and of its seconds."""
     seen: list[tuple[int, float]] = []
 
     def seconds(batch: ModelWorkerBatch) -> float:
         took = true_seconds(costs, work_of(batch))
         decode_rows = sum(batch.counts == 1)
-        if decode_rows and batch.num_tokens > decode_rows:
+        if every or (decode_rows and batch.num_tokens > decode_rows):
             seen.append((int(batch.num_tokens - decode_rows), took))
         return took
 
@@ -140,12 +152,15 @@ def test_a_step_that_streams_wait_for_is_planned_to_end_in_time(seed):
     mixed_steps(rig, costs)
     for i, length in enumerate(lengths):
         add_requests(rig, 1, length, first=i)
+        cost, first_step = copy.deepcopy(rig.state.cost), rig.state.next_step
         rig.turn()
         for batch in rig.state.in_flight:
+            if batch.step < first_step:
+                continue  # planned with what was known before
             num_decode_rows = batch.num_tokens - batch.num_prompt_tokens
             if batch.num_prompt_tokens and num_decode_rows:
-                decode_s = rig.state.cost.seconds(StepWork(num_decode_rows, 200.0 * num_decode_rows, num_decode_rows))
-                one_more_s = rig.state.cost.prompt_seconds(160, LEAST_TOKENS)
+                decode_s = cost.seconds(StepWork(num_decode_rows, 200.0 * num_decode_rows, num_decode_rows))
+                one_more_s = cost.prompt_seconds(160, LEAST_TOKENS)
                 # Prompts that end here sample a token, too.
                 ends_s = (batch.work().sampled - num_decode_rows) * costs[2]
                 num_bounded += 1
@@ -169,13 +184,191 @@ def test_the_bound_is_reached_soon_and_used_up():
     assert np.median(whole) == pytest.approx(LIMIT_S, rel=0.05)
 
 
-def test_a_prompt_that_nobody_waits_for_is_cut_by_tokens_only():
-    rig = rig_of(1e-3)
+def chunks(rig: Rig, rid: str) -> list[int]:
+    return [event.num_tokens for event in rig.rows[rid][-1].stats.events if event.kind == "chunk"]
+
+
+def test_a_prompt_that_nobody_waits_for_is_cut_by_tokens_where_steps_are_short():
+    rig = rig_of(1e-3, overlap=False)
     mixed_steps(rig, TYPICAL)
     add_requests(rig, 1, 2048, max_new_tokens=1)
     rig.drain()
 
-    assert [event.num_tokens for event in rig.rows["r0"][-1].stats.events if event.kind == "chunk"] == [512] * 4
+    assert chunks(rig, "r0") == [16, 64, 256, 512, 512, 512, 176]  # a slow start: nothing was known
+
+
+def test_without_a_bound_prompts_are_cut_by_tokens_alone():
+    rig = rig_of(math.inf)
+    mixed_steps(rig, SLOW)
+    add_requests(rig, 1, 2048, max_new_tokens=1)
+    rig.turn()
+
+    assert len(rig.state.in_flight) == 1
+    rig.drain()
+    assert chunks(rig, "r0") == [512] * 4
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    "costs", [(5e-3, 1e-6, 5e-3, 0.05), (1e-3, 1e-6, 1e-3, 0.01), (4e-2, 2e-6, 0.04, 0.2), TYPICAL]
+)
+def test_what_is_in_flight_ends_within_a_second_though_no_stream_waits(costs, stages):
+    rig = rig_of(LIMIT_S, num_stages=stages)
+    took = mixed_steps(rig, costs, every=True)
+    add_requests(rig, 1, 3000, max_new_tokens=1)
+    worst = 0.0
+    while rig.busy:
+        rig.turn()
+        planned = [true_seconds(costs, batch.work()) for batch in rig.state.in_flight]
+        worst = max(worst, sum(planned) + took[-1][1])
+
+    assert worst < 1.0 or max(tokens for tokens, _ in took) <= LEAST_TOKENS
+
+
+class Timeline:
+    """Simulated time: a step takes what `costs` say, and the next one begins when it ends."""
+
+    def __init__(self, costs: tuple[float, ...], **options: object) -> None:
+        self.rig = rig_of(LIMIT_S, **options)
+        self.now_s = 0.0
+
+        def seconds(batch: ModelWorkerBatch) -> float:
+            took = true_seconds(costs, work_of(batch))
+            self.now_s += took
+            return took
+
+        self.rig.worker.seconds = seconds
+        self.first_s: dict[str, float] = {}
+
+    def turn(self) -> float:
+        """One turn. Returns when it began: what arrives just after that is seen in the next one."""
+        began_s = self.now_s
+        self.rig.turn()
+        for rid, ids in self.rig.ids.items():
+            if ids:
+                self.first_s.setdefault(rid, self.now_s)
+        return began_s
+
+    def until_first(self, rid: str) -> float:
+        for _ in range(5000):
+            if rid in self.first_s:
+                return self.first_s[rid]
+            self.turn()
+        raise AssertionError(f"{rid} has no token")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_tokens", [8, 150, 700])
+@pytest.mark.parametrize("after", [0, 3, 20])
+@pytest.mark.parametrize("costs", [SLOW, TYPICAL, (1e-2, 2e-6, 0.01, 0.1)])
+def test_a_short_prompt_behind_a_long_one_has_its_first_token_soon(costs, after, num_tokens, overlap):
+    alone = Timeline(costs, overlap=overlap)
+    add_requests(alone.rig, 1, num_tokens, first=7)
+    alone_s = alone.until_first("r7")
+
+    time = Timeline(costs, overlap=overlap)
+    add_requests(time.rig, 2, 6000, max_new_tokens=1)
+    for _ in range(after):
+        time.turn()
+    arrived_s = time.turn()
+    add_requests(time.rig, 1, num_tokens, first=7)
+
+    assert time.until_first("r7") - arrived_s < 1.2 + 2 * alone_s
+    assert "r1" not in time.first_s
+
+
+def test_a_long_prompt_is_not_held_up_for_ever_by_those_that_are_shorter():
+    alone, time = Timeline(SLOW), Timeline(SLOW, max_running=4)
+    add_requests(alone.rig, 1, 2000)
+    alone_s = alone.until_first("r0")
+    add_requests(time.rig, 1, 100, max_new_tokens=2, first=1)
+    add_requests(time.rig, 1, 2000)
+    for i in range(2, 2000):
+        add_requests(time.rig, 1, 100 + i % 50, max_new_tokens=2, first=i)
+        time.turn()
+        if "r0" in time.first_s:
+            break
+
+    # A quarter of the time for prompts is its own, and streams have a part of all time.
+    assert time.first_s["r0"] < 5 * alone_s
+
+
+def test_of_those_that_wait_the_shortest_goes_before_the_rest_of_a_long_one():
+    rig = rig_of(math.inf, chunk=32, overlap=False)
+    add_requests(rig, 1, 640)
+    rig.turn()
+    add_requests(rig, 1, 320, first=1)
+    add_requests(rig, 1, 16, first=2)
+    add_requests(rig, 1, 40, first=3)
+    turns = first_steps(rig)
+
+    assert turns["r2"] == 0
+    assert turns["r3"] == 2
+    assert turns["r1"] < turns["r0"]
+
+
+def test_prompts_that_arrive_together_begin_with_the_first_and_the_shortest():
+    rig = rig_of(math.inf, chunk=32, overlap=False)
+    add_requests(rig, 2, 640)
+    add_requests(rig, 1, 16, first=2)
+    turns = first_steps(rig)
+
+    assert turns["r2"] == 0
+    assert turns["r0"] < turns["r1"]
+
+
+def test_keys_with_short_prompts_take_turns():
+    rig = rig_of(math.inf, chunk=32, overlap=False)
+    rig.add("long", np.random.default_rng(0).integers(0, 2, 640).tolist(), 4, ignore_eos=True, tenant="a")
+    rig.turn()
+    for name, tenant, num_tokens in (("much0", "a", 6), ("much1", "a", 8), ("little", "b", 10)):
+        rig.add(name, [0, 1] * (num_tokens // 2), 4, ignore_eos=True, tenant=tenant)
+    turns = first_steps(rig)
+
+    assert turns["much0"] == turns["little"] == 0
+    assert turns["much1"] == 1
+
+
+def test_the_step_that_ends_a_short_prompt_is_short():
+    rig = rig_of(LIMIT_S, overlap=False)
+    mixed_steps(rig, SLOW)
+    add_requests(rig, 1, 6000)
+    while rig.state.cost.most_tokens < 100:
+        rig.turn()
+    add_requests(rig, 1, 24, first=1)
+    took = mixed_steps(rig, SLOW, every=True)
+    rig.turn()
+
+    assert rig.ids["r1"]
+    assert took[-1][0] > 24
+    assert took[-1][1] < 1.1 * LIMIT_S
+
+
+def test_a_prompt_does_not_wait_for_a_prefix_longer_than_it_takes_to_compute_it():
+    time = Timeline(SLOW)
+    shared = np.random.default_rng(0).integers(0, 2, 4000).tolist()
+    time.rig.add("long", shared, 1)
+    time.turn()
+    time.rig.add("few shared", [*shared[:100], 1 - shared[100]], 1)
+    time.rig.add("all shared", [*shared[:3900], 1 - shared[3900]], 1)
+
+    assert time.until_first("few shared") < time.until_first("long")
+    assert time.until_first("all shared") >= time.first_s["long"]
+    assert time.rig.rows["all shared"][-1].stats.cached_tokens == 3900
+
+
+def test_texts_that_are_computed_whole_share_a_step_while_it_is_short_enough():
+    rig = rig_of(LIMIT_S, whole_prompts=True, radix=False, overlap=False)
+    took = mixed_steps(rig, SLOW, every=True)
+    add_requests(rig, 60, 60, max_new_tokens=0)
+    add_requests(rig, 1, 400, max_new_tokens=0, first=60)
+    rig.drain()
+
+    tokens = [tokens for tokens, _ in took]
+    assert sum(tokens) == 60 * 60 + 400
+    assert tokens.count(60 * 2) > 20
+    assert all(seconds < 1.0 for count, seconds in took if count != 400)
+    assert 400 in tokens
 
 
 def test_prompts_progress_even_if_decoding_takes_longer_than_the_bound():

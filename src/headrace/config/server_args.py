@@ -328,8 +328,8 @@ class ServerArgs:
     max_step_ms: int | None = _opt(
         None,
         _Q,
-        "How long a step should take at most, in milliseconds, when prompts share it with running streams; -1 = no bound. "
-        "Default: 200 where tokens do not depend on how prompts are cut (on CPU), else no bound.",
+        "How long a step should take at most, in milliseconds, when prompts share it with running streams; without any it is 800. "
+        "-1 = no bound in either case. Default: 200 where tokens do not depend on how prompts are cut (on CPU), else no bound.",
     )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = _opt(
         "fcfs",

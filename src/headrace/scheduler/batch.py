@@ -44,6 +44,11 @@ class ScheduleBatch:
         """Number of tokens that the step computes."""
         return len(self.out_slots)
 
+    @property
+    def samples_last(self) -> bool:
+        """Whether the row that was added last gives a token."""
+        return self.rows[-1][3] > 0
+
     def work(self) -> StepWork:
         """What determines how long the step takes."""
         attended = sum(count * (start + 0.5 * count) for _, start, count, _ in self.rows)

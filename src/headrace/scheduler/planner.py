@@ -1,13 +1,13 @@
 """Plans the next step: which requests compute how many tokens, into which pages.
 
-Running requests come first (decode rows, then the rest of their prompts), then as many waiting ones as fit; but half of a step that a long prompt
-would fill is for short ones that wait, which would otherwise wait for all of it. All this is one mixed step
-(chunked prefill after Agrawal et al. 2023, "SARATHI", arXiv:2308.16369).
+Running requests come first (decode rows, then the rest of their prompts), then as many waiting ones as fit. If not all prompts fit, most of
+the step goes to those of which less is left than of the first one, the shortest rest first: they would otherwise wait for all of it. The rest goes
+by order, so that nobody is passed over for ever. All this is one mixed step (chunked prefill after Agrawal et al. 2023, "SARATHI", arXiv:2308.16369).
 """
 
 import math
 from collections.abc import Collection, Iterator, Set
-from itertools import takewhile
+from itertools import islice
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.step import MOST_VERIFIED, NewSequence
@@ -15,12 +15,24 @@ from headrace.scheduler import part_choice, policy, preemption, retract
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.drain import has_begun
 from headrace.scheduler.preemption import Preemption
-from headrace.scheduler.prompt_budget import PromptBudget
+from headrace.scheduler.prompt_budget import (
+    ALONE_STEP_S,
+    LEAST_TOKENS,
+    SHORTER_SHARE,
+    SHORTER_SHARE_OF_OTHERS,
+    PromptBudget,
+)
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
 MIN_SHARED_TOKENS = 64
 """A waiting request waits for a prompt that is being prefilled if sharing its KV saves at least this many more tokens than the cache."""
+
+MOST_WAITED = 2
+"""But it does not wait for more than so many times the tokens that it saves: computing them is faster than waiting for a long prompt."""
+
+MOST_COMPARED = 32
+"""So many of a key's waiting requests, the next in its queue, are looked at for the shortest."""
 
 
 def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
@@ -37,15 +49,17 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     decode_s = _decode_seconds(state, batch)
     if catching_up or making_way is not None or state.waiting:
         prompts = _prompt_budget(state, batch)
-        if catching_up and state.waiting and making_way is None and len(full) < num_parts:
-            _admit_short(state, batch, catching_up, prompts, full)
+        if prompts is None:
+            return None
+        if making_way is None and len(full) < num_parts:
+            catching_up = _shorter_first(state, batch, catching_up, prompts, full)
         for req in catching_up:
             if not _add_chunk(state, batch, req, prompts):
                 full.add(req.part)
         if making_way is not None:
             _put_first(state, batch, making_way, prompts)
         elif len(full) < num_parts and state.waiting and _has_place(state):
-            _admit(state, batch, _order(state, now_s), prompts, full)
+            _admit(state, batch, _order(state), prompts, full)
         _note_expected_time(state, batch, prompts)
     batch.encode = state.encodings.take_work(decode_s, state.config.max_step_s)
     if not batch.rows and batch.encode is None:
@@ -134,7 +148,7 @@ def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: P
     if num_tokens > len(req.pages) * batch.page_size and not _make_room(state, batch, req, num_tokens):
         return False
     batch.add(req, count)
-    prompts.take(start, count)
+    prompts.take(start, count, ends=batch.samples_last)
     return True
 
 
@@ -145,14 +159,21 @@ def _decode_seconds(state: SchedulerState, batch: ScheduleBatch) -> float:
     return state.last_decode[1] if state.last_decode is not None else state.cost.seconds(batch.work())
 
 
-def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget:
-    """What prompts may use beside the decode rows, which are in `batch`."""
+def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget | None:
+    """What prompts may use beside the decode rows, which are in `batch`. None: no stream waits for them, and what is in flight takes so long that
+    they wait, for the sake of those who arrive meanwhile."""
     config = state.config
     tokens = min(config.chunk_tokens, config.step_tokens - batch.num_tokens)
-    if not batch.rows or config.max_step_s == math.inf:
-        # Nobody waits for the step but requests that are about to arrive.
+    if config.max_step_s == math.inf:
         return PromptBudget(tokens, state.cost)
-    return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s)
+    if batch.rows:
+        return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s)
+    # Stages work on as many steps at a time, each of which takes the time of one stage more.
+    usual_s = ALONE_STEP_S / config.num_stages
+    left_s = ALONE_STEP_S - sum(other.expected_s for other in state.in_flight)
+    if state.in_flight and left_s < usual_s / 2:
+        return None
+    return PromptBudget.alone(tokens, state.cost, min(usual_s, left_s), config.max_step_s)
 
 
 def _note_expected_time(state: SchedulerState, batch: ScheduleBatch, prompts: PromptBudget) -> None:
@@ -190,22 +211,72 @@ def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, pro
     _admit(state, batch, iter((way.first,)), prompts, frozenset())
 
 
-def _admit_short(
-    state: SchedulerState, batch: ScheduleBatch, catching_up: list[Req], prompts: PromptBudget, full: Set[int]
-) -> None:
-    """Let short prompts go before the rest of a long one: if the step cannot compute all of `catching_up`, half of it is for the waiting
-    prompts that are next and that it can compute as a whole."""
-    first = catching_up[0]
-    num_wanted = sum(req.num_to_schedule for req in catching_up)
-    if prompts.allows(first.num_scheduled, num_wanted) == num_wanted or not _has_place(state):
-        return
-    by_priority = state.config.policy == "priority"
-    order = takewhile(
-        lambda req: not by_priority or req.asked.priority >= first.asked.priority, _order(state, state.now_s)
-    )
-    half = prompts.half()
-    _admit(state, batch, order, half, full, as_a_whole=True)
-    prompts.take_all_of(half)
+def _shorter_first(
+    state: SchedulerState, batch: ScheduleBatch, catching_up: list[Req], prompts: PromptBudget, full: set[int]
+) -> list[Req]:
+    """If the step cannot compute all prompts, give a part of it to shorter ones than the first, the shortest rest first. Returns those of
+    `catching_up` that are not in the step then.
+
+    With priorities, none is passed by one that is less important. Places and pages stay a matter of order: a first one that waits is admitted before
+    others pass it.
+    """
+    may_admit = _has_place(state) and not state.config.whole_prompts
+    first = catching_up[0] if catching_up else next(_order(state), None) if may_admit else None
+    if first is None or _all_fit(state, catching_up, prompts, may_admit):
+        return catching_up
+    limit = _rest(state, first) - LEAST_TOKENS
+    running = [req for req in catching_up[1:] if _rest(state, req) <= limit and not _matters_less(state, req, first)]
+    waiting = next(_order_by_rest(state, first, limit), None) if may_admit else None
+    if waiting is None and not running:
+        return catching_up
+    tenants = {first.asked.tenant, *(req.asked.tenant for req in running), *(state.waiting.tenants if waiting else ())}
+    part = prompts.part_of_shorter(SHORTER_SHARE if len(tenants) == 1 else SHORTER_SHARE_OF_OTHERS, state.next_step)
+    if not catching_up:
+        by_order = part.rest_of(prompts)
+        _admit(state, batch, _order(state), by_order, full, cuts_one=True)
+        prompts.take_all_of(by_order)
+        if not by_order.num_taken:
+            return catching_up
+    for req in sorted(running, key=lambda req: _rest(state, req)):
+        if waiting is not None:
+            _admit(state, batch, _order_by_rest(state, first, _rest(state, req)), part, full, cuts_one=True)
+        if not _add_chunk(state, batch, req, part):
+            full.add(req.part)
+    if waiting is not None:
+        _admit(state, batch, _order_by_rest(state, first, limit), part, full, cuts_one=True)
+    prompts.take_all_of(part)
+    added = {req for req, *_ in batch.rows}
+    return [req for req in catching_up if req not in added]
+
+
+def _rest(state: SchedulerState, req: Req) -> int:
+    """Tokens of its prompt that are to be computed."""
+    return req.num_to_schedule if req.seq >= 0 else req.num_tokens - _peek(state, req)
+
+
+def _all_fit(state: SchedulerState, catching_up: list[Req], prompts: PromptBudget, may_admit: bool) -> bool:
+    """Whether the step can compute the rest of all prompts, with those that wait and have a place."""
+    num_places = min(_num_places(state), MOST_COMPARED) if may_admit else 0
+    admitted = islice(_order(state), num_places) if num_places and state.waiting else ()
+    num_wanted = sum(_rest(state, req) for req in (*catching_up, *admitted))
+    start = catching_up[0].num_scheduled if catching_up else 0
+    return prompts.allows(start, num_wanted) == num_wanted
+
+
+def _order_by_rest(state: SchedulerState, first: Req, limit: int) -> Iterator[Req]:
+    """What waits, has at most `limit` tokens to compute and may pass `first`: of each key, as far as `MOST_COMPARED` looks, the shortest first. Keys
+    take turns."""
+
+    def own_order(tenant: str) -> Iterator[Req]:
+        compared = [(_rest(state, req), req) for req in islice(_own_order(state, tenant), MOST_COMPARED)]
+        shorter = [pair for pair in compared if pair[0] <= limit and not _matters_less(state, pair[1], first)]
+        return (req for _, req in sorted(shorter, key=lambda pair: pair[0]))
+
+    return state.fair_share.order(state.waiting.tenants, own_order) if state.waiting else iter(())
+
+
+def _matters_less(state: SchedulerState, req: Req, first: Req) -> bool:
+    return state.config.policy == "priority" and req.asked.priority < first.asked.priority
 
 
 def _admit(
@@ -215,14 +286,15 @@ def _admit(
     prompts: PromptBudget,
     full: Set[int],
     *,
-    as_a_whole: bool = False,
+    cuts_one: bool = False,
 ) -> None:
-    """Move waiting requests into the batch, in `order`, while the budget, rows and pages last; as_a_whole: and no prompt would be cut.
+    """Move waiting requests into the batch, in `order`, while the budget, rows and pages last; cuts_one: and no prompt would be cut, except one that
+    is all that `prompts` has.
 
     full: parts of the KV cache that take none.
     """
     kv = state.kv
-    as_a_whole = as_a_whole or state.config.whole_prompts
+    whole_prompts = state.config.whole_prompts
     reserved = [0] * len(kv.parts)
     for running in state.running:
         reserved[running.part] += _expected_tokens(state, running)
@@ -238,10 +310,13 @@ def _admit(
         needed = _expected_tokens(state, req, match.num_tokens)
         room = kv.available_tokens(part) - reserved[part]
         num_wanted = req.num_tokens - match.num_tokens
-        count = prompts.allows(match.num_tokens, num_wanted)
+        # What may not be cut, and takes longer than a step should, has one of its own.
+        is_whole = whole_prompts and not batch.rows
+        count = num_wanted if is_whole else prompts.allows(match.num_tokens, num_wanted)
         count = _whole_images(state, batch, req, match.num_tokens, count)
         fits = needed <= room or all(other.part != part for other in state.running)
-        if not fits or not count or (as_a_whole and count < num_wanted):
+        may_cut = not whole_prompts and not (cuts_one and prompts.num_taken)
+        if not fits or not count or (count < num_wanted and not may_cut):
             kv.unpin(match, part)
             break
         if not state.encodings.is_ready(req, match.num_tokens):
@@ -258,8 +333,9 @@ def _admit(
         state.running.append(req)
         _note_first_schedule(state, req, match.num_tokens, state.now_s)
         batch.new.append(_new_sequence(state, req))
-        prompts.take(req.num_scheduled, count)
+        start = req.num_scheduled
         batch.add(req, count)
+        prompts.take(start, count, ends=batch.samples_last)
     for req in admitted:  # `order` looks at the queue as it was
         state.waiting.remove(req)
 
@@ -280,24 +356,31 @@ def _whole_images(state: SchedulerState, batch: ScheduleBatch, req: Req, start: 
 
 def _has_place(state: SchedulerState) -> bool:
     """Whether one more request may run."""
-    return state.kv.num_free_seqs > 0 and len(state.running) < state.config.max_running
+    return _num_places(state) > 0
 
 
-def _order(state: SchedulerState, now_s: float) -> Iterator[Req]:
+def _num_places(state: SchedulerState) -> int:
+    return min(state.kv.num_free_seqs, state.config.max_running - len(state.running))
+
+
+def _order(state: SchedulerState) -> Iterator[Req]:
     """What waits, in the order in which it is admitted."""
+    if not state.waiting:
+        return iter(())
+    return state.fair_share.order(state.waiting.tenants, lambda tenant: _own_order(state, tenant))
+
+
+def _own_order(state: SchedulerState, tenant: str) -> Iterator[Req]:
+    """What waits of one key."""
     waiting, config = state.waiting, state.config
-
-    def own_order(tenant: str) -> Iterator[Req]:
-        lanes = waiting.lanes(tenant)
-        match config.policy:
-            case "lpm" if len(waiting) <= policy.LPM_MAX_QUEUE:
-                return policy.lpm(lanes, now_s, lambda r: _peek(state, r))
-            case "priority":
-                return policy.priority(lanes, now_s, config.priority_ageing_s)
-            case _:
-                return policy.fcfs(lanes)
-
-    return state.fair_share.order(waiting.tenants, own_order)
+    lanes = waiting.lanes(tenant)
+    match config.policy:
+        case "lpm" if len(waiting) <= policy.LPM_MAX_QUEUE:
+            return policy.lpm(lanes, state.now_s, lambda r: _peek(state, r))
+        case "priority":
+            return policy.priority(lanes, state.now_s, config.priority_ageing_s)
+        case _:
+            return policy.fcfs(lanes)
 
 
 def _peek(state: SchedulerState, req: Req) -> int:
@@ -327,7 +410,9 @@ def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:
         shared = min(_common_tokens(mine, theirs), req.match_limit)
         shared -= shared % state.kv.page_size
         same_group = bool(req.asked.group) and req.asked.group == other.asked.group
-        least = 1 if same_group else MIN_SHARED_TOKENS
+        least = (
+            1 if same_group else max(MIN_SHARED_TOKENS, (other.num_prompt_tokens - other.num_computed) // MOST_WAITED)
+        )
         if shared >= least and shared - _peek(state, req) >= least:
             return True
     return False

@@ -22,6 +22,9 @@ FORGETTING = 0.95
 OUTLIER = 1.5
 """A step of a familiar size counts as at most this many times longer or shorter than expected: other processes may have had the cores."""
 
+_BELIEVED = 3
+"""After so many such steps in a row, all longer or all shorter, it is the machine that has another speed: all that is known is scaled."""
+
 _SWEEPS = 4
 """Rounds over the coefficients when a step is learnt; the next step's rounds continue from there."""
 
@@ -44,17 +47,20 @@ class StepCost:
         self._cost = [0.0] * 4
         self._moments = np.zeros((4, 4))
         self._targets = np.zeros(4)
+        self._outliers: list[float] = []
 
     def seconds(self, work: StepWork) -> float:
         """Expected time of a step; 0.0 while nothing is known."""
         return sum(c * x for c, x in zip(self._cost, _features(work), strict=True))
 
-    def prompt_seconds(self, start: int, count: int) -> float:
-        """Part of that for `count` tokens of a prompt from position `start` on."""
-        return count * (self._cost[0] + self._cost[1] * (start + 0.5 * count))
+    def prompt_seconds(self, start: int, count: int, sampled: int = 0) -> float:
+        """Part of that for `count` tokens of a prompt from position `start` on, the last of which is sampled from if `sampled` is 1."""
+        return count * (self._cost[0] + self._cost[1] * (start + 0.5 * count)) + sampled * self._cost[2]
 
     def prompt_tokens(self, start: int, seconds: float) -> float:
         """How many tokens of a prompt, from position `start` on, take `seconds`; infinite if they seem to cost nothing."""
+        if seconds == math.inf:
+            return math.inf
         slope = self._cost[0] + self._cost[1] * start
         # The positive root of slope n + c1 n^2 / 2 = seconds, in the form that also holds for c1 = 0.
         divisor = slope + math.sqrt(slope * slope + 2 * self._cost[1] * seconds)
@@ -67,6 +73,7 @@ class StepCost:
         features, scale = _features(work), seconds
         expected = self.seconds(work)
         if work.tokens <= self.most_tokens and expected > 0:
+            expected *= self._new_pace(seconds / expected)
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
             scale = expected
         x = np.array(features) / scale
@@ -74,6 +81,22 @@ class StepCost:
         self._targets = FORGETTING * self._targets + x * (seconds / scale)
         self._solve()
         self.most_tokens = max(self.most_tokens, work.tokens)
+
+    def _new_pace(self, ratio: float) -> float:
+        """A step took `ratio` times what was expected. Returns how many times longer than before all steps are expected to take from now on."""
+        if 1 / OUTLIER <= ratio <= OUTLIER:
+            self._outliers.clear()
+            return 1.0
+        if self._outliers and (self._outliers[0] > 1) != (ratio > 1):
+            self._outliers.clear()
+        self._outliers.append(ratio)
+        if len(self._outliers) < _BELIEVED:
+            return 1.0
+        pace = min(self._outliers, key=lambda ratio: abs(math.log(ratio)))
+        self._outliers.clear()
+        self._targets *= pace
+        self._cost = [pace * cost for cost in self._cost]
+        return pace
 
     def _solve(self) -> None:
         """Move each coefficient in turn to where the error is least while the others stay."""

@@ -1,6 +1,6 @@
 """The waiting requests in lanes: one per API key and priority, each in order of arrival.
 
-Within a lane no request ever overtakes another, whatever the policy, because the first one has waited longer. So the next request is the
+Within a lane the policies let no request overtake another, because the first one has waited longer. So the next request is the
 best of the lanes' first ones, and the whole queue need not be sorted. Runs in the scheduler's thread. Adding and removing are a binary
 search and a change of one lane's list.
 """
