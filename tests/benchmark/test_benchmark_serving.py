@@ -13,8 +13,8 @@ import pytest
 from fake_openai_server import FakeServer, serving
 from rich.console import Console
 
-from headrace.benchmark.figures import Limits
-from headrace.benchmark.load import arrival_times, run_closed_loop, run_open_loop
+from headrace.benchmark.figures import NO_LIMITS, Limits, summarise
+from headrace.benchmark.load import arrival_times, run_closed_loop, run_open_loop, with_beside
 from headrace.benchmark.results import document, plot, print_results, rate_text, write_json
 from headrace.benchmark.serving import LoadOptions, compare_greedy, measure, run_client
 from headrace.benchmark.targets import OpenAITarget
@@ -205,6 +205,19 @@ async def test_the_first_requests_of_a_spaced_preset_start_one_after_the_other(m
         monkeypatch.undo()
 
     assert [wait for wait in waits if wait] == [0.02, 0.04]
+
+
+async def test_long_prompts_are_sent_one_after_the_other_beside_the_workload():
+    server = FakeServer(together=asyncio.Barrier(2))
+    async with serving(server), aiohttp.ClientSession() as session:
+        target = await connect(session, server)
+        long = replace(workload(3), beside=[[9] * 5] * 3)
+        done = await with_beside(target, long, run_closed_loop(target, long, concurrency=1))
+    got = summarise(done.records, done.duration_s, NO_LIMITS, done.beside)
+
+    assert server.most_open == 2
+    assert [len(body["prompt"]) for body in server.bodies[1:]].count(5) == len(done.beside) == 3
+    assert (got.num_requests, got.prompt_tokens, got.ttft_s.count, got.beside_ttft_s.count) == (3, 6, 3, 3)
 
 
 async def test_the_open_loop_sends_everything():

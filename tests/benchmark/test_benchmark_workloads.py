@@ -25,6 +25,7 @@ def chat(text):
         ("Cspaced", 64, 1056, 1056, 32, 16),
         ("D", 5, 2048, 2048, 1, 1),
         ("D8k", 5, 8000, 8000, 1, 1),
+        ("LS", 32, 16, 16, 8, 1),
         ("E", 32, 300, 1100, 256, 1),
         ("R", 32, 600, 1600, 256, 1),
         ("F", 32, 600, 1600, 128, 1),
@@ -65,6 +66,13 @@ def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured()
     assert cold.priming == spaced.priming == []
     assert spaced.prompts[0][:1024] not in (warm.prompts[0][:1024], cold.prompts[0][:1024])
     assert cold.prompts[0][:1024] != warm.prompts[0][:1024]
+
+
+def test_long_and_short_has_long_prompts_beside():
+    workloads = make_workloads(TEXT, chat).workloads
+
+    assert {len(prompt) for prompt in workloads["LS"].beside} == {8000}
+    assert not any(workload.beside for name, workload in workloads.items() if name != "LS")
 
 
 def test_other_presets_share_no_beginning():

@@ -95,7 +95,8 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One repetition of one workload against one server. Rates are per second of `duration_s`, the wall clock."""
+    """One repetition of one workload against one server. Rates are per second of `duration_s`, the wall clock. beside_ttft_s: of requests that were
+    sent beside the workload."""
 
     duration_s: float
     num_requests: int
@@ -115,6 +116,7 @@ class Summary:
     goodput: float | None
     token_source: str
     errors: dict[str, int]
+    beside_ttft_s: Distribution = Distribution(0, None, None, None, None)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -137,11 +139,13 @@ def distribution(values: Sequence[float]) -> Distribution:
     return Distribution(len(ordered), statistics.fmean(ordered), p50, p90, p99)
 
 
-def summarise(records: Sequence[RequestRecord], duration_s: float, limits: Limits) -> Summary:
-    """Figures of one repetition. Failed requests count as errors and in nothing else."""
+def summarise(
+    records: Sequence[RequestRecord], duration_s: float, limits: Limits, beside: Sequence[RequestRecord] = ()
+) -> Summary:
+    """Figures of one repetition. Failed requests count as errors and in nothing else. beside: what was sent beside the workload."""
     done = [record for record in records if record.error is None]
     errors: dict[str, int] = {}
-    for record in records:
+    for record in (*records, *beside):
         if record.error is not None:
             errors[record.error] = errors.get(record.error, 0) + 1
     prompt_tokens = sum(record.prompt_tokens for record in done)
@@ -151,7 +155,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, limits: Limit
     return Summary(
         duration_s=duration_s,
         num_requests=len(records),
-        num_errors=len(records) - len(done),
+        num_errors=sum(errors.values()),
         prompt_tokens=prompt_tokens,
         cached_tokens=sum(record.cached_tokens for record in done),
         output_tokens=output_tokens,
@@ -167,6 +171,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, limits: Limit
         goodput=None if good is None else good * rate,
         token_source="+".join(sorted({record.token_source for record in done})) or "none",
         errors=errors,
+        beside_ttft_s=distribution([r.ttft_s for r in beside if r.error is None and r.ttft_s is not None]),
     )
 
 

@@ -6,20 +6,22 @@ Owns the schedule of one workload and the wall clock around it. Runs in the even
 import asyncio
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 
 from headrace.benchmark.figures import RequestRecord
 from headrace.benchmark.targets import Target
-from headrace.benchmark.workloads import Workload
+from headrace.benchmark.workloads import Answer, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The records in the order of the prompts, and the seconds from the first request sent to the last one answered."""
+    """The records in the order of the prompts, and the seconds from the first request sent to the last one answered. beside: of what was sent beside
+    them."""
 
     records: list[RequestRecord]
     duration_s: float
+    beside: list[RequestRecord] = field(default_factory=list)
 
 
 def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
@@ -67,3 +69,24 @@ async def run_open_loop(
         *(one_request(prompt, arrives_s) for prompt, arrives_s in zip(workload.prompts, times, strict=True))
     )
     return LoadResult(list(records), time.perf_counter() - start_s)
+
+
+async def with_beside(target: Target, workload: Workload, load: Awaitable[LoadResult]) -> LoadResult:
+    """Await the load, and meanwhile send what the workload has beside its prompts; the last of these requests is waited for."""
+    records: list[RequestRecord] = []
+    is_over = asyncio.Event()
+
+    async def client() -> None:
+        for prompt in workload.beside:
+            if is_over.is_set():
+                return
+            records.append(await target.complete(prompt, Answer(1)))
+
+    sent = asyncio.create_task(client())
+    await asyncio.sleep(0)
+    try:
+        done = await load
+    finally:
+        is_over.set()
+        await sent
+    return replace(done, beside=records)

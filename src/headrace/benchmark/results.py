@@ -132,6 +132,7 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
             ("itl_s", "Between chunks"),
             ("per_token_s", "Per token"),
             ("e2e_s", "End to end"),
+            ("beside_ttft_s", "TTFT of the long prompts beside"),
         )
     }
     for table in latencies.values():
@@ -154,9 +155,11 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
             result.repetitions[0].token_source,
         )
         for key, table in latencies.items():
-            table.add_row(*head, *_cells(median[key]))
+            if key != "beside_ttft_s" or median[key]["count"]:
+                table.add_row(*head, *_cells(median[key]))
     for table in (rates, *latencies.values()):
-        print_table(console, table)
+        if table.row_count:
+            print_table(console, table)
     for error, count in sorted(_all_errors(results).items()):
         console.print(f"[red]{count} x[/red] {error}", markup=True, highlight=False)
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headrace.benchmark.figures import NO_LIMITS, Limits, Summary, summarise
-from headrace.benchmark.load import run_closed_loop, run_open_loop
+from headrace.benchmark.load import run_closed_loop, run_open_loop, with_beside
 from headrace.benchmark.results import (
     Agreement,
     Result,
@@ -240,11 +240,12 @@ async def _run_once(target: Target, workload: Workload, options: LoadOptions, on
     for prompt in workload.priming:
         await target.complete(prompt, Answer(1))
     if options.rate is not None:
-        done = await run_open_loop(target, workload, options.rate, options.seed, on_done)
+        load = run_open_loop(target, workload, options.rate, options.seed, on_done)
     else:
         concurrency = options.concurrency or workload.preset.concurrency
-        done = await run_closed_loop(target, workload, concurrency, on_done)
-    return summarise(done.records, done.duration_s, options.limits)
+        load = run_closed_loop(target, workload, concurrency, on_done)
+    done = await with_beside(target, workload, load)
+    return summarise(done.records, done.duration_s, options.limits, done.beside)
 
 
 def _probe(options: LoadOptions) -> Answer:

@@ -9,7 +9,7 @@ a prefix cache helps in preset C only, which is about it. The presets that ask a
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -26,6 +26,8 @@ _SINGLE_STREAM_REQUESTS = 5
 _C_SUFFIXES = 128
 _C_REQUESTS = 64
 _C_PREFIX_TOKENS, _C_SUFFIX_TOKENS = 1024, 32
+_SHORT_REQUESTS, _SHORT_TOKENS = 32, 16
+_LONG_REQUESTS, _LONG_TOKENS = 8, 8000
 _TASKS = 32
 _EMBEDDINGS = 1024
 
@@ -86,6 +88,7 @@ PRESETS: dict[str, Preset] = {
         Preset("Cspaced", "as Ccold, the first 16 arrive 20 ms apart", Answer(32), 16, start_gap_s=0.02),
         Preset("D", "prefill of one 2,048-token prompt", Answer(1), 1),
         Preset("D8k", "prefill of one 8,000-token prompt", Answer(1), 1),
+        Preset("LS", "32 requests, 16 in, 8 out, one at a time, beside 8,000-token prompts", Answer(8), 1),
         Preset("E", "32 chats that change code, up to 256 out", Answer(256, ends=True), 1),
         Preset("R", "32 chats that repeat a text with corrections, up to 256 out", Answer(256, ends=True), 1),
         Preset("F", "32 chats that summarise, up to 128 out", Answer(128, ends=True), 1),
@@ -99,11 +102,13 @@ PRESETS: dict[str, Preset] = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A preset with its prompts. priming: sent one after the other before the clock starts."""
+    """A preset with its prompts. priming: sent one after the other before the clock starts. beside: sent one after the other while `prompts` are, for
+    one token each; figures are those of `prompts`, except their own times to the first token."""
 
     preset: Preset
     prompts: list[TokenIds]
     priming: list[TokenIds]
+    beside: list[TokenIds] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +178,15 @@ def make_workloads(
         prompts[name] = [ask(text) for text in tasks(rng, _TASKS)]
     prompts["EMB"] = [cut(128) for _ in range(_EMBEDDINGS)]
     prompts["EMB32"] = [cut(32) for _ in range(2 * _EMBEDDINGS)]
+    prompts["LS"] = [cut(_SHORT_TOKENS) for _ in range(_SHORT_REQUESTS)]
+    beside = {"LS": [cut(_LONG_TOKENS) for _ in range(_LONG_REQUESTS)]}
 
     def kept(preset: Preset) -> list[TokenIds]:
         chosen = prompts[preset.name][:max_requests]
         return chosen if rounds is None else chosen[: rounds * preset.concurrency]
 
-    return WorkloadSet(
-        warm_up,
-        {name: Workload(preset, kept(preset), [warm[-1]] if preset.primed else []) for name, preset in PRESETS.items()},
-    )
+    workloads = {
+        name: Workload(preset, kept(preset), [warm[-1]] if preset.primed else [], beside.get(name, []))
+        for name, preset in PRESETS.items()
+    }
+    return WorkloadSet(warm_up, workloads)
