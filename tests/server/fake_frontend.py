@@ -85,9 +85,9 @@ def events(reply: httpx.Response) -> list[Any]:
 class Script:
     """What the fake engine does.
 
-    text: of every sample, one token per byte. hold_at: stop for ever after so many tokens. fail_at: raise `error` after so
-    many tokens. ends: finish reasons by index, default length or stop. tokens_per_chunk: as a stream_interval.
-    padding_bytes: makes every update so much larger. picked: the logprob of a requested token id after a prompt.
+    text: of every sample, one token per byte. hold_at: stop after so many tokens, until `release`; 0: before the first one, if the reply is a
+    stream. fail_at: raise `error` after so many tokens. ends: finish reasons by index, default length or stop. tokens_per_chunk: as a
+    stream_interval. padding_bytes: makes every update so much larger. picked: the logprob of a requested token id after a prompt.
     """
 
     text: str = "Hello, wörld 🙂!"
@@ -188,6 +188,7 @@ class FakeFrontend:
         self.flush = FlushCacheReply(1, True, "flushed")
         self.flush_timeouts: list[float] = []
         self.num_active = 0
+        self._released = asyncio.Event()
         self.weights = FakeWeights()
         self.dumps: int | None = 3
         self.num_frozen = 0
@@ -245,6 +246,8 @@ class FakeFrontend:
                 lengths = [min(len(whole), sampling.max_new_tokens) for _, _, sampling in samples]
                 done = [0] * len(samples)
                 ended = [False] * len(samples)
+                if script.hold_at == 0:
+                    await self._hold()
                 while not all(ended):
                     for i, (prompt, ids, _) in enumerate(samples):
                         if ended[i]:
@@ -267,10 +270,18 @@ class FakeFrontend:
             if not finished:
                 self.closed_early.set()
 
+    async def _hold(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._released.wait()
+
+    def release(self) -> None:
+        """Go on with what holds."""
+        self._loop.call_soon_threadsafe(self._released.set)
+
     async def _pause(self, num_tokens: int) -> None:
         script = self.script
         if script.hold_at == num_tokens and num_tokens:
-            await asyncio.Event().wait()
+            await self._hold()
         if script.error is not None and script.fail_at == num_tokens and num_tokens:
             raise script.error
         await asyncio.sleep(0)

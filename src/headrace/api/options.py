@@ -129,6 +129,7 @@ class ServerOptions(TypedDict, total=False):
     drain_timeout_s: float
     request_timeout_s: float
     queue_timeout_s: float
+    sse_ping_interval_s: float
     max_stream_buffer_bytes: int
     max_sessions: int
     max_session_tokens: int

@@ -241,6 +241,12 @@ class ServerArgs:
     queue_timeout_s: float = _opt(
         0.0, _S, "Refuse a request (503) that has waited in the queue for this many seconds; 0 = never.", SECONDS
     )
+    sse_ping_interval_s: float = _opt(
+        15.0,
+        _S,
+        "Send a comment (to clients of Anthropic's API a ping) in a stream that has said nothing for this many seconds; 0 = never.",
+        SECONDS,
+    )
     max_stream_buffer_bytes: int = _opt(
         1 << 20,
         _S,

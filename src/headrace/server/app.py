@@ -242,7 +242,7 @@ def create_app(
     app.state.startup_error = None
     app.state.keys = keys
     app.state.paths = [spec.path for spec in table]
-    _add_routes(app, table, bodies)
+    _add_routes(app, table, bodies, args.sse_ping_interval_s)
     _add_middleware(app, args, table, keys, frontend)
     return app
 
@@ -269,9 +269,9 @@ def _lifespan(context: ServingContext, warmups: list[str], bodies: Bodies) -> Li
     return lifespan
 
 
-def _add_routes(app: FastAPI, table: list[RouteSpec], bodies: Bodies) -> None:
+def _add_routes(app: FastAPI, table: list[RouteSpec], bodies: Bodies, ping_interval_s: float) -> None:
     for spec in table:
-        endpoint = Endpoint(spec.handler, bodies)
+        endpoint = Endpoint(spec.handler, bodies, ping_interval_s)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
 
 

@@ -154,16 +154,19 @@ _NO_FIELDS = msgspec.json.Decoder(_NoFields)
 
 
 class Exchange:
-    """One request and its reply."""
+    """One request and its reply. ping_interval_s: a stream that has said nothing for so long gives a sign of life; 0 = never."""
 
-    __slots__ = ("_num_held", "bodies", "max_body_bytes", "receive", "scope", "send")
+    __slots__ = ("_num_held", "bodies", "max_body_bytes", "ping_interval_s", "receive", "scope", "send")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: Bodies) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, bodies: Bodies, ping_interval_s: float = 0.0
+    ) -> None:
         self.scope = scope
         self.receive = receive
         self.send = send
         self.bodies = bodies
         self.max_body_bytes = bodies.max_body_bytes
+        self.ping_interval_s = ping_interval_s
         self._num_held = 0
 
     @property
@@ -318,13 +321,14 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Endpoint:
     """A handler as an ASGI application, for use in a route."""
 
-    def __init__(self, handler: Handler, bodies: Bodies) -> None:
+    def __init__(self, handler: Handler, bodies: Bodies, ping_interval_s: float = 0.0) -> None:
         self.handler = handler
         self.bodies = bodies
+        self.ping_interval_s = ping_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        exchange = Exchange(scope, receive, send, self.bodies)
+        exchange = Exchange(scope, receive, send, self.bodies, self.ping_interval_s)
         try:
             await self.handler(exchange)
         finally:

@@ -1,8 +1,9 @@
-"""Server-sent events: writes a generator of outputs as an event stream.
+"""Server-sent events: writes a generator of outputs as an event stream, with a sign of life whenever it has said nothing for a while.
 
 Runs in the event loop that serves HTTP. Frames are bytes made by the caller; nothing here knows a protocol.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -16,6 +17,9 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+COMMENT = b": keep-alive\n\n"
+"""A line that clients pass over: proxies and clients with a time limit see that the reply lives."""
+
 _HEADERS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -38,6 +42,69 @@ def failure_frames(finish: FinishReason) -> bytes:
     return b"" if failure is None else error_frame(describe_error(failure)[2])
 
 
+class _Reply:
+    """A reply as it is written. It begins with what is written first, which may be a ping: `ping` is sent whenever nothing else has been for
+    `exchange.ping_interval_s` seconds (0 = never)."""
+
+    def __init__(self, exchange: Exchange, headers: Headers, ping: bytes) -> None:
+        self.has_begun = False
+        self._exchange = exchange
+        self._headers = headers
+        self._ping = ping
+        self._loop = asyncio.get_running_loop()
+        self._last_s = self._loop.time()
+        self._pinging: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if ping and exchange.ping_interval_s:
+            self._wait(exchange.ping_interval_s)
+
+    async def begin(self) -> None:
+        """Send status and headers, unless that has been done."""
+        if self._pinging is not None:
+            await self._pinging
+        if not self.has_begun:
+            self.has_begun = True
+            await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+    async def write(self, frames: bytes) -> None:
+        """Send whole events."""
+        await self.begin()
+        self._last_s = self._loop.time()
+        await self._exchange.write(frames)
+
+    async def end(self, frames: bytes) -> None:
+        """Send the last ones."""
+        self.stop()
+        await self.begin()
+        await self._exchange.send({"type": "http.response.body", "body": frames})
+
+    def stop(self) -> None:
+        """No more pings. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        interval_s = self._exchange.ping_interval_s
+        left_s = self._last_s + interval_s - self._loop.time()
+        # A ping that is still being sent waits for a client that does not read.
+        if left_s <= 0 and self._pinging is None:
+            self._pinging = self._loop.create_task(self._send_ping())
+        self._wait(left_s if left_s > 0 else interval_s)
+
+    async def _send_ping(self) -> None:
+        try:
+            self._last_s = self._loop.time()
+            if not self.has_begun:
+                self.has_begun = True
+                await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await self._exchange.write(self._ping)
+        finally:
+            self._pinging = None
+
+
 async def stream_reply(
     exchange: Exchange,
     items: AsyncGenerator[T, None],
@@ -48,23 +115,29 @@ async def stream_reply(
     failed: Callable[[ApiError], bytes] = error_frame,
     headers: Sequence[tuple[bytes, bytes]] = (),
     content_type: bytes = EVENT_STREAM,
+    ping: bytes = COMMENT,
 ) -> None:
-    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: more of the reply's.
+    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: more of the reply's. ping: the sign of
+    life; empty = none.
 
-    A failure before the first item raises, so that the reply has an error status; a later one becomes the frames that `failed` makes.
-    `done` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
+    A failure before the reply begins, with the first item or a ping, raises, so that it has an error status; a later one becomes the frames that
+    `failed` makes. `done` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
     """
     async with exchange.until_client_leaves(), aclosing(items):
-        first = await anext(items, None)
-        begins = [(b"content-type", content_type), *_HEADERS, *headers]
-        await exchange.send({"type": "http.response.start", "status": 200, "headers": begins})
+        reply = _Reply(exchange, [(b"content-type", content_type), *_HEADERS, *headers], ping)
         try:
+            first = await anext(items, None)
+            await reply.begin()
             if first is not None and (frames := render(first)):
-                await exchange.write(frames)
+                await reply.write(frames)
             async for item in items:
                 if frames := render(item):
-                    await exchange.write(frames)
+                    await reply.write(frames)
             end = tail()
         except Exception as exc:
+            if not reply.has_begun:
+                raise
             end = failed(describe_error(exc)[2])
-        await exchange.send({"type": "http.response.body", "body": end + done})
+        finally:
+            reply.stop()
+        await reply.end(end + done)

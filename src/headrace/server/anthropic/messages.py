@@ -20,7 +20,7 @@ from headrace.server.anthropic.protocol import (
     PromptRequest,
     refuse_unsupported,
 )
-from headrace.server.anthropic.reply import MessageEvents, content_of, error_event, reason_of, usage_of
+from headrace.server.anthropic.reply import PING, MessageEvents, content_of, error_event, reason_of, usage_of
 from headrace.server.anthropic.request import conversation_of, sampling_of
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.conversation import Conversation
@@ -159,6 +159,7 @@ async def _stream(exchange: Exchange, answer: _Answer, headers: Headers) -> None
         done=b"",
         failed=error_event,
         headers=headers,
+        ping=PING,
     )
 
 

@@ -99,6 +99,9 @@ def frame(kind: bytes, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind, data)
 
 
+PING = frame(b"ping", b'{"type":"ping"}')
+"""The event of a stream that has nothing to say."""
+
 _STATUS = {
     "invalid_request_error": 400,
     "not_found_error": 404,

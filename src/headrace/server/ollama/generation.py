@@ -170,7 +170,7 @@ class OllamaGenerationAPI:
         writer = self._writer(body, kind, run.choice)
         if body.stream is not False:
             await stream_reply(
-                exchange, run.updates, writer.lines, bytes, done=b"", failed=error_line, content_type=NDJSON
+                exchange, run.updates, writer.lines, bytes, done=b"", failed=error_line, content_type=NDJSON, ping=b""
             )
             return
         async with exchange.until_client_leaves(), aclosing(run.updates) as updates:

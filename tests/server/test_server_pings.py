@@ -1,0 +1,128 @@
+"""Signs of life in streams that have nothing to say: a comment, or Anthropic's `ping`, and none where there is no form for one."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_frontend import MODEL, Running, Script, running_server
+
+from headrace.errors import CapacityError
+from headrace.server.sse import COMMENT, stream_reply
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+INPUT = {"model": MODEL, "input": "hi", "stream": True}
+PROMPT = {"model": MODEL, "prompt": "hi", "stream": True}
+COMMENTED = ": keep-alive"
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[Running]:
+    with running_server(fake_context_length=4096, sse_ping_interval_s=0.01) as running:
+        yield running
+
+
+@pytest.mark.parametrize("hold_at", [0, 2])
+@pytest.mark.parametrize(
+    ("path", "body", "ping"),
+    [
+        ("/v1/chat/completions", CHAT, COMMENTED),
+        ("/v1/completions", PROMPT, COMMENTED),
+        ("/generate", {"text": "hi", "stream": True}, COMMENTED),
+        ("/v1/responses", INPUT, COMMENTED),
+        ("/v1/messages", CHAT | {"max_tokens": 40}, 'data: {"type":"ping"}'),
+    ],
+)
+def test_a_stream_that_waits_says_so_and_then_goes_on(server: Running, client: httpx.Client, path, body, ping, hold_at):
+    server.frontend.script = Script(hold_at=hold_at)
+    with client.stream("POST", path, json=body) as reply:
+        assert reply.status_code == 200
+        lines, num_pings = [], 0
+        for line in reply.iter_lines():
+            lines.append(line)
+            num_pings += line == ping
+            if num_pings == 3:
+                server.frontend.release()
+    said = [line for line in lines if line.startswith("data: {") and line != ping]
+
+    assert num_pings >= 3
+    assert "wörld" in "".join(map(str, map(text_of, said))) or "wörld" in said[-1]
+
+
+def text_of(line: str) -> Any:
+    data = json.loads(line.removeprefix("data: "))
+    choice = next(iter(data.get("choices", [])), {})
+    delta = data.get("delta", {})
+    return (
+        choice.get("text")
+        or choice.get("delta", {}).get("content")
+        or (delta if isinstance(delta, str) else delta.get("text", ""))
+        or ""
+    )
+
+
+class FakeExchange:
+    """Keeps what is sent. pinged: set once there have been three pings."""
+
+    def __init__(self, ping_interval_s: float) -> None:
+        self.ping_interval_s = ping_interval_s
+        self.sent: list[Any] = []
+        self.pinged = asyncio.Event()
+
+    def until_client_leaves(self):
+        return asyncio.timeout(60)
+
+    async def send(self, message):
+        self.sent.append(message.get("status", message.get("body")))
+
+    async def write(self, part):
+        self.sent.append(part)
+        if self.sent.count(COMMENT) == 3:
+            self.pinged.set()
+
+
+async def streamed(
+    exchange: FakeExchange, released: asyncio.Event, error: Exception | None = None, **options: Any
+) -> list[Any]:
+    async def items():
+        await released.wait()
+        if error is not None:
+            raise error
+        yield b"item"
+
+    await stream_reply(exchange, items(), bytes, bytes, done=b"done", **options)
+    return exchange.sent
+
+
+async def test_nothing_is_added_where_there_is_no_form_for_it_or_it_is_turned_off():
+    pinged, ollama, off = FakeExchange(0.001), FakeExchange(0.001), FakeExchange(0.0)
+    replies = [
+        asyncio.create_task(streamed(pinged, pinged.pinged)),
+        asyncio.create_task(streamed(ollama, pinged.pinged, ping=b"")),
+        asyncio.create_task(streamed(off, pinged.pinged)),
+    ]
+    await asyncio.gather(*replies)
+
+    assert pinged.sent[:4] == [200, COMMENT, COMMENT, COMMENT]
+    assert pinged.sent[-2:] == [b"item", b"done"]
+    assert ollama.sent == off.sent == [200, b"item", b"done"]
+
+
+async def test_a_failure_after_a_sign_of_life_is_told_in_the_stream():
+    exchange = FakeExchange(0.001)
+    sent = await streamed(exchange, exchange.pinged, CapacityError("no room"))
+
+    assert sent[0] == 200
+    assert b"no room" in sent[-1]
+    assert sent[-1].endswith(b"done")
+
+
+async def test_a_failure_before_any_is_raised():
+    exchange, released = FakeExchange(60.0), asyncio.Event()
+    released.set()
+    with pytest.raises(CapacityError):
+        await streamed(exchange, released, CapacityError("no room"))
+
+    assert exchange.sent == []
