@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headrace.cli.app import main
 from headrace.cli.chat import run_chat
-from headrace.cli.chat_sources import ChatSampling, Piece, ServerChat, ToolUse, new_texts
+from headrace.cli.chat_sources import ChatSampling, Piece, Reading, ServerChat, ToolUse, new_texts
 from headrace.cli.tools import read_tools
 from headrace.errors import ConfigError, RequestError
 
@@ -249,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
     """One chat server: its reply is what the test put into `server.frames`."""
 
     def do_GET(self):
-        self.answer(200, b'{"data": [{"id": "the-model"}]}')
+        self.answer(200, json.dumps({"data": [{"id": "the-model", "owned_by": self.server.owner}]}).encode())
 
     def do_POST(self):
         self.server.asked.append(
@@ -270,7 +270,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.asked, server.frames, server.status = [], [], 200
+        server.asked, server.frames, server.status, server.owner = [], [], 200, "somebody"
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -307,6 +307,46 @@ def test_a_servers_stream_becomes_pieces(server):
     assert "max_tokens" not in body
     assert "response_format" not in body
     assert key == "Bearer k"
+
+
+@pytest.mark.parametrize("model", [None, "named"])
+def test_a_server_that_can_tell_says_how_much_of_the_prompt_is_read(server, model):
+    progress = {"total": 40, "cache": 8, "processed": 16, "time_ms": 5}
+    server.frames = [
+        b": keep-alive\n\n",
+        frame({"choices": [{"index": 0, "delta": {}}], "prompt_progress": progress}),
+        frame({"choices": [{"index": 0, "delta": {"content": "Hey"}}]}),
+        b"data: [DONE]\n\n",
+    ]
+    for owner in ("headrace", "somebody"):
+        server.owner = owner
+        pieces = list(ServerChat(server.url, ChatSampling(), model).reply(MESSAGES, None, ()))
+        assert pieces == [Reading(16, 40), Piece("Hey", 1)]
+
+    assert [body.get("return_progress") for body, _ in server.asked] == [True, None]
+
+
+def test_people_see_how_much_of_the_prompt_is_read_until_the_reply_begins(monkeypatch):
+    reply = [Reading(0, 6615), Reading(3307, 6615), Reading(6615, 6615), Piece("yes", 1)]
+    assert talk(monkeypatch, Script(reply), "hi") == "yes\n"
+    monkeypatch.setattr("sys.stdin", Terminal("hi\n"))
+    out = io.StringIO()
+    run_chat(Script(reply), Console(file=out, width=100, force_terminal=True))
+    shown = [f"\r\x1b[K\x1b[2mreading the prompt: {percent} % of 6,615 tokens\x1b[0m" for percent in (0, 49)]
+    assert "".join(shown) + "\r\x1b[Kyes\n" in out.getvalue()
+
+
+def test_what_is_read_does_not_stay_before_an_error(monkeypatch):
+    def fails():
+        yield Reading(0, 9)
+        raise RequestError("too long")
+
+    source = Script()
+    source.reply = lambda *_: fails()
+    monkeypatch.setattr("sys.stdin", Terminal("hi\n"))
+    out = io.StringIO()
+    run_chat(source, Console(file=out, width=100, force_terminal=True))
+    assert "9 tokens\x1b[0m\r\x1b[K\x1b[31mtoo long" in out.getvalue()
 
 
 def test_a_server_is_asked_for_a_schema_as_openai_s_api_takes_it(server):

@@ -199,6 +199,7 @@ CARRIED = {
     "prediction": (["ab", None], "task.predicted_ids", [b"a\0\0\0b\0\0\0"] * 2 + [b""] * 2),
 }
 SEEN_ELSEWHERE = {
+    "return_progress",
     "image_data",
     "audio_data",
     "video_data",

@@ -8,7 +8,7 @@ from frontend_fakes import turns
 
 from headrace.errors import ConfigError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.tenants import Caller, Tenant, TenantLimits
-from headrace.messages.outputs import FinishReason, SampleEvent, SamplesMoved, SampleStats
+from headrace.messages.outputs import FinishReason, PromptPart, SampleEvent, SamplesMoved, SampleStats
 from headrace.metrics import spans
 from headrace.metrics.spans import OpenTelemetrySpans, Spans, build_span, parse_traceparent
 from headrace.metrics.timeline import Timeline
@@ -133,6 +133,29 @@ async def test_a_request_waits_until_its_scheduler_runs_it_and_again_when_it_is_
     await task
     [told] = frontend.manager.records.latest(1)
     assert told["state"] == "finished"
+
+
+async def test_it_says_how_much_of_the_prompt_is_computed(make_frontend):
+    frontend = make_frontend()
+    task = frontend.start("prompt", rid="r")
+    await frontend.engine.until(lambda: "r" in frontend.engine.requests)
+
+    async def processed_after(*parts):
+        frontend.engine.outbox.send(SamplesMoved(("r",), prompts=parts))
+        await turns()
+        [told] = frontend.manager.records.latest(1)
+        return told["processed_tokens"]
+
+    assert await processed_after() == 0
+    assert await processed_after(PromptPart("gone", 1, 0), PromptPart("r", 2, 0)) == 2
+    assert await processed_after(PromptPart("r", 4, 0)) == 4
+    frontend.engine.emit("r", "x")
+    await turns()
+    assert await processed_after(PromptPart("r", 2, 0)) == 6  # computed again after a retraction
+    frontend.engine.emit("r", "y", STOP)
+    await task
+    [told] = frontend.manager.records.latest(1)
+    assert told["processed_tokens"] == told["prompt_tokens"] == 6
 
 
 @pytest.mark.parametrize("prompts", [False, True])

@@ -443,14 +443,18 @@ class Mailbox:
 
 
 class Told(Mailbox):
-    """What the scheduler tells the tokenizer manager. runs: which samples run, as it has told; these messages are not kept."""
+    """What the scheduler tells the tokenizer manager. runs: which samples run, as it has told; these messages are not kept. prompts: by rid, how many
+    tokens of the prompt were computed each time that it told."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runs: dict[str, bool] = {}
+        self.prompts: dict[str, list[int]] = {}
 
     def send(self, message: object) -> None:
         if isinstance(message, SamplesMoved):
+            for part in message.prompts:
+                self.prompts.setdefault(part.rid, []).append(part.processed_tokens)
             self.runs |= dict.fromkeys(message.running, True) | dict.fromkeys(message.waiting, False)
         else:
             super().send(message)

@@ -426,6 +426,16 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one():
     assert turns["r0"] == 18 + 1  # it gave two halves of a step away
 
 
+def test_it_tells_how_far_a_prompt_of_several_steps_is():
+    rig = rig_of(math.inf, chunk=32, overlap=False)
+    add_requests(rig, 1, 100)
+    rig.drain()
+    add_requests(rig, 1, 16, first=1)
+    rig.drain()
+
+    assert rig.back.prompts == {"r0": [0, 32, 64, 96]}
+
+
 def test_long_prompts_are_computed_one_after_the_other():
     rig = rig_of(math.inf, chunk=32, overlap=False)
     add_requests(rig, 1, 320)

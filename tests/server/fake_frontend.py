@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -26,6 +27,7 @@ from headrace.frontend.runtime_settings import LimitChanges, Limits
 from headrace.frontend.sample_update import (
     LogprobItem,
     LogprobRow,
+    PromptProgress,
     SampleLogprobs,
     SampleTimes,
     SampleUpdate,
@@ -86,12 +88,14 @@ class Script:
     """What the fake engine does.
 
     text: of every sample, one token per byte. hold_at: stop after so many tokens, until `release`; 0: before the first one, if the reply is a
-    stream. fail_at: raise `error` after so many tokens. ends: finish reasons by index, default length or stop. tokens_per_chunk: as a
-    stream_interval. padding_bytes: makes every update so much larger. picked: the logprob of a requested token id after a prompt.
+    stream. progress: (total, processed) of the prompt, told before that if it was asked for. fail_at: raise `error` after so many tokens. ends:
+    finish reasons by index, default length or stop. tokens_per_chunk: as a stream_interval. padding_bytes: makes every update so much larger.
+    picked: the logprob of a requested token id after a prompt.
     """
 
     text: str = "Hello, wörld 🙂!"
     hold_at: int | None = None
+    progress: tuple[tuple[int, int], ...] = ()
     fail_at: int | None = None
     error: Exception | None = None
     ends: dict[int, FinishReason] = field(default_factory=dict)
@@ -246,6 +250,10 @@ class FakeFrontend:
                 lengths = [min(len(whole), sampling.max_new_tokens) for _, _, sampling in samples]
                 done = [0] * len(samples)
                 ended = [False] * len(samples)
+                for total, processed in script.progress if obj.return_progress else ():
+                    told = PromptProgress(total, 0, processed, 1)
+                    update = self._update(0, samples[0][0], samples[0][1], [], 0, False, call.is_list)
+                    yield msgspec.structs.replace(update, progress=told)
                 if script.hold_at == 0:
                     await self._hold()
                 while not all(ended):

@@ -23,7 +23,7 @@ from headrace.frontend.front_door import FrontDoor
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalChannels, LocalQueue
 from headrace.messages.front import FrontNews
-from headrace.messages.outputs import FinishReason, LogprobBlock
+from headrace.messages.outputs import FinishReason, LogprobBlock, PromptPart, SamplesMoved
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import LogprobSpec
 from headrace.server.app import create_app
@@ -86,13 +86,22 @@ class House:
             clock=lambda: self.now_s,
         )
 
-    async def ask(self, frontend: Any, path: str, body: dict[str, Any], steps: Sequence[Step]) -> httpx.Response:
-        """The reply to a request whose samples say what `steps` have; outputs of one step come before anybody reads."""
+    async def ask(
+        self, frontend: Any, path: str, body: dict[str, Any], steps: Sequence[Step], parts: Sequence[tuple[int, int]]
+    ) -> httpx.Response:
+        """The reply to a request whose samples say what `steps` have; outputs of one step come before anybody reads. parts: how many tokens of the
+        prompt are computed, and were cached, before."""
         app = create_app(frontend, self.args, served_model(self.tokenizer))
         num_samples = 1 + max(number for step in steps for number, _, _ in step)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
             reply = asyncio.create_task(client.post(path, json=body | {"rid": "r"}))
             await self.engine.until(lambda: len(self.engine.order) == num_samples)
+            for processed, cached in parts:
+                rids = tuple(self.engine.order)
+                told = tuple(PromptPart(rid, processed, cached) for rid in rids)
+                self.engine.outbox.send(SamplesMoved(rids, prompts=told))
+                await turns(80)
+                self.now_s += 0.5
             for step in steps:
                 self.now_s += 0.125
                 for number, text, finish in step:
@@ -130,14 +139,19 @@ async def remote_frontend(manager: TokenizerManager):
 
 
 async def reply(
-    path: str, body: dict[str, Any], steps: Sequence[Step], remote: bool = False, **options: Any
+    path: str,
+    body: dict[str, Any],
+    steps: Sequence[Step],
+    remote: bool = False,
+    parts: Sequence[tuple[int, int]] = (),
+    **options: Any,
 ) -> httpx.Response:
     house = House(**options)
     try:
         if not remote:
-            return await house.ask(house.manager, path, body, steps)
+            return await house.ask(house.manager, path, body, steps, parts)
         async with remote_frontend(house.manager) as frontend:
-            return await house.ask(frontend, path, body, steps)
+            return await house.ask(frontend, path, body, steps, parts)
     finally:
         await house.manager.close()
 
@@ -294,3 +308,66 @@ async def test_a_prompts_logprobs_come_once_and_to_every_sample_however_late_its
     assert {index for index, entries in lists if entries} == {0, 1}
     assert shown == [list("hi there")] * 2
     assert lists[0][1][0][0] is None
+
+
+PROGRESS = {"stream": True, "return_progress": True}
+STREAMS = {case: CASES[case] for case in CASES if "two" not in case and "fault" not in case}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("case", STREAMS)
+async def test_a_stream_says_how_far_its_prompt_is_and_is_the_same_otherwise(case: str, remote: bool):
+    path, body, steps = CASES[case]
+    chunks = events(await reply(path, body | PROGRESS, steps, remote, parts=[(2, 2), (3, 2), (4, 2)]))
+    told = [chunk.pop("prompt_progress") for chunk in chunks if "prompt_progress" in chunk]
+    total = told[0]["total"]
+
+    assert [(each["total"], each["cache"], each["processed"]) for each in told[:3]] == [
+        (total, 2, 2),
+        (total, 2, 3),
+        (total, 2, 4),
+    ]
+    assert [each["time_ms"] for each in told] == [0, 500, 1000, 1625]
+    assert told[3]["processed"] == total
+    without = events(await reply(path, body | {"stream": True}, steps, remote))
+    if path == "/generate":
+        said = ("text", "output_ids")
+        assert [[chunk[name] for name in said] for chunk in chunks[3:]] == [
+            [chunk[name] for name in said] for chunk in without
+        ]
+        logprobs = "input_token_logprobs"
+        assert chunks[3]["meta_info"].get(logprobs) == without[0]["meta_info"].get(logprobs)
+    else:
+        assert joined_choices(chunks) == joined_choices(without)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
+async def test_a_prompt_of_one_step_is_told_as_a_whole(path: str):
+    body = {"/generate": NATIVE, "/v1/chat/completions": CHAT, "/v1/completions": TEXT}[path]
+    chunks = events(await reply(path, body | PROGRESS, LETTERS))
+    [told] = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+
+    assert told["processed"] == told["total"] > 0
+
+
+@pytest.mark.parametrize("case", ["native, two", "chat, two", "text, two"])
+async def test_samples_of_one_prompt_tell_once(case: str):
+    path, body, steps = CASES[case]
+    chunks = events(await reply(path, body | PROGRESS, steps, parts=[(2, 0)]))
+    told = [chunk for chunk in chunks if "prompt_progress" in chunk]
+
+    assert [chunk["prompt_progress"]["processed"] for chunk in told] == [2, told[0]["prompt_progress"]["total"]]
+    assert {chunk.get("index", 0) or chunk.get("choices", [{"index": 0}])[0]["index"] for chunk in told} == {0}
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
+async def test_progress_of_a_reply_that_does_not_stream_is_refused(path: str):
+    body = {"/generate": NATIVE, "/v1/chat/completions": CHAT, "/v1/completions": TEXT}[path]
+    house = House()
+    app = create_app(house.manager, house.args, served_model(house.tokenizer))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        answer = await client.post(path, json=body | {"return_progress": True})
+    await house.manager.close()
+
+    assert answer.status_code == 400
+    assert "return_progress needs stream" in answer.json()["error"]["message"]

@@ -78,6 +78,16 @@ def test_a_reply_is_streamed_and_can_be_stopped(chat: Any, server: Running):
     expect(chat.get_by_label("Message", exact=True)).to_be_focused()
 
 
+def test_it_shows_how_much_of_the_prompt_is_read(chat: Any, server: Running):
+    server.frontend.script = Script(progress=((6615, 0), (6615, 3308)), hold_at=0)
+    ask(chat, "Write a short poem")
+    expect(replies(chat).last).to_contain_text("Reading the prompt: 3308 of 6615 tokens")
+    server.frontend.release()
+    reply = finished(chat)
+    expect(reply).to_contain_text("Hello")
+    expect(reply).not_to_contain_text("Reading")
+
+
 def test_a_deleted_conversation_stays_deleted(chat: Any, server: Running):
     server.frontend.script.hold_at = 5
     ask(chat, "Doomed")

@@ -54,14 +54,26 @@ class ChatUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How many tokens of the prompt are computed or were cached (`cache`), and the milliseconds since that began."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What is new in a stream. finish_reason: once, with the last output; usage: with the last delta."""
+    """What is new in a stream. finish_reason: once, with the last output; usage: with the last delta. progress: before the first output, with
+    return_progress."""
 
     text: str = ""
     reasoning: str = ""
     tool_call: ToolCallDelta | None = None
     finish_reason: str | None = None
     usage: ChatUsage | None = None
+    progress: PromptProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,8 @@ def read_chunk(chunk: Mapping[str, Any]) -> list[ChatDelta]:
     if chunk.get("usage"):
         return [ChatDelta(usage=_usage(chunk["usage"]))]
     deltas = []
+    if (progress := chunk.get("prompt_progress")) is not None:
+        deltas.append(ChatDelta(progress=PromptProgress(**progress)))
     for choice in chunk["choices"]:
         delta, reason = choice["delta"], choice["finish_reason"]
         text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.cli.chat_commands import Commands
-from headrace.cli.chat_sources import ChatSource, Message, Piece, Tools, ToolUse
+from headrace.cli.chat_sources import ChatSource, Message, Part, Reading, Tools, ToolUse
 from headrace.cli.conversation import Conversation
 from headrace.cli.media import number_of
 from headrace.cli.reply_writer import ReplyWriter
@@ -124,8 +124,13 @@ class _Reply:
         self._is_in_line = False
         self._start_s = self._first_s = time.perf_counter()
 
-    def add(self, piece: Piece | ToolUse) -> None:
+    def add(self, piece: Part) -> None:
         """The next piece."""
+        if isinstance(piece, Reading):
+            if self._shows_reasoning and piece.processed < piece.total:
+                percent = 100 * piece.processed // piece.total
+                self._writer.show_status(f"reading the prompt: {percent} % of {piece.total:,} tokens")
+            return
         if isinstance(piece, ToolUse):
             self.calls.append(piece)
             return
@@ -150,6 +155,7 @@ class _Reply:
 
     def end_line(self, always: bool = False) -> None:
         """End the line that is being written. always: even if nothing is."""
+        self._writer.clear_status()
         if self._is_in_line or always:
             self._writer.write("\n")
         self._is_in_line = False
@@ -174,7 +180,7 @@ class _Reply:
         return f"{tokens}, {rate}first after {self._first_s - self._start_s:.2f} s"
 
 
-def _close(pieces: Iterator[Piece | ToolUse]) -> None:
+def _close(pieces: Iterator[Part]) -> None:
     close = getattr(pieces, "close", None)
     if close is not None:
         close()

@@ -3,6 +3,7 @@
 Messages and tools are those of OpenAI's chat completions, for both. Runs in the main thread.
 """
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -18,13 +19,15 @@ from msgspec import Meta
 
 from headrace.benchmark.sse import DONE, EventParser
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, ContextLengthError, RequestError
+from headrace.errors import ConfigError, ContextLengthError, HeadraceError, RequestError
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]]
 
 _CONNECT_TIMEOUT_S = 10.0
 _READ_BYTES = 65536
+_TELL_PROGRESS = ("headrace", "llamacpp")
+"""What servers with `return_progress` call the owner of their models. Others might refuse the field."""
 
 OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 """Names of settings as OpenAI's API has them."""
@@ -70,6 +73,14 @@ class Piece:
     is_reasoning: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How much of the prompt the model has read, in tokens."""
+
+    processed: int
+    total: int
+
+
 @dataclass(slots=True)
 class ToolUse:
     """A complete tool call. arguments: JSON."""
@@ -79,14 +90,18 @@ class ToolUse:
     arguments: str
 
 
+Part = Piece | Reading | ToolUse
+
+
 class ChatSource(Protocol):
     """Where replies come from. sampling: of the next reply."""
 
     name: str
     sampling: ChatSampling
 
-    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
-        """The next message of the assistant, piece by piece, its tool calls last; closing the iterator stops it. Raises HeadraceError.
+    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
+        """How the prompt is read, then the next message of the assistant, piece by piece, its tool calls last; closing the iterator stops it. Raises
+        HeadraceError.
 
         json_schema: what the message must match, as JSON; None = any text. tools: what the model may call.
         """
@@ -113,14 +128,16 @@ class EngineChat:
     def __exit__(self, *_: object) -> None:
         self._engine.shutdown()
 
-    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
+    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
         """See ChatSource. Tokens are counted by the deltas until the usage at the end says."""
-        options = _as_options(self.sampling)
+        options: dict[str, Any] = {"return_progress": True, **_as_options(self.sampling)}
         num_tokens, calls = 0, _Calls()
         stream = self._engine.chat(messages, tools=tools or None, stream=True, json_schema=json_schema, **options)
         try:
             with closing(stream) as deltas:
                 for delta in deltas:
+                    if delta.progress is not None:
+                        yield Reading(delta.progress.processed, delta.progress.total)
                     for text, is_reasoning in ((delta.reasoning, True), (delta.text, False)):
                         if text:
                             num_tokens += 1
@@ -147,7 +164,8 @@ class ServerChat:
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
         self.sampling = sampling
-        self.name = model or self._first_model()
+        self._tells_progress = False
+        self.name = self._first_model() if model is None else self._asked_about(model)
 
     def __enter__(self) -> "ServerChat":
         return self
@@ -155,13 +173,14 @@ class ServerChat:
     def __exit__(self, *_: object) -> None:
         """Nothing is held between replies."""
 
-    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
+    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
         """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
         body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_progress": self._tells_progress or None,
             "tools": list(tools) or None,
             "response_format": None if json_schema is None else _response_format(json_schema),
             **_as_options(self.sampling),
@@ -170,6 +189,8 @@ class ServerChat:
         num_tokens, calls = 0, _Calls()
         with self._open("/v1/chat/completions", payload) as response:
             for chunk in _chunks(response):
+                if progress := chunk.get("prompt_progress"):
+                    yield Reading(progress["processed"], progress["total"])
                 for choice in chunk.get("choices", ()):
                     delta = choice.get("delta", {})
                     for call in delta.get("tool_calls") or ():
@@ -187,9 +208,17 @@ class ServerChat:
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:
             try:
-                return str(json.load(response)["data"][0]["id"])
+                first = json.load(response)["data"][0]
+                self._tells_progress = first.get("owned_by") in _TELL_PROGRESS
+                return str(first["id"])
             except (ValueError, LookupError, TypeError) as error:
                 raise ConfigError(f"{self._url}/v1/models names no model; give one") from error
+
+    def _asked_about(self, model: str) -> str:
+        """`model`, and whether its server tells progress: one that lists no models does not."""
+        with contextlib.suppress(HeadraceError):
+            self._first_model()
+        return model
 
     def _open(self, path: str, payload: bytes | None = None) -> Any:
         request = urllib.request.Request(self._url + path, payload, self._headers)

@@ -21,12 +21,28 @@ class ReplyWriter:
         self._column = 0
         # What has been written of the last word, and how many columns it takes.
         self._word, self._word_columns = "", 0
+        self._has_status = False
+
+    def show_status(self, text: str) -> None:
+        """Show what goes on before the reply, in a terminal, in place of what was shown so; the reply takes its place."""
+        if self._console.is_terminal:
+            shown = Style.parse("dim").render(text[: self._console.width - 1], color_system=ColorSystem.STANDARD)
+            self._console.file.write(f"\r\x1b[K{shown}")
+            self._console.file.flush()
+            self._has_status = True
+
+    def clear_status(self) -> None:
+        """Take away what `show_status` has shown, if anything."""
+        if self._has_status:
+            self._console.file.write("\r\x1b[K")
+            self._has_status = False
 
     def write(self, text: str, style: str | None = None) -> None:
         """The next piece. A word that reaches the edge is moved to the next line, also if its beginning has been shown already.
 
         style: of rich, for terminals; a word has one style.
         """
+        self.clear_status()
         file = self._console.file
         if not self._console.is_terminal:
             file.write(text)

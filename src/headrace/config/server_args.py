@@ -242,10 +242,7 @@ class ServerArgs:
         0.0, _S, "Refuse a request (503) that has waited in the queue for this many seconds; 0 = never.", SECONDS
     )
     sse_ping_interval_s: float = _opt(
-        15.0,
-        _S,
-        "Send a comment (to clients of Anthropic's API a ping) in a stream that has said nothing for this many seconds; 0 = never.",
-        SECONDS,
+        15.0, _S, "A stream that has said nothing for this many seconds sends a comment, or a ping; 0 = never.", SECONDS
     )
     max_stream_buffer_bytes: int = _opt(
         1 << 20,
@@ -588,13 +585,10 @@ class ServerArgs:
         parse_hosts(self.allowed_hosts or "")
         parse_media_domains(self.allowed_media_domains)
         if read_kv_events(self.kv_events_config, self.num_replicas) is not None and self.disable_radix_cache:
-            raise ConfigError(
-                "--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache"
-            )
-        if self.chunked_prefill_size is not None and self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
-            raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
-        if self.max_step_ms is not None and self.max_step_ms != -1 and self.max_step_ms < 1:
-            raise ConfigError(f"--max-step-ms must be -1 or at least 1, got {self.max_step_ms}")
+            raise ConfigError("--kv-events-config needs the prefix cache: leave --disable-radix-cache out")
+        for name in ("chunked_prefill_size", "max_step_ms"):
+            if (value := getattr(self, name)) is not None and value != -1 and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be -1 or at least 1, got {value}")
         for name in ("tokenizer_path", "chat_template"):
             if self.skip_tokenizer_init and getattr(self, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")

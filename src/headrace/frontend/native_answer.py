@@ -7,6 +7,8 @@ Made from a `SampleUpdate`; nothing else reads such a dict. Pure functions, and 
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.packing import unpack_float32
@@ -24,7 +26,7 @@ class NativeStream:
     def answer(self, update: SampleUpdate) -> NativeAnswer:
         """The next reply."""
         text, ids, logprobs = update.text, update.ids, update.logprobs
-        if not self._incremental:
+        if not self._incremental and not update.is_progress:
             if (before := self._so_far.get(update.index)) is not None:
                 text, ids = before[0] + text, before[1] + ids
                 logprobs = logprobs.following(before[2]) if logprobs is not None and before[2] is not None else None
@@ -75,6 +77,8 @@ def _answer(update: SampleUpdate, text: str, ids: list[int], logprobs: SampleLog
         _add_logprobs(answer["meta_info"], logprobs)
     if update.hidden_states is not None:
         answer["meta_info"]["hidden_states"] = update.hidden_states
+    if update.progress is not None:
+        answer["prompt_progress"] = msgspec.structs.asdict(update.progress)
     if update.is_listed:
         answer["index"] = update.index
     return answer

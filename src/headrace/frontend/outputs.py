@@ -60,13 +60,19 @@ class Outputs:
         self._metrics.generation_tokens.value += new_tokens
 
     def note_moved(self, moved: SamplesMoved) -> None:
-        """Note which samples run, and which wait again."""
+        """Note which samples run, and which wait again, and how far prompts are."""
         if moved.source in self._link.gone:
             return
-        for rids, runs in ((moved.running, True), (moved.waiting, False)):
-            for rid in rids:
-                if (sample := self._table.samples.get(rid)) is not None:
-                    sample.runs = runs
+        samples, now_s = self._table.samples, self._clock()
+        for rid in moved.running:
+            if (sample := samples.get(rid)) is not None:
+                sample.begin(now_s)
+        for rid in moved.waiting:
+            if (sample := samples.get(rid)) is not None:
+                sample.runs = False
+        for part in moved.prompts:
+            if (sample := samples.get(part.rid)) is not None:
+                sample.note_prompt(part, now_s)
 
     def _apply(self, sample: ReqState, text: str, row: TokenIDOut, now_s: float) -> int:
         """Apply one output. Returns its number of tokens."""

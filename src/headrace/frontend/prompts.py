@@ -125,6 +125,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     The time does not depend on `n`. Raises RequestError naming the field.
     """
     _refuse_not_yet(obj)
+    _check_progress(obj)
     check_routing(obj, limits)
     check_num_prompts(obj, limits.max_prompts)
     inputs = PromptInputs(*given_inputs(obj, limits.vocab_size, limits.hidden_size))
@@ -160,6 +161,13 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     )
     _check_cost(prompts, limits.context_length)
     return Call(call_rid, prompts, inputs.is_batch or multiple)
+
+
+def _check_progress(obj: GenerateReqInput) -> None:
+    if obj.return_progress and not obj.stream:
+        raise RequestError(
+            "return_progress needs stream: true: a reply that comes at once has no progress", "return_progress"
+        )
 
 
 def _refuse_not_yet(obj: GenerateReqInput) -> None:

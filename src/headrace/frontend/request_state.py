@@ -16,11 +16,11 @@ from headrace.errors import HeadraceError
 from headrace.frontend.adapters import Adapter
 from headrace.frontend.failures import failure_of
 from headrace.frontend.logprob_lists import LogprobLists, TokenText
-from headrace.frontend.sample_update import SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
+from headrace.frontend.sample_update import PromptProgress, SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
 from headrace.messages.media import NO_MEDIA_TOKENS, MediaTokens
-from headrace.messages.outputs import FinishReason, SampleStats, TokenIDOut
+from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
@@ -40,7 +40,8 @@ class ReqState:
     request: as it was first sent. replica: the replica that has it, -1 = none. routed_replica: the only one that may have it.
     num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
     number of outputs at the last death; see `engine_link`.
-    media_bytes, media_tokens: of the media that its request carries.
+    media_bytes, media_tokens: of the media that its request carries. began_s: when it first began to run. num_processed: tokens of its prompt that
+    are computed or were cached.
     _num_taken_texts etc.: how much of its output earlier updates contained.
     """
 
@@ -51,11 +52,13 @@ class ReqState:
     call: "CallState"
     created_s: float
     sent_s: float = 0.0
+    began_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     finished_s: float = 0.0
     first_logprob_id: int | None = None
     num_prompt_tokens: int = 0
+    num_processed: int = 0
     media_bytes: int = 0
     media_tokens: MediaTokens = NO_MEDIA_TOKENS
     leader: "ReqState | None" = None
@@ -87,6 +90,7 @@ class ReqState:
     pooled: bytes | None = None
     _followers: list["ReqState"] = field(default_factory=list)
     _is_heard: bool = False
+    _progress: PromptProgress | None = None
     _texts: list[str] = field(default_factory=list)
     _num_unread_characters: int = 0
     _num_taken_texts: int = 0
@@ -118,7 +122,9 @@ class ReqState:
             self.stats = row.stats if self.num_sends <= 1 else self._same_prefill(row.stats)
         ids = unpack_int32(row.ids)
         if ids:
-            self.first_token_s = self.first_token_s or now_s
+            if not self.first_token_s:
+                self.first_token_s = now_s
+                self._note_processed(self.num_prompt_tokens, self.stats.cached_tokens, now_s)
             self.last_token_s = now_s
             self.output_ids += ids
         if text:
@@ -138,6 +144,26 @@ class ReqState:
             self.pooled = row.pooled
         if row.finish is None:
             self._tell()
+
+    def begin(self, now_s: float) -> None:
+        """It runs: a step is to compute some of it."""
+        self.runs = True
+        self.began_s = self.began_s or now_s
+
+    def note_prompt(self, part: PromptPart, now_s: float) -> None:
+        """Some of its prompt is computed. What is computed again after its first token is nothing new."""
+        if not self.first_token_s:
+            self._note_processed(part.processed_tokens, part.cached_tokens, now_s)
+            if self._progress is not None:
+                self.call.notify(self)
+
+    def _note_processed(self, num_processed: int, num_cached: int, now_s: float) -> None:
+        self.num_processed = num_processed
+        # Other samples of the prompt wait for this one.
+        if self.call.wants_progress and self.first_of_prompt:
+            time_ms = round((now_s - (self.began_s or now_s)) * 1000)
+            total = self.num_prompt_tokens
+            self._progress = PromptProgress(total, min(num_cached, total), min(num_processed, total), time_ms)
 
     def _same_prefill(self, stats: SampleStats) -> SampleStats:
         """Statistics of a later attempt: the prefill that the client sees is that of the attempt that gave the first output."""
@@ -159,6 +185,7 @@ class ReqState:
         timeline.first_token_s = self.first_token_s
         timeline.finished_s = self.finished_s
         timeline.num_prompt_tokens = self.num_prompt_tokens
+        timeline.num_processed_tokens = self.num_processed
         timeline.num_output_tokens = len(self.output_ids)
         timeline.num_replays = max(0, self.num_sends - 1)
         timeline.stats = self.stats
@@ -196,6 +223,9 @@ class ReqState:
         """What is new since the last update."""
         num_ids, stats = len(self.output_ids), self.stats
         ended = self.finish is not None
+        progress, self._progress = self._progress, None
+        # An update that only tells of the prompt leaves logprobs to the first that has output.
+        tells_all = ended or num_ids > self._num_taken_ids or progress is None
         update = SampleUpdate(
             self.shown_id,
             self.index,
@@ -217,10 +247,11 @@ class ReqState:
             ),
             stats.weight_version,
             stats.num_retractions,
-            self._new_logprobs() if self.wants_logprobs else None,
+            self._new_logprobs() if self.wants_logprobs and tells_all else None,
             self.hidden_states if ended and self.wants_hidden_states else None,
             stats.speculation if ended else None,
             self.pooled,
+            progress,
         )
         self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
         self._num_unread_characters = 0
@@ -253,11 +284,12 @@ class CallState:
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
     timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
     is_list: its answer is a list. tenant: whose limits count. owner: whose it is, see `Caller`. token_text: text of a token for logprob lists.
-    given_bytes: of the media that its client gave.
+    given_bytes: of the media that its client gave. wants_progress: updates say how far prompts are.
     """
 
-    def __init__(self, *, stream: bool, is_list: bool, token_text: TokenText) -> None:
+    def __init__(self, *, stream: bool, is_list: bool, token_text: TokenText, wants_progress: bool = False) -> None:
         self.stream = stream
+        self.wants_progress = wants_progress
         self.is_list = is_list
         self.token_text = token_text
         self.samples: list[ReqState] = []

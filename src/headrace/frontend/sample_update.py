@@ -41,6 +41,16 @@ class SampleTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     decode_throughput: float | None = None
 
 
+class PromptProgress(msgspec.Struct, frozen=True, gc=False):
+    """How far a prompt is, as llama.cpp's server says it, in tokens. processed: computed or found in the cache; `cache` of them were found there.
+    time_ms: since the first step that it was to take part in."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Logprobs of consecutive tokens, in lists of the same length. top, picked: of the most likely and of the requested ids; None = not requested."""
 
@@ -75,7 +85,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     because the prompts were a list or there are several samples. logprobs: None if not requested. hidden_states: with the last update,
     a row of hidden_size values per token; None if not requested. speculation: with the last update, None if the engine guesses no tokens.
     pooled: of an `EmbeddingReqInput`, float32[n] little-endian: the embedding, or the numbers (logits) of the classification. None: there is none,
-    as for every other call, or for an input that failed.
+    as for every other call, or for an input that failed. progress: of its prompt, if that was asked for; at the latest with the first output.
     """
 
     rid: str
@@ -92,6 +102,12 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     hidden_states: list[list[float]] | None = None
     speculation: SpeculationCounts | None = None
     pooled: bytes | None = None
+    progress: PromptProgress | None = None
+
+    @property
+    def is_progress(self) -> bool:
+        """Whether it says how far the prompt is, and nothing else."""
+        return self.progress is not None and not self.ids and self.finish is None
 
 
 def _joined(before: list[LogprobRow] | None, after: list[LogprobRow] | None) -> list[LogprobRow] | None:

@@ -292,7 +292,9 @@ class TokenizerManager:
         Raises RequestError for a rid in use, CapacityError when the queue is full or a limit of the caller's key is reached.
         """
         token_text = self._token_text if obj.return_text_in_logprobs else _no_text
-        state = CallState(stream=obj.stream, is_list=call.is_list, token_text=token_text)
+        state = CallState(
+            stream=obj.stream, is_list=call.is_list, token_text=token_text, wants_progress=obj.return_progress
+        )
         state.tenant, state.owner = caller.tenant or self._anybody, caller.owner
         if not caller.is_server:
             state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s

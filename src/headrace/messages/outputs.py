@@ -162,8 +162,17 @@ class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc
     source: int = 0
 
 
+class PromptPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How many tokens of a sample's prompt have been computed, or were found in the cache (`cached_tokens`)."""
+
+    rid: str
+    processed_tokens: int
+    cached_tokens: int
+
+
 class SamplesMoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Samples, by rid, that have begun to run, and retracted ones that wait again. A new sample waits until it is told here.
+    """Samples, by rid, that have begun to run, and retracted ones that wait again. A new sample waits until it is told here. prompts: of those that
+    several steps compute, as long as they do.
 
     source: of the `BatchTokenIDOut`. Not by way of the detokenizer, so an output of an earlier step may arrive later.
     """
@@ -171,6 +180,7 @@ class SamplesMoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fa
     running: tuple[str, ...]
     waiting: tuple[str, ...] = ()
     source: int = 0
+    prompts: tuple[PromptPart, ...] = ()
 
 
 class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):

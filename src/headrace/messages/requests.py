@@ -51,7 +51,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     one value or one per prompt are lists in the second case. What is not supported yet (disaggregation) is refused by name.
     image_data, audio_data, video_data: media of the prompts, see `ImageData` and so on. In each prompt one token of the model (docs/images.md)
     stands where an item is.
-    data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. prediction: text that the output may contain, from which
+    data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. return_progress: a stream also says how far prompts are before
+    their first tokens. prediction: text that the output may contain, from which
     tokens are guessed if the server guesses any.
     """
 
@@ -67,6 +68,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool = False
     return_hidden_states: bool | list[bool] = False
+    return_progress: bool = False
     custom_logit_processor: str | list[str | None] | None = None
     prediction: str | list[str | None] | None = None
     priority: int | None = None
@@ -116,6 +118,11 @@ class EmbeddingReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     @property
     def stream(self) -> bool:
         """False: an input has one result."""
+        return False
+
+    @property
+    def return_progress(self) -> bool:
+        """False: it does not stream."""
         return False
 
     @property

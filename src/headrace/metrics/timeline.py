@@ -28,8 +28,8 @@ class Timeline:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is the Unix time of its arrival.
 
     rid: as in the engine. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. owner: whose it
-    is, see `Caller`. replica: the last that had it. runs: it does not wait. adapter: its name, empty = none. The scheduler's events
-    come with the last output; after a replay, only those of the last attempt.
+    is, see `Caller`. num_processed_tokens: of the prompt, computed so far or found in the cache. replica: the last that had it. runs: it does not
+    wait. adapter: its name, empty = none. The scheduler's events come with the last output; after a replay, only those of the last attempt.
     """
 
     rid: str
@@ -54,6 +54,7 @@ class Timeline:
     replica: int | None = None
     runs: bool = False
     adapter: str = ""
+    num_processed_tokens: int = 0
     _notes: list[tuple[str, float, int]] = field(default_factory=list)
 
     @property
@@ -115,6 +116,7 @@ class Timeline:
             "dp_rank": self.replica,
             "stream": self.stream,
             "prompt_tokens": self.num_prompt_tokens,
+            "processed_tokens": self.num_processed_tokens,
             "cached_tokens": self.stats.cached_tokens,
             "completion_tokens": self.num_output_tokens,
             "num_retractions": self.stats.num_retractions,

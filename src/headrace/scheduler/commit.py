@@ -166,6 +166,8 @@ def _take_prefill(state: SchedulerState, req: Req, start: int) -> None:
     state.counters.computed_prefill_tokens += min(req.num_computed, req.num_prompt_tokens) - start
     if not req.is_prefilling:
         state.encodings.release(req)
+    elif req.finish is None:
+        state.prompts[req.rid] = req.prompt_part()
     # The last token of one that sat out is computed again, and nobody writes to shared pages.
     if not req.is_prefilling and req.finish is None and not req.sat_out:
         state.kv.share(req)

@@ -333,6 +333,8 @@ def _admit(
         state.running.append(req)
         _note_first_schedule(state, req, match.num_tokens, state.now_s)
         batch.new.append(_new_sequence(state, req))
+        if count < num_wanted:
+            state.prompts[req.rid] = req.prompt_part()
         start = req.num_scheduled
         batch.add(req, count)
         prompts.take(start, count, ends=batch.samples_last)

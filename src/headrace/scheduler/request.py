@@ -22,7 +22,14 @@ import numpy as np
 from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.grammar import CompiledGrammar
-from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent, SampleEventKind, SpeculationCounts
+from headrace.messages.outputs import (
+    FinishReason,
+    LogprobBlock,
+    PromptPart,
+    SampleEvent,
+    SampleEventKind,
+    SpeculationCounts,
+)
 from headrace.messages.requests import EngineTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
 
@@ -271,6 +278,10 @@ class Req:
         """Record an event; at most MAX_EVENTS."""
         if len(self.events) < MAX_EVENTS:
             self.events.append(SampleEvent(kind, at_s, num_tokens))
+
+    def prompt_part(self) -> PromptPart:
+        """How much of its prompt is computed."""
+        return PromptPart(self.asked.rid, min(self.num_computed, self.num_prompt_tokens), max(0, self.cached_tokens))
 
     def tokens(self) -> Int32Array:
         """Copy of the known tokens, int32[num_tokens]."""

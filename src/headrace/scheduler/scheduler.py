@@ -133,7 +133,7 @@ class Scheduler:
             state.counters.host_s += self._clock() - begin_s
             self.worker.submit(worker_batch)
             state.in_flight.append(batch)
-        if state.moved:
+        if state.moved or state.prompts:
             self._tell_moved()
         if state.in_flight:
             if self._idle:
@@ -332,11 +332,12 @@ class Scheduler:
             self._to_detokenizer.send(batch)
 
     def _tell_moved(self) -> None:
-        """Tell which samples run and which wait again, before the outputs of the steps that were planned just now."""
+        """Tell which samples run and which wait again, before the outputs of the steps that were planned just now, and how far prompts are."""
         moved, self.state.moved = self.state.moved, {}
+        prompts, self.state.prompts = tuple(self.state.prompts.values()), {}
         running = tuple(rid for rid, runs in moved.items() if runs)
         waiting = tuple(rid for rid, runs in moved.items() if not runs)
-        self._to_tokenizer.send(SamplesMoved(running, waiting, self.state.source))
+        self._to_tokenizer.send(SamplesMoved(running, waiting, self.state.source, prompts))
 
     # -- state and statistics
 

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.messages.control import FaultReq
-from headrace.messages.outputs import SpeculationCounts
+from headrace.messages.outputs import PromptPart, SpeculationCounts
 from headrace.messages.requests import EngineTask
 from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
@@ -123,7 +123,8 @@ class SchedulerState:
     by_rid: requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
-    moved: rid -> whether it runs now, of those that began to run or wait again since that was last told.
+    moved: rid -> whether it runs now, of those that began to run or wait again since that was last told. prompts: of those whose prompt is not yet
+    computed, what has been since then.
     groups: of those in by_rid, the samples of one prompt.
     cost: how long steps take. last_decode: the last step without prompt tokens, and its seconds, until it is learnt.
     gate: whether steps may be planned. weight_version: version name of the weights.
@@ -142,6 +143,7 @@ class SchedulerState:
     groups: SampleGroups = field(default_factory=SampleGroups)
     ended: list[Req] = field(default_factory=list)
     moved: dict[str, bool] = field(default_factory=dict)
+    prompts: dict[str, PromptPart] = field(default_factory=dict)
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     cost: StepCost = field(default_factory=StepCost)

@@ -84,6 +84,7 @@ class Replica:
                 break
             state.in_flight.append(batch)
         state.moved.clear()
+        state.prompts.clear()
         assert not state.ended, "a request does not fit, which the options exclude"
         if not state.in_flight:
             state.ratio.reset()

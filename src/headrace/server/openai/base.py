@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.frontend.sample_update import LogprobItem, SampleUpdate
+from headrace.frontend.sample_update import LogprobItem, PromptProgress, SampleUpdate
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Asker, ServingContext
@@ -335,6 +335,10 @@ class ChunkWriter(ABC):
             made, given = update.usage.completion_tokens, update.usage.prompt_tokens
             usage = b',"usage":' + encode_json(Usage(given, made, given + made))
         return b"%b%b}]%b%b}\n\n" % (ids, in_choice, beside, usage)
+
+    def progress_tail(self, progress: PromptProgress) -> bytes:
+        """The end of a chunk that says how far a prompt is, with the name that llama.cpp's server gives it."""
+        return b'}],"prompt_progress":%b%b}\n\n' % (encode_json(progress), self.no_usage)
 
     @abstractmethod
     def delta(self, update: SampleUpdate) -> bytes:

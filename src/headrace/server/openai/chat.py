@@ -95,6 +95,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             shorten=lambda ids: truncated(ids, request, context_length),
             rid=generation_id,
             stream=bool(request.stream),
+            return_progress=bool(request.return_progress),
             **logprob_options(request),
             priority=request.priority,
             cache_salt=request.cache_salt,
@@ -211,6 +212,10 @@ class ChatChunks(ChunkWriter):
             prompt = b',"prompt_token_ids":' + encode_json(self.prompt_ids) if self.wants_ids else b""
             tail = self.tail(update, with_ids=False, beside=prompt)
             frames = self._chunk(index, _FIRST_DELTA, b"null", NOT_ENDED, tail)
+        if update.progress is not None:
+            frames += self._chunk(index, b"{}", b"null", NOT_ENDED, self.progress_tail(update.progress))
+            if update.is_progress:
+                return frames
         deltas = self._deltas(index, self.generation.events(update), update.finish is not None)
         logprobs = b"null"
         if self.request.wants_logprobs:

@@ -78,6 +78,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             sampling_params=request.sampling_params(request.output_limit),
             rid=generation_id,
             stream=bool(request.stream),
+            return_progress=bool(request.return_progress),
             **logprob_options(request, whole_prompt=bool(request.echo)),
             priority=request.priority,
             cache_salt=request.cache_salt,
@@ -181,6 +182,13 @@ class CompletionChunks(ChunkWriter):
     def delta(self, update: SampleUpdate) -> bytes:
         """The new text, with echo before the first."""
         request, index, text = self.generation.request, update.index, update.text
+        progress = b""
+        if update.progress is not None:
+            progress = b'%b%d,"text":"","logprobs":null,%b%b' % (
+                self.choice_head, index, NOT_ENDED, self.progress_tail(update.progress),
+            )  # fmt: skip
+            if update.is_progress:
+                return progress
         prompt_ids = b""
         choice = self.choices.get(index)
         if choice is None:
@@ -203,8 +211,8 @@ class CompletionChunks(ChunkWriter):
             logprobs = encode_json(choice.logprobs.take(None if update.finish is None else choice.length))
         has_ids = self.wants_ids and bool(update.ids or prompt_ids)
         if not text and not has_logprobs and not has_ids and update.finish is None:
-            return b""
-        return b'%b%d,"text":%b,"logprobs":%b,%b%b' % (
+            return progress
+        return progress + b'%b%d,"text":%b,"logprobs":%b,%b%b' % (
             self.choice_head,
             index,
             encode_json(text),

@@ -90,6 +90,8 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     prompt_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    # llama.cpp's.
+    return_progress: bool | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -60,8 +60,8 @@ export function newKey(message) {
 export const urlOf = (path) => String(new URL(path, BASE));
 
 /**
- * The reply to a request. body: sent as JSON; text: sent as it is, instead. quiet: a 401 is an error like any other, the user is not asked for
- * a key. raw: errors of the server are replies like any other, once the user gives no other key. Throws ApiError, and AbortError by way of signal.
+ * The reply to a request. body: sent as JSON; text: sent as it is, instead. quiet: no key is asked for after a
+ * 401. raw: errors are replies, too, unless another key helps. Throws ApiError, and AbortError by way of signal.
  */
 export async function request(path, { body, text = body === undefined ? undefined : JSON.stringify(body), signal, quiet = false, raw = false, method } = {}) {
   for (;;) {
@@ -111,7 +111,7 @@ async function errorOf(reply) {
   return new ApiError(message, reply.status, code);
 }
 
-/** The objects of an event stream, until [DONE]. Throws ApiError if the stream reports an error, or ends without [DONE]. */
+/** The objects of an event stream, until [DONE]. Throws ApiError if it reports an error, or ends without. */
 export async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';
@@ -131,6 +131,7 @@ export async function* events(reply) {
       const frames = (rest + part.value).split('\n\n');
       rest = frames.pop();
       for (const frame of frames) {
+        if (frame[0] === ':') continue; // a comment
         const data = frame.replace(/^data: ?/, '');
         if (data === '[DONE]') return;
         const event = JSON.parse(data);

@@ -7,7 +7,7 @@ const TOP = 5;
 
 /** The body of the request for a reply after `nodes`. Throws ApiError if a box of the settings holds no JSON. */
 export function bodyFor(nodes, settings) {
-  const body = { messages: [], stream: true, stream_options: { include_usage: true } };
+  const body = { messages: [], stream: true, stream_options: { include_usage: true }, return_progress: true };
   if (settings.system?.trim()) body.messages.push({ role: 'system', content: settings.system });
   body.messages.push(...nodes.filter((node) => !isEmpty(node)).map(messageOf));
   if (settings.model) body.model = settings.model;
@@ -68,6 +68,8 @@ export async function stream(node, body, signal, changed) {
   const reply = await request('v1/chat/completions', { body, signal });
   for await (const event of events(reply)) {
     node.rid = event.id;
+    const { processed, total } = event.prompt_progress ?? {};
+    node.waits = processed < total && `Reading the prompt: ${processed} of ${total} tokens`;
     const choice = event.choices[0];
     if (choice) {
       const { delta } = choice;

@@ -156,6 +156,7 @@ async function reply(conversation, parent, begun = null) {
     if (!isStopped && !error.status && error.status !== 0) console.error(error);
   } finally {
     clearTimeout(pending);
+    delete node.waits;
     runs.delete(conversation.id);
     save(conversation);
     refresh();

@@ -45,7 +45,7 @@ export function say(text) {
   byId('status').textContent = text;
 }
 
-/** A note at the bottom of the window for a few seconds; screen readers get it, too. */
+/** A note at the bottom of the window for a few seconds; screen readers get it. */
 export function toast(text) {
   const note = h('div', { class: 'toast' }, text);
   byId('toasts').append(note);

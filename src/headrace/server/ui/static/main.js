@@ -68,7 +68,7 @@ for (const button of document.querySelectorAll('[data-drawer]')) {
   addEventListener('hashchange', () => set(false));
 }
 
-// By their names in the address. The chat is there from the start; the others are loaded when they are opened, and export open(rest) and close().
+// By their names in the address. The chat is there from the start; the others are loaded when opened, and export open(rest) and close().
 const TITLES = { chat: 'Headrace', dashboard: 'Headrace dashboard', api: 'Headrace API' };
 const LOADERS = {
   dashboard: () => Promise.all([import('./dashboard.js'), style('dashboard.css')]),

@@ -56,7 +56,7 @@ export class MessageView {
     else if (node.isJson) parts.push(h('pre', { class: 'json' }, node.content));
     else if (node.content) parts.push(h('div', { class: 'markdown' }, markdown(node.content)));
     for (const call of node.tool_calls ?? []) if (call) parts.push(callView(call));
-    if (this.isRunning && !node.content && !node.reasoning && !node.tool_calls) parts.push(h('p', { class: 'waiting' }, '…'));
+    if (this.isRunning && !node.content && !node.reasoning && !node.tool_calls) parts.push(h('p', { class: 'waiting' }, node.waits || '…'));
     if (node.error) parts.push(h('p', { class: 'error', role: 'alert' }, node.error));
     // A block that the reader has opened or focused stays the same element.
     const kept = this.body.firstChild === this.reasoning && this.reasoning ? 1 : 0;

@@ -11,7 +11,7 @@ const removed = new WeakSet();
 /**
  * A tree: an edited or regenerated message is a sibling of the one before. `chosen` names the child on the visible path, by parent ('' = root).
  *
- * A node has id, parent, children, role (user, assistant, tool), content; a user's may have media (items of media.js), an assistant's may have reasoning, tool_calls, tokens
+ * A node has id, parent, children, role (user, assistant, tool), content; a user's may have media (of media.js), an assistant's reasoning, tool_calls, tokens
  * ([text, logprob, [[text, logprob], ...]]), stats, finish, error.
  */
 export class Conversation {
