@@ -168,7 +168,7 @@ def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget 
         return PromptBudget(tokens, state.cost)
     if batch.rows:
         return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s)
-    # Stages work on as many steps at a time, each of which takes the time of one stage more.
+    # There are as many steps in flight as stages, and they end one after the other.
     usual_s = ALONE_STEP_S / config.num_stages
     left_s = ALONE_STEP_S - sum(other.expected_s for other in state.in_flight)
     if state.in_flight and left_s < usual_s / 2:
@@ -240,13 +240,18 @@ def _shorter_first(
     for req in sorted(running, key=lambda req: _rest(state, req)):
         if waiting is not None:
             _admit(state, batch, _order_by_rest(state, first, _rest(state, req)), part, full, cuts_one=True)
-        if not _add_chunk(state, batch, req, part):
+        # One that made room for another may have been admitted again.
+        if req not in _added(batch) and not _add_chunk(state, batch, req, part):
             full.add(req.part)
     if waiting is not None:
         _admit(state, batch, _order_by_rest(state, first, limit), part, full, cuts_one=True)
     prompts.take_all_of(part)
-    added = {req for req, *_ in batch.rows}
+    added = _added(batch)
     return [req for req in catching_up if req not in added]
+
+
+def _added(batch: ScheduleBatch) -> set[Req]:
+    return {req for req, *_ in batch.rows}
 
 
 def _rest(state: SchedulerState, req: Req) -> int:
