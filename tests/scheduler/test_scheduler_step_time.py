@@ -277,6 +277,24 @@ def test_a_short_prompt_behind_a_long_one_has_its_first_token_soon(costs, after,
     assert "r1" not in time.first_s
 
 
+@pytest.mark.parametrize("num_tokens", [8, 300])
+def test_so_it_has_beside_a_stream(num_tokens):
+    def first_token(long_prompts: int) -> float:
+        time = Timeline(SLOW)
+        add_requests(time.rig, 1, 20, max_new_tokens=400)
+        time.until_first("r0")
+        for _ in range(20):
+            time.turn()
+        add_requests(time.rig, long_prompts, 6000, first=1)
+        for _ in range(20):
+            time.turn()
+        arrived_s = time.turn()
+        add_requests(time.rig, 1, num_tokens, first=7)
+        return time.until_first("r7") - arrived_s
+
+    assert first_token(2) < 1.2 + 2 * first_token(0)
+
+
 def test_a_long_prompt_is_not_held_up_for_ever_by_those_that_are_shorter():
     alone, time = Timeline(SLOW), Timeline(SLOW, max_running=4)
     add_requests(alone.rig, 1, 2000)
