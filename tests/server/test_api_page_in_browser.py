@@ -112,7 +112,7 @@ def test_a_request_can_be_copied_as_a_command(page: Any, server: Running):
     opened(page, server.url, "post_tokenize")
     body(page).fill('{"prompt": "it\'s"}')
     page.get_by_role("button", name="Copy as curl").click()
-    expect(page.locator("#status")).to_have_text("Copied")
+    expect(page.locator(".toast")).to_have_text("Copied")
     command = shlex.split(page.evaluate("navigator.clipboard.readText()"))
     expected = ["curl", f"{server.url}/tokenize", "-H", "Content-Type: application/json", "-d", '{"prompt": "it\'s"}']
     assert command == expected

@@ -108,7 +108,9 @@ def test_the_chat_loads_little_and_the_other_pages_only_what_is_theirs():
     assert api == {"explorer.js", "explorer.css", "operation.js", "schema.js"}
     rest = {name for name in files if not name.endswith((".LICENSE", "SOURCES.json"))} - chat - dashboard - api
     media = {"waiting.js", "media.js", "media.css"}
-    assert rest == {"export.js", *media}, "loaded for an export, and once the model is known"
+    assert rest == {"export.js", "tokens.js", *media}, (
+        "loaded for an export, for probabilities, and once the model is known"
+    )
 
 
 def test_the_pages_name_no_other_host():

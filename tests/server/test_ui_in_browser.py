@@ -209,7 +209,7 @@ def test_probabilities_are_shown_for_each_token(chat: Any, server: Running):
     server.frontend.script.text = "Hey"
     ask(chat, "Hi")
     reply = finished(chat)
-    assert reply.locator(".token").all_inner_texts() == ["H", "e", "y"]
+    expect(reply.locator(".token")).to_have_text(["H", "e", "y"])
     reply.locator(".token").first.hover()
     expect(reply.locator(".tip")).to_contain_text("60.7 %")
     reply.get_by_role("listbox").press("End")
@@ -232,6 +232,42 @@ def test_what_a_model_writes_cannot_act(chat: Any, server: Running):
         ["https://example.org", "noopener noreferrer"],
     ]
     expect(body).to_contain_text("<script>alert(4)</script>")
+
+
+def test_formulas_are_shown_as_they_are_written(chat: Any, server: Running):
+    formulas = [r"\(x^2\)", r"\[a*b*c\]", r"$\{1, 2\}$", r"\(unfinished"]
+    lines = "\\[\n\\begin{aligned}\na &= b \\\\\n- c &< d\n\\end{aligned}\n\\]"
+    server.frontend.script.text = f"**Bold** {' and '.join(formulas)} for $5 or **$6**\n{lines}\nend\\*"
+    ask(chat, "Formulas")
+    body = finished(chat).locator(".markdown")
+    text = body.inner_text()
+    assert [formula for formula in [*formulas, lines] if formula not in text] == []
+    assert body.locator("strong").all_inner_texts() == ["Bold", "$6"]
+    assert body.locator("em, li").count() == 0
+    assert text.endswith("end*")
+
+
+def test_words_in_tables_stay_whole(chat: Any, server: Running):
+    chat.set_viewport_size({"width": 360, "height": 640})
+    columns = ["Configuration", "Authentication", "Observability", "identifier_of_it"]
+    rows = "".join("| " + " | ".join(cells) + " |\n" for cells in (columns, ["---"] * 4, ["some words " * 9] * 4))
+    server.frontend.script.text = rows
+    ask(chat, "Table")
+    cells = finished(chat).locator("th")
+    lines = "all => all.map((one) => { const range = document.createRange(); range.selectNodeContents(one); return range.getClientRects().length; })"
+    assert max(cells.evaluate_all(lines)) == 1
+    assert chat.evaluate("document.scrollingElement.scrollWidth") == 360
+
+
+def test_what_is_copied_is_told(chat: Any, server: Running):
+    server.frontend.script.text = "```\ncode\n```"
+    ask(chat, "Hi")
+    chat.evaluate(
+        "Object.defineProperty(navigator, 'clipboard', {})"
+    )  # as where the address is neither https nor localhost
+    finished(chat).get_by_role("button", name="Copy").first.click()
+    expect(chat.locator(".toast")).to_have_text("Copied")
+    expect(chat.locator(".toast")).to_be_visible()
 
 
 def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Any):
@@ -296,6 +332,46 @@ def test_conversations_can_be_exported_and_imported(chat: Any, server: Running, 
     file.write_text(json.dumps(broken))
     chat.get_by_label("Import").set_input_files(file)
     expect(chat.locator(".toast")).to_contain_text("not a conversation")
+
+
+def test_a_conversation_that_cannot_be_read_hides_no_other(chat: Any, server: Running, tmp_path: Path):
+    ask(chat, "Sound")
+    finished(chat)
+    text = chat.evaluate("Object.entries(localStorage).find(([name]) => name.startsWith('headrace.chat.'))[1]")
+    file = tmp_path / "saved.json"
+
+    def load(change: dict[str, Any]) -> None:
+        saved = json.loads(text)
+        for name, value in change.items():
+            for holder in saved["nodes"].values() if name not in saved else [saved]:
+                holder[name] = value
+        file.write_text(json.dumps(saved))
+        chat.get_by_label("Import").set_input_files(file)
+
+    absent = dict.fromkeys(["stats", "media", "tool_calls", "tokens", "reasoning", "finish", "error", "images"])
+    load(absent)
+    expect(chat.locator("#conversations li")).to_have_count(2)
+    expect(chat.locator("article")).to_have_count(2)
+    chat.reload()
+    expect(chat.locator("#conversations li")).to_have_count(2)
+    expect(replies(chat)).to_contain_text("Hello")
+
+    bad: list[dict[str, Any]] = [{"stats": "fast"}, {"tool_calls": [{}]}, {"tokens": [["a", "b"]]}, {"media": [None]}]
+    bad += [{"settings": None}, {"nodes": None}, {"title": 7}, {"chosen": None}]
+    for number, change in enumerate(bad, 1):
+        load(change)
+        expect(chat.locator(".toast", has_text="not a conversation")).to_have_count(number)
+
+    spoil = "([name, value]) => { localStorage.setItem('headrace.chat.bad', value); localStorage.setItem('headrace.meta.bad', name); }"
+    chat.evaluate(spoil, [json.dumps({"title": "Bad", "updated": 1}), file.read_text()])
+    chat.goto(f"{server.url}/ui/#chat/bad")
+    expect(chat.locator(".toast", has_text="This conversation cannot be read.")).to_have_count(1)
+    expect(chat.locator("#conversations li")).to_have_count(3)
+    chat.evaluate("window.confirm = () => true")
+    chat.get_by_role("button", name="Delete Bad").click()
+    expect(chat.locator("#conversations li")).to_have_count(2)
+    chat.get_by_role("link", name="Sound").first.click()
+    expect(chat.locator("article")).to_have_count(2)
 
 
 def test_it_fits_a_telephone(chat: Any, server: Running):
@@ -413,7 +489,7 @@ def test_axe_finds_nothing_serious(chat: Any, server: Running, theme: str):
         "<think>Hm.</think># Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```\ncode\n```\n[link](https://example.org)"
     )
     ask(chat, "Hi")
-    finished(chat)
+    expect(finished(chat).locator(".token").first).to_be_visible()
     check_accessible(chat)
     chat.get_by_role("button", name="Probabilities").click()
     chat.locator("article.user").get_by_role("button", name="Edit").click()

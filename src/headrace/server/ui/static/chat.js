@@ -108,7 +108,7 @@ function showList() {
 function remove(id, title) {
   if (!confirm(`Delete “${title || 'Untitled'}” from this browser?`)) return;
   runs.get(id)?.controller.abort();
-  Conversation.open(id)?.remove();
+  Conversation.remove(id);
   if (id === current.id) location.hash = '#chat/new';
   showList();
   byId('new').focus();
@@ -187,13 +187,14 @@ function fit() {
 /** Show a conversation by its id; '' is the one on view, 'new' an empty one. */
 export function openChat(id) {
   if (id === 'new' || (id && !Conversation.open(id))) {
+    if (conversations().some((one) => one.id === id)) toast('This conversation cannot be read.');
     const { ...settings } = current.settings;
     current = Conversation.create(settings);
     history.replaceState(null, '', '#chat');
     input.focus();
   } else if (id) current = Conversation.open(id);
-  show();
   showList();
+  show();
   if (!hasAsked) askAboutModels();
 }
 

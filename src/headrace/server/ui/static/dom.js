@@ -53,16 +53,17 @@ export function toast(text) {
 }
 
 export async function copy(text) {
+  let isDone = true;
   try {
     await navigator.clipboard.writeText(text); // only in secure contexts: https and localhost
   } catch {
     const box = h('textarea', { value: text, class: 'offscreen', 'aria-hidden': 'true' });
     document.body.append(box);
     box.select();
-    document.execCommand('copy');
+    isDone = document.execCommand('copy');
     box.remove();
   }
-  say('Copied');
+  toast(isDone ? 'Copied' : 'This browser does not let the page copy.');
 }
 
 export function download(name, type, text) {

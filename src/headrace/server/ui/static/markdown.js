@@ -7,9 +7,26 @@ import { copy, h } from './dom.js';
 const ENTITIES = { '&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;' };
 const escape = (text) => text.replace(/[&<>"]/g, (char) => ENTITIES[char]);
 
+// Formulas as LaTeX writes them are shown as they are: their backslashes, stars and lines mean nothing to Markdown. A single $ may be money.
+const FORMULA = /^(?:\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$|\$(?=[^$\n]*[\\^_])\S(?:[^$\n]*[^\s$])?\$(?!\d)|\\[()[\]])/s;
+const FORMULA_LINES = /^ {0,3}(?:\\\[.+?\\\]|\$\$.+?\$\$) *(?:\n+|$)/s;
+
+const asWritten = (name, level, pattern, start) => ({
+  name,
+  level,
+  start: (text) => start.exec(text)?.index,
+  tokenizer: (text) => {
+    const found = pattern.exec(text);
+    return found ? { type: name, raw: found[0] } : undefined;
+  },
+  renderer: ({ raw }) => (level === 'block' ? `<p>${lines(raw.trim())}</p>` : lines(raw)),
+});
+const lines = (text) => escape(text).replace(/\n/g, '<br>');
+
 const marked = new Marked({
   gfm: true,
   breaks: true,
+  extensions: [asWritten('formulaLines', 'block', FORMULA_LINES, /(?<=\n) {0,3}(?:\\\[|\$\$)/), asWritten('formula', 'inline', FORMULA, /\\[()[\]]|\$/)],
   renderer: {
     html: ({ text }) => escape(text),
     image: ({ href, text }) => `<a href="${escape(href)}">${escape(text || href)}</a>`,

@@ -2,7 +2,6 @@
 
 import { copy, h, seconds, short } from './dom.js';
 import { markdown } from './markdown.js';
-import { tokenView } from './tokens.js';
 
 const NAMES = { user: 'You', assistant: 'Assistant', tool: 'Tool result' };
 const ENDINGS = { stopped: 'stopped', interrupted: 'interrupted', length: 'the limit of tokens is reached', abort: 'aborted by the server' };
@@ -50,9 +49,9 @@ export class MessageView {
     this.element.classList.toggle('running', this.isRunning);
     if (node.reasoning) this.showReasoning();
     const parts = this.reasoning ? [this.reasoning] : [];
-    if (node.media) parts.push((this.media ??= boxOf((media, box) => media.show(box, node.media))));
+    if (node.media) parts.push((this.media ??= boxOf('media', (media, box) => media.show(box, node.media))));
     if (node.role !== 'assistant') parts.push(node.content && h('div', { class: 'plain' }, node.content));
-    else if (this.showsTokens && node.tokens?.length && !this.isRunning) parts.push(tokenView(node.tokens));
+    else if (this.showsTokens && node.tokens?.length && !this.isRunning) parts.push(boxOf('tokens', ({ tokenView }, box) => box.append(tokenView(node.tokens))));
     else if (node.isJson) parts.push(h('pre', { class: 'json' }, node.content));
     else if (node.content) parts.push(h('div', { class: 'markdown' }, markdown(node.content)));
     for (const call of node.tool_calls ?? []) if (call) parts.push(callView(call));
@@ -110,7 +109,7 @@ export class MessageView {
       this.foot.querySelector('[data-action="Edit"]').focus();
     };
     const left = [...(node.media ?? [])];
-    const media = left.length ? boxOf(({ choose }, element) => choose(element, left, box)) : null;
+    const media = left.length ? boxOf('media', ({ choose }, element) => choose(element, left, box)) : null;
     const save = () => this.actions.edit(node, box.value, left);
     const form = h('form', { class: 'edit' }, media, box, h('div', { class: 'row' },
       h('button', { type: 'submit', class: 'primary' }, isUser ? 'Send' : 'Save'), h('button', { type: 'button', onclick: leave }, 'Cancel')));
@@ -143,10 +142,10 @@ export class MessageView {
   }
 }
 
-/** A box for images and sounds, which is filled when their module is there. */
-function boxOf(fill) {
-  const box = h('div', { class: 'media' });
-  import('./media.js').then((module) => fill(module, box), () => box.append('Its images and sounds cannot be shown: the server cannot be reached.'));
+/** A box, which is filled when the module that draws in it is there: 'media' (images and sounds) or 'tokens'. */
+function boxOf(name, fill) {
+  const box = h('div', { class: name === 'media' ? name : '' });
+  import(`./${name}.js`).then((module) => fill(module, box), () => box.append(`The ${name} cannot be shown: the server cannot be reached.`));
   return box;
 }
 

@@ -31,7 +31,7 @@ export class Conversation {
   static open(id) {
     if (!opened.has(id)) {
       try {
-        opened.set(id, new Conversation(checked(JSON.parse(localStorage.getItem(CHAT + id)))));
+        opened.set(id, new Conversation({ ...checked(JSON.parse(localStorage.getItem(CHAT + id))), id }));
       } catch {
         return null;
       }
@@ -109,11 +109,12 @@ export class Conversation {
     }
   }
 
-  remove() {
-    removed.add(this); // a reply that still runs must not bring it back
-    localStorage.removeItem(CHAT + this.id);
-    localStorage.removeItem(META + this.id);
-    opened.delete(this.id);
+  /** Also one that cannot be read. */
+  static remove(id) {
+    if (opened.has(id)) removed.add(opened.get(id)); // a reply that still runs must not bring it back
+    localStorage.removeItem(CHAT + id);
+    localStorage.removeItem(META + id);
+    opened.delete(id);
   }
 }
 
@@ -164,33 +165,56 @@ export function imported(text) {
 }
 
 const ROLES = ['user', 'assistant', 'tool'];
+const URLS = { image: /^data:image\//, sound: /^data:audio\/\w+;base64,/ };
 
-/** The conversation, if it is a sound tree; else an Error. */
+const isText = (value) => typeof value === 'string';
+const isNumber = (value) => value === null || typeof value === 'number'; // JSON writes an infinite one as null
+const isObject = (value) => typeof value === 'object' && value !== null && !Array.isArray(value);
+const isEvery = (isOne) => (value) => Array.isArray(value) && value.every(isOne);
+
+/** What the fields of a node hold that it need not have. */
+const FIELDS = {
+  ...Object.fromEntries(['reasoning', 'finish', 'error', 'rid', 'tool_name', 'tool_call_id'].map((name) => [name, isText])),
+  stats: (value) => isObject(value) && Object.values(value).every(isNumber),
+  media: isEvery(({ kind, name, url }) => isText(name) && (url === null || URLS[kind].test(url))),
+  tool_calls: isEvery((call) => isText(call.function.name) && isText(call.function.arguments)),
+  tokens: isEvery(([text, logprob, others]) => isText(text) && isNumber(logprob) && isEvery((pair) => isText(pair[0]))(others)),
+};
+
+/** The conversation, if its tree and its messages are sound; else an Error. */
 function checked(data) {
-  const { nodes, roots, chosen, settings } = data ?? {};
-  const isSound =
-    data?.version === 1 && Array.isArray(roots) && typeof settings === 'object' && typeof chosen === 'object' &&
-    Object.entries(nodes).every(([id, node]) =>
-      node.id === id && ROLES.includes(node.role) && typeof node.content === 'string' && areMedia(mediaOf(node)) &&
-      (node.parent === '' ? roots.includes(id) : nodes[node.parent]?.children.includes(id)) &&
-      node.children.every((child) => nodes[child]?.parent === id)) &&
-    Object.entries(chosen).every(([parent, id]) => nodes[id]?.parent === parent);
-  if (!isSound || hasCircle(nodes)) throw new Error('this is not a conversation of this page');
-  for (const node of Object.values(nodes)) {
+  try {
+    if (!isSound(data)) throw new Error();
+  } catch {
+    throw new Error('this is not a conversation of this page');
+  }
+  for (const node of Object.values(data.nodes)) {
     if (node.finish === 'running') node.finish = 'interrupted'; // the page was closed meanwhile
   }
   return data;
 }
 
-function mediaOf(node) {
+/** Fields that are null count as not there. May also throw. */
+function isSound({ version, title, nodes, roots, chosen, settings }) {
+  return version === 1 && isText(title) && isObject(settings) && isObject(chosen) && isObject(nodes) && isEvery((id) => nodes[id].parent === '')(roots) &&
+    Object.entries(nodes).every(([id, node]) => {
+      tidy(node);
+      return node.id === id && ROLES.includes(node.role) && isText(node.content) &&
+        Object.entries(FIELDS).every(([name, holds]) => !(name in node) || holds(node[name])) &&
+        (node.parent === '' ? roots : nodes[node.parent].children).includes(id) &&
+        isEvery((child) => nodes[child].parent === id)(node.children);
+    }) &&
+    Object.entries(chosen).every(([parent, id]) => nodes[id].parent === parent) && !hasCircle(nodes);
+}
+
+function tidy(node) {
   // Kept before there were sounds.
   if (node.images) node.media = node.images.map((url) => ({ kind: 'image', name: 'Image', url }));
   delete node.images;
-  return node.media ?? [];
+  for (const name of Object.keys(FIELDS)) if (node[name] === null) delete node[name];
+  node.tool_calls = node.tool_calls?.filter(Boolean); // a stream may leave gaps
+  if (!node.tool_calls) delete node.tool_calls;
 }
-
-const URLS = { image: /^data:image\//, sound: /^data:audio\/\w+;base64,/ };
-const areMedia = (media) => media.every(({ kind, name, url }) => typeof name === 'string' && (url === null || URLS[kind].test(url)));
 
 function hasCircle(nodes) {
   let count = 0;
