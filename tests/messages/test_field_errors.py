@@ -19,7 +19,17 @@ from headrace.messages.requests import GenerateReqInput
             "sampling_params.temperature",
         ),
         (b"[]", "the body is not as expected: expected an object, got a list", None),
-        (b'{"temprature": 1}', "unknown field 'temprature'", "temprature"),
+        (
+            b'{"temprature": 1}',
+            "unknown field 'temprature'; did you mean 'sampling_params.temperature'?",
+            "temprature",
+        ),
+        (
+            b'{"sampling_params": {"max_tokens": 1}}',
+            "unknown field 'sampling_params.max_tokens'; did you mean 'sampling_params.max_new_tokens'?",
+            "sampling_params.max_tokens",
+        ),
+        (b'{"bogus": 1}', "unknown field 'bogus'", "bogus"),
     ],
 )
 def test_messages_name_the_field_and_speak_of_json_types(body, message, param):

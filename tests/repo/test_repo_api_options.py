@@ -1,13 +1,17 @@
 """The types of the arguments of `Engine` and `Runtime` are those of what they become."""
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
 from headrace.api.engine import Engine
-from headrace.api.options import ChatOptions, GenerateOptions, SamplingOptions, ServerOptions
+from headrace.api.options import ChatOptions, EngineOptions, GenerateOptions, ServerOptions, SeveralSamples
 from headrace.api.runtime import Runtime
+from headrace.config.other_servers import TABLE, Alias
 from headrace.config.server_args import ServerArgs
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
@@ -23,7 +27,7 @@ ARGUMENTS = {"input_ids", "sampling_params", "stream"}
     ("options", "target", "is_complete"),
     [
         (ServerOptions, ServerArgs, True),
-        (SamplingOptions, SamplingParams, True),
+        (SeveralSamples, SamplingParams, True),
         (GenerateOptions, GenerateReqInput, True),
         (ChatOptions, ChatCompletionRequest, False),
     ],
@@ -46,8 +50,49 @@ def test_every_way_to_ask_has_the_types() -> None:
         return last.annotation.__args__[0].__name__
 
     for kind in (Engine, Runtime):
-        assert unpacked(kind.__init__) == "ServerOptions"
+        assert unpacked(kind.__init__) == "EngineOptions"
         for name in ("generate", "async_generate"):
             assert unpacked(getattr(kind, name)) == "GenerateOptions"
         for name in ("chat", "async_chat"):
             assert unpacked(getattr(kind, name)) == "ChatOptions"
+
+
+def test_the_names_of_other_servers_are_those_that_the_command_line_translates() -> None:
+    shown = set(get_type_hints(EngineOptions)) - set(get_type_hints(ServerOptions))
+    known = {name for entry in TABLE if isinstance(entry, Alias) for name in entry.names if name.startswith("--")}
+    assert shown == {name[2:].replace("-", "_") for name in known} | {"model"}
+
+
+TYPED = """
+from headrace import Engine, Runtime
+from headrace.api.options import SamplingOptions
+
+engine, runtime = Engine("smollm2", max_model_len=512), Runtime("smollm2", tensor_parallel_size=2)
+reveal_type(engine.generate("a", {"temperature": 0}))  # "dict[str, Any]"
+reveal_type(engine.generate(["a"], {"n": 2}))  # "list[dict[str, Any]]"
+reveal_type(engine.generate("a", {"n": 2}))  # "Any"
+reveal_type(engine.generate("a", stream=True))  # "typing.Generator[dict[str, Any], None, None]"
+reveal_type(runtime.generate("a"))  # "dict[str, Any]"
+reveal_type(runtime.generate(["a"]))  # "list[dict[str, Any]]"
+engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})
+params: SamplingOptions = {"temprature": 0}  # typeddict-unknown-key
+engine.generate("a", {"temprature": 0})  # call-overload
+engine.generate(["a"], [{"max_tokens": 1}])  # list-item
+runtime.generate("a", {"temprature": 0})  # call-overload
+Engine("a", max_modl_len=3)  # call-arg
+"""
+
+
+def test_a_type_checker_knows_the_answers_and_finds_wrong_names(tmp_path: Path) -> None:
+    """Each line gives what its comment says, and no other is marked."""
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml"), str(file)]
+    lines = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.splitlines()
+    told = [line.partition("typed.py:")[2].split(": ", 1) for line in lines if "typed.py:" in line]
+    marked = {int(number): text for number, text in told if "error" in text or "Revealed type" in text}
+    for number, line in enumerate(TYPED.splitlines(), 1):
+        expected = line.partition("  # ")[2]
+        assert (expected in marked.pop(number, "")) if expected else number not in marked, (line, lines)
+    assert marked == {}

@@ -1,4 +1,4 @@
-"""The runtime without HTTP: `Engine(model_path=...).generate("...")`.
+"""The runtime without HTTP: `Engine("smollm2").generate("...")`.
 
 Owns the event loop of the TokenizerManager, in a thread of its own, and the running engine. Does not know how the engine is
 put together: the composition root does. Its methods may be called from any thread, and the async ones from any event loop.
@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, closing
-from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -19,11 +18,22 @@ import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
 from headrace.api.generate_request import PooledInputs, TokenIds, encode_request, generate_request
-from headrace.api.options import ChatOptions, EncodeOptions, GenerateOptions, Messages, Sampling, ServerOptions, Tools
+from headrace.api.options import (
+    ChatOptions,
+    EncodeOptions,
+    EngineOptions,
+    GenerateOptions,
+    Messages,
+    Sampling,
+    SamplingOptions,
+    Tools,
+    option_values,
+    options_text,
+)
 from headrace.api.scores import Route, ScoreOptions, Scores, rerank_fields, score_fields, scores_of
 from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, ExecutionError, RequestError
+from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.inputs import check_token_ids
 from headrace.frontend.native_answer import NativeAnswer, NativeStream, pooled_answers, whole_answer
 from headrace.frontend.prompts import refuse_text
@@ -52,16 +62,16 @@ class Engine(WeightOperations, Scores):
     """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`; `rerank` and
     `score`: `Scores`.
 
-    server_args: fields of `ServerArgs`. Raises ConfigError or ModelError if the engine cannot start.
+    model: same as the option `model_path`. options: those of `headrace serve`, listed at `__init__`, also as SGLang and vLLM call them. Raises
+    ConfigError or ModelError if the engine cannot start.
     """
 
-    def __init__(self, **server_args: Unpack[ServerOptions]) -> None:
-        unknown = sorted(set(server_args) - {option.name for option in fields(ServerArgs)})
-        if unknown:
-            raise ConfigError(f"unknown option: {', '.join(unknown)}")
+    def __init__(self, model: str | None = None, /, **options: Unpack[EngineOptions]) -> None:
         with loading_bar() as on_progress:
-            running = launch_engine(ServerArgs(**server_args), on_progress)
+            running = launch_engine(ServerArgs(**option_values(model, options)), on_progress)
         self._start(running)
+
+    __init__.__doc__ = f"Load a model. Options:\n\n{options_text()}"
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
@@ -94,6 +104,26 @@ class Engine(WeightOperations, Scores):
         stream: Literal[True],
         **others: Unpack[GenerateOptions],
     ) -> Generator[NativeAnswer, None, None]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        sampling_params: SamplingOptions | None = None,
+        input_ids: None = None,
+        stream: Literal[False] = False,
+        **others: Unpack[GenerateOptions],
+    ) -> NativeAnswer: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        input_ids: None = None,
+        stream: Literal[False] = False,
+        **others: Unpack[GenerateOptions],
+    ) -> list[NativeAnswer]: ...
 
     @overload
     def generate(
@@ -133,6 +163,26 @@ class Engine(WeightOperations, Scores):
         stream: Literal[True],
         **others: Unpack[GenerateOptions],
     ) -> AsyncGenerator[NativeAnswer, None]: ...
+
+    @overload
+    async def async_generate(
+        self,
+        prompt: str,
+        sampling_params: SamplingOptions | None = None,
+        input_ids: None = None,
+        stream: Literal[False] = False,
+        **others: Unpack[GenerateOptions],
+    ) -> NativeAnswer: ...
+
+    @overload
+    async def async_generate(
+        self,
+        prompt: list[str],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        input_ids: None = None,
+        stream: Literal[False] = False,
+        **others: Unpack[GenerateOptions],
+    ) -> list[NativeAnswer]: ...
 
     @overload
     async def async_generate(

@@ -3,12 +3,22 @@
 Owns no defaults and no checks: those are of the structs that the arguments become. A test compares the names and types with theirs.
 """
 
+import functools
+import inspect
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
+from headrace import log
+from headrace.config.server_args import ServerArgs
+from headrace.config.settings import from_arguments
+from headrace.errors import ConfigError
 from headrace.messages.media import AudioRef, ImageRef, VideoRef
 from headrace.sampling.params import SamplingParams
+
+logger = log.get_logger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat completion: `{"role": ..., "content": ...}`. The URL of an image may also be the bytes of a file."""
@@ -219,8 +229,76 @@ class ServerOptions(TypedDict, total=False):
     enable_fault_injection: bool
 
 
+class EngineOptions(ServerOptions, total=False):
+    """The options of an engine, also as SGLang and vLLM call them: docs/coming-from-sglang.md, docs/coming-from-vllm.md."""
+
+    model: str
+    tokenizer: str | None
+    max_model_len: int | None
+    seed: int
+    hf_overrides: str | dict[str, Any]
+    generation_config: str
+    stream_output: bool
+    allowed_origins: str | list[str]
+    disable_fastapi_docs: bool
+    api_server_count: int
+    gpu_memory_utilization: float | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int
+    block_size: int | None
+    enable_priority_scheduling: bool
+    enforce_eager: bool
+    cudagraph_capture_sizes: str | list[int]
+    cuda_graph_sizes: str | list[int]
+    max_cudagraph_capture_size: int | None
+    tensor_parallel_size: int
+    tp: int
+    pipeline_parallel_size: int
+    pp: int
+    expert_parallel_size: int
+    ep: int
+    data_parallel_size: int
+    dp: int
+    nccl_init_addr: str | None
+    lora_modules: str | list[str]
+    max_cpu_loras: int
+    max_loaded_loras: int
+    num_speculative_tokens: int
+    enable_log_requests: bool
+    enable_request_time_stats_logging: bool
+    log_requests_format: Literal["text", "json"]
+    disable_log_stats: bool
+    crash_dump_folder: str | None
+    watchdog_timeout: float
+    soft_watchdog_timeout: float
+
+
+def option_values(model: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ServerArgs` for the arguments of an `Engine` or a `Runtime`. Logs what differs from other servers. Raises ConfigError."""
+    if model is not None and not {"model", "model_path"}.isdisjoint(given):
+        raise ConfigError("the model is given twice: by its place and by its name")
+    found = from_arguments(given if model is None else {"model_path": model, **given})
+    if found.notes:
+        log.configure(found.values.get("log_level", "info"), "main", found.values.get("log_format", "text"))
+        for note in found.notes:
+            logger.info("%s", note)
+    return found.values
+
+
+@functools.cache
+def options_text() -> str:
+    """What `help(Engine)` says of each option."""
+    blocks = []
+    for option in fields(ServerArgs):
+        lines = textwrap.wrap(option.metadata["help"], 100, initial_indent="    ", subsequent_indent="    ")
+        blocks.append(
+            "\n".join([f"{option.name}: {inspect.formatannotation(option.type)} = {option.default!r}", *lines])
+        )
+    return "\n".join(blocks)
+
+
 class SamplingOptions(TypedDict, total=False):
-    """How the output is sampled: the fields of `SamplingParams`, see docs/python.md. None = not set."""
+    """How the output is sampled: the fields of `SamplingParams` but `n`, see docs/python.md. None = not set."""
 
     json_schema: str | dict[str, object] | bool | None
     regex: str | None
@@ -241,7 +319,6 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     repetition_penalty: float | None
-    n: int
     ignore_eos: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
@@ -255,7 +332,13 @@ class SamplingOptions(TypedDict, total=False):
     stream_interval: int | None
 
 
-JsonSampling = SamplingOptions | Mapping[str, Any]
+class SeveralSamples(SamplingOptions, total=False):
+    """The same for n samples of a prompt."""
+
+    n: int
+
+
+JsonSampling = SamplingOptions | SeveralSamples
 """Sampling parameters of a prompt, also for a server."""
 
 Sampling = JsonSampling | SamplingParams

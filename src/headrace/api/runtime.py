@@ -20,11 +20,14 @@ from headrace.api.native_client import NativeClient
 from headrace.api.options import (
     ChatOptions,
     EncodeOptions,
+    EngineOptions,
     GenerateOptions,
     JsonSampling,
     Messages,
-    ServerOptions,
+    SamplingOptions,
     Tools,
+    option_values,
+    options_text,
 )
 from headrace.api.scores import Route, Scores
 from headrace.api.server_process import ServerProcess
@@ -78,16 +81,19 @@ class Runtime(WeightOperations, Scores):
 
     Weights, pausing and memory: `WeightOperations`.
 
-    start_timeout_s: how long loading may take. server_args: fields of `ServerArgs`; default for `port`: a free one.
-    Raises ConfigError for unknown options, ExecutionError if the server does not become ready.
+    model: same as the option `model_path`. start_timeout_s: how long loading may take. options: as of an `Engine`; default for `port`: a free
+    one. Raises ConfigError for unknown options, ExecutionError if the server does not become ready.
     """
 
-    def __init__(self, start_timeout_s: float = 600.0, **server_args: Unpack[ServerOptions]) -> None:
+    def __init__(
+        self, model: str | None = None, /, *, start_timeout_s: float = 600.0, **options: Unpack[EngineOptions]
+    ) -> None:
+        server_args = option_values(model, {**options})
         if server_args.get("ray"):
             raise ConfigError(
                 "ray: a Runtime owns one server; start `headrace serve --ray`, and use a client of its API"
             )
-        self._server = ServerProcess({**server_args})
+        self._server = ServerProcess(server_args)
         self.url = self._server.url
         self._http = NativeClient(self.url, self._server.key)
         try:
@@ -96,10 +102,53 @@ class Runtime(WeightOperations, Scores):
             self.shutdown()
             raise
 
+    __init__.__doc__ = f"Start a server. Options:\n\n{options_text()}"
+
     @property
     def pid(self) -> int:
         """Process id of the server."""
         return self._server.pid
+
+    @overload
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: JsonSampling | Sequence[JsonSampling] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: Literal[True],
+        **others: Unpack[GenerateOptions],
+    ) -> Generator[dict[str, Any], None, None]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        sampling_params: SamplingOptions | None = None,
+        input_ids: None = None,
+        stream: Literal[False] = False,
+        **others: Unpack[GenerateOptions],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str],
+        sampling_params: JsonSampling | Sequence[JsonSampling] | None = None,
+        input_ids: None = None,
+        stream: Literal[False] = False,
+        **others: Unpack[GenerateOptions],
+    ) -> list[dict[str, Any]]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: JsonSampling | Sequence[JsonSampling] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **others: Unpack[GenerateOptions],
+    ) -> Any: ...
 
     def generate(
         self,

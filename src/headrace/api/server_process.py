@@ -28,7 +28,7 @@ KEY_VARIABLES = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN
 class ServerProcess:
     """A started server. It ends at `stop`, at exit, and when this process is killed.
 
-    options: fields of `ServerArgs`; default for `port`: a free one. Raises ConfigError for unknown options.
+    options: fields of `ServerArgs`; default for `port`: a free one. Raises ConfigError.
     url: of the server. key: to authorize with, None if it needs no key.
     """
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from headrace.api.engine import Engine
+from headrace.api.options import SamplingOptions
 from headrace.benchmark.agreement import (
     NUM_TOKENS,
     PROMPTS,
@@ -76,7 +77,7 @@ def run_quality(server_args: ServerArgs, num_tokens: int, output: Path | None, c
 def outputs_of(server_args: ServerArgs, windows: list[TokenIds]) -> Outputs:
     """Start an Engine, continue PROMPTS greedily, and have it judge the windows."""
     with Engine(**asdict(server_args)) as engine:
-        greedy = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        greedy: SamplingOptions = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         answers = engine.generate(list(PROMPTS), greedy, return_logprob=True)
         info = engine.get_server_info()
         judged = engine.generate(

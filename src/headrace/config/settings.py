@@ -1,4 +1,4 @@
-"""Options from a file (`--config`) and from the environment (`HEADRACE_PORT=8000`).
+"""Options from a file (`--config`), from the environment (`HEADRACE_PORT=8000`) and from a Python program (`Engine(max_model_len=512)`).
 
 Owns how their entries become values of `ServerArgs`. The command line wins over the environment, and the environment over the file
 (config.cli). Entries may be written as SGLang and vLLM write them. Runs in the main process, before anything else.
@@ -12,9 +12,9 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from headrace.config.other_servers import find
+from headrace.config.other_servers import CHECKPOINT_FORMATS, LISTS, VALUES, find
 from headrace.config.server_args import ServerArgs
-from headrace.config.translate import translate
+from headrace.config.translate import Translation, translate
 from headrace.errors import ConfigError
 
 PREFIX = "HEADRACE_"
@@ -69,14 +69,44 @@ def from_file(path: Path) -> Settings:
     for key, value in _read(path).items():
         if value is None:
             continue
-        option = "--" + str(key).replace("_", "-")
-        positive = "--" + option.removeprefix("--no-")
-        if option not in own_options() and find(option) is None and find(positive) is None:
-            known = [name[2:].replace("-", "_") for name in own_options() if name.startswith("--")]
-            near = difflib.get_close_matches(str(key).replace("-", "_"), known, 1)
-            raise ConfigError(f"{path}: there is no option {key}" + (f"; did you mean {near[0]}?" if near else ""))
-        _add(found, option, value, str(path))
+        if not _is_known(str(key)):
+            raise ConfigError(f"{path}: there is no option {key}{_meant(str(key))}")
+        _add(found, "--" + str(key).replace("_", "-"), value, str(path))
     return found
+
+
+def from_arguments(given: Mapping[str, Any]) -> Settings:
+    """The arguments of a Python program: fields of `ServerArgs`, and options as SGLang and vLLM call them. Raises ConfigError."""
+    found = Settings()
+    if unknown := sorted(name for name in given if not _is_known(name)):
+        raise ConfigError(f"unknown option: {', '.join(name + _meant(name) for name in unknown)}")
+    for name, value in given.items():
+        if name in _FIELDS and not _is_written_otherwise(name, value):
+            _set(found, name, value, name)
+        elif value is not None:
+            _add(found, _flag(name), value, name)
+    Translation(unless=found.unless).check(found.values)
+    return found
+
+
+def _is_known(key: str) -> bool:
+    option = "--" + key.replace("_", "-")
+    return option in own_options() or find(option) is not None or find("--" + option.removeprefix("--no-")) is not None
+
+
+def _meant(key: str) -> str:
+    known = [name[2:].replace("-", "_") for name in own_options() if name.startswith("--")]
+    near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _is_written_otherwise(name: str, value: Any) -> bool:
+    """Whether a value of an option of ours is one that other servers have for it."""
+    if isinstance(value, list):
+        return name in LISTS
+    return isinstance(value, str) and (
+        value in VALUES.get(name, ()) or (name == "quantization" and value in CHECKPOINT_FORMATS)
+    )
 
 
 def _add(found: Settings, option: str, value: Any, origin: str) -> None:
@@ -88,13 +118,17 @@ def _add(found: Settings, option: str, value: Any, origin: str) -> None:
             name, is_on = _field_of(word)
             f = _FIELDS[name]
             given = is_on if f.type is bool else _typed(f, next(words))
-            if name in found.values:
-                raise ConfigError(f"{_flag(name)} is set twice")
-            found.values[name], found.origins[name] = given, origin
+            _set(found, name, given, origin)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error.message}") from None
     found.notes += [f"{origin}: {note}" for note in translation.notes]
     found.unless += translation.unless
+
+
+def _set(found: Settings, name: str, value: Any, origin: str) -> None:
+    if name in found.values:
+        raise ConfigError(f"{_flag(name)} is set twice")
+    found.values[name], found.origins[name] = value, origin
 
 
 def _words(option: str, value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The values that a field of a body accepts, for error messages. Pure functions; any process."""
+"""The fields of a body and the values that one accepts, for error messages. Pure functions; any process."""
 
 import re
 from collections.abc import Iterator
@@ -10,10 +10,28 @@ _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 
 def allowed_values(kind: object, path: str) -> tuple[object, ...]:
     """The `Literal` values accepted at `path` (e.g. `tags[0]`) in a body of type `kind`; empty if there are none."""
+    return tuple(value for each in _at(kind, path) if isinstance(each, inspect.LiteralType) for value in each.values)
+
+
+def field_names(kind: object, path: str) -> list[str]:
+    """The fields at `path` in a body of type `kind`, then those of the objects that these hold (`sampling_params.temperature`)."""
+    structs = [each for each in _at(kind, path) if isinstance(each, inspect.StructType)]
+    own = [field for struct in structs for field in struct.fields]
+    inner = [
+        f"{field.encode_name}.{held.encode_name}"
+        for field in own
+        for each in _alternatives(field.type)
+        if isinstance(each, inspect.StructType)
+        for held in each.fields
+    ]
+    return [field.encode_name for field in own] + inner
+
+
+def _at(kind: object, path: str) -> list[inspect.Type]:
     found = list(_alternatives(inspect.type_info(kind)))
     for step in _STEP.findall(path):
         found = [alternative for each in found for inner in _inside(each, step) for alternative in _alternatives(inner)]
-    return tuple(value for each in found if isinstance(each, inspect.LiteralType) for value in each.values)
+    return found
 
 
 def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
