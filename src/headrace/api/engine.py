@@ -1,15 +1,13 @@
 """The runtime without HTTP: `Engine("smollm2").generate("...")`.
 
-Owns the event loop of the TokenizerManager, in a thread of its own, and the running engine. Does not know how the engine is
+Owns the running engine, and the event loop of its TokenizerManager (`EngineCalls`). Does not know how the engine is
 put together: the composition root does. Its methods may be called from any thread, and the async ones from any event loop.
 """
 
 import asyncio
 import atexit
-import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
+from headrace.api.engine_calls import EngineCalls
 from headrace.api.generate_request import PooledInputs, TokenIds, encode_request, generate_request
 from headrace.api.options import (
     ChatOptions,
@@ -83,13 +82,10 @@ class Engine(WeightOperations, Scores):
     def _start(self, running: RunningEngine) -> None:
         self._running = running
         self._manager = running.tokenizer_manager
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine loop", daemon=True)
-        self._thread.start()
+        self._calls = EngineCalls()
+        self._loop = self._calls.loop
         self._chat: EngineChat | None = None
         self._shutdown_lock = threading.Lock()
-        self._is_shut_down = False
-        self._pid = os.getpid()
         atexit.register(self.shutdown)
 
     # -- generation
@@ -151,7 +147,7 @@ class Engine(WeightOperations, Scores):
         """
         request = generate_request(prompt, sampling_params, input_ids, stream, {**others})
         updates = self._manager.generate_request(request)
-        return self._iterate(updates) if stream else whole_answer(self._wait(self._submit(_all(updates))))
+        return self._iterate(updates) if stream else whole_answer(self._calls.wait(self._calls.submit(_all(updates))))
 
     @overload
     async def async_generate(
@@ -207,7 +203,7 @@ class Engine(WeightOperations, Scores):
         updates = self._manager.generate_request(request)
         if stream:
             return self._aiterate(updates)
-        return whole_answer(await asyncio.wrap_future(self._submit(_all(updates))))
+        return whole_answer(await asyncio.wrap_future(self._calls.submit(_all(updates))))
 
     # -- chat
 
@@ -241,7 +237,11 @@ class Engine(WeightOperations, Scores):
         """
         fields = chat_fields(messages, tools, stream, options)
         chats = self._chats()
-        return self._each(chats.stream(fields)) if stream else self._wait(self._submit(chats.whole(fields)))
+        return (
+            self._calls.each(chats.stream(fields))
+            if stream
+            else self._calls.wait(self._calls.submit(chats.whole(fields)))
+        )
 
     @overload
     async def async_chat(
@@ -270,12 +270,12 @@ class Engine(WeightOperations, Scores):
         fields = chat_fields(messages, tools, stream, options)
         chats = self._chats()
         if stream:
-            return self._aeach(chats.stream(fields))
-        return await asyncio.wrap_future(self._submit(chats.whole(fields)))
+            return self._calls.aeach(chats.stream(fields))
+        return await asyncio.wrap_future(self._calls.submit(chats.whole(fields)))
 
     def _chats(self) -> "EngineChat":
         with self._shutdown_lock:
-            if self._is_shut_down:
+            if self._calls.is_closed:
                 raise ExecutionError("the engine has been shut down")
             if self._chat is None:
                 # Chat templates and HTTP types take a second to import, which only chats need.
@@ -302,7 +302,9 @@ class Engine(WeightOperations, Scores):
         Returns a dict {"embedding": [...], "meta_info": {...}}, or a list of them for a list of inputs. others: the other fields of
         `EmbeddingReqInput`. Raises RequestError, CapacityError, ExecutionError.
         """
-        return pooled_answers(self._wait(self._submit(self._encoded(encode_request(prompt, input_ids, {**others})))))
+        return pooled_answers(
+            self._calls.wait(self._calls.submit(self._encoded(encode_request(prompt, input_ids, {**others}))))
+        )
 
     async def async_encode(
         self,
@@ -312,7 +314,7 @@ class Engine(WeightOperations, Scores):
     ) -> Any:
         """Like `encode`, awaited in any event loop."""
         request = encode_request(prompt, input_ids, {**others})
-        return pooled_answers(await asyncio.wrap_future(self._submit(self._encoded(request))))
+        return pooled_answers(await asyncio.wrap_future(self._calls.submit(self._encoded(request))))
 
     def _encoded(self, request: EmbeddingReqInput) -> Coroutine[Any, Any, list[SampleUpdate]]:
         return self._chats().encoded(request)
@@ -344,60 +346,63 @@ class Engine(WeightOperations, Scores):
         return scores_of(await self._soon_scored("/v1/score", fields))
 
     def _scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
-        return self._wait(self._submit(self._chats().scored(route, fields)))
+        return self._calls.wait(self._calls.submit(self._chats().scored(route, fields)))
 
     async def _soon_scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
-        return await asyncio.wrap_future(self._submit(self._chats().scored(route, fields)))
+        return await asyncio.wrap_future(self._calls.submit(self._chats().scored(route, fields)))
 
     # -- control
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Abort the samples of `rid`, or all. Unknown rids are ignored."""
-        self._call(lambda: self._manager.abort_request(rid, abort_all))
+        self._calls.call(lambda: self._manager.abort_request(rid, abort_all))
 
     def open_session(
         self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
     ) -> str:
         """Open a session and return its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
-        return self._call(lambda: self._manager.open_session(capacity_of_str_len, session_id, timeout_s))
+        return self._calls.call(lambda: self._manager.open_session(capacity_of_str_len, session_id, timeout_s))
 
     def close_session(self, session_id: str) -> None:
         """Close a session. Its running requests continue. Raises NotFoundError."""
-        self._call(lambda: self._manager.close_session(session_id))
+        self._calls.call(lambda: self._manager.close_session(session_id))
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
         """Load an adapter in peft's format; `generate(..., lora_path=lora_name)` uses it. Raises RequestError, CapacityError."""
-        self._wait(self._submit(self._manager.adapters.load(lora_name, lora_path, pinned)))
+        self._calls.wait(self._calls.submit(self._manager.adapters.load(lora_name, lora_path, pinned)))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
         """Unload an adapter, once the requests that use it have ended. Raises NotFoundError."""
-        self._wait(self._submit(self._manager.adapters.unload(lora_name)))
+        self._calls.wait(self._calls.submit(self._manager.adapters.unload(lora_name)))
 
     def lora_adapters(self) -> list[str]:
         """Names of all adapters."""
-        return self._call(lambda: self._manager.adapters.names)
+        return self._calls.call(lambda: self._manager.adapters.names)
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False if some still run."""
-        return self._wait(self._submit(self._manager.control.flush_cache(timeout_s))).success
+        return self._calls.wait(self._calls.submit(self._manager.control.flush_cache(timeout_s))).success
 
     def internal_state(self) -> InternalState:
         """Counters and pool accounting of the scheduler."""
-        return self._wait(self._submit(self._manager.control.internal_state()))
+        return self._calls.wait(self._calls.submit(self._manager.control.internal_state()))
 
     def cache_trees(self, max_depth: int = 8, max_nodes: int = 200) -> list[CacheTree]:
         """The outline of each replica's prefix cache: how its tree branches, without any text."""
-        return self._wait(self._submit(self._manager.control.cache_trees(max_depth, max_nodes)))
+        return self._calls.wait(self._calls.submit(self._manager.control.cache_trees(max_depth, max_nodes)))
 
     def get_loads(self) -> list[dict[str, Any]]:
         """Load of each replica: requests, tokens, throughput."""
-        return [describe_load(state) for state in self._wait(self._submit(self._manager.control.internal_states()))]
+        return [
+            describe_load(state)
+            for state in self._calls.wait(self._calls.submit(self._manager.control.internal_states()))
+        ]
 
     def get_model_info(self) -> dict[str, Any]:
         """The served model: name, type, sizes."""
         args, ready = self._manager.args, self._running.ready
         return {
-            "model_path": self._call(lambda: self._manager.weights.model_path) or args.model_path,
+            "model_path": self._calls.call(lambda: self._manager.weights.model_path) or args.model_path,
             "served_model_name": args.served_name,
             "model_class": ready.model_class,
             "is_generation": self._running.pooling is None,
@@ -405,13 +410,13 @@ class Engine(WeightOperations, Scores):
             "vocab_size": ready.vocab_size,
             "hidden_size": ready.hidden_size,
             "dtype": ready.dtype,
-            "weight_version": self._call(lambda: self._manager.weights.version),
+            "weight_version": self._calls.call(lambda: self._manager.weights.version),
         }
 
     def get_server_info(self) -> dict[str, Any]:
         """Options (keys masked), facts about the model, and the state of each replica; see `describe_server`."""
         manager = self._manager
-        states = self._wait(self._submit(manager.control.internal_states()))
+        states = self._calls.wait(self._calls.submit(manager.control.internal_states()))
         info = describe_server(manager.args, self._running.ready, manager.adapters.names, states)
         model = self.get_model_info()
         now = {name: model[name] for name in ("model_path", "weight_version")}
@@ -419,11 +424,11 @@ class Engine(WeightOperations, Scores):
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine is alive; with `generate`, whether it generates a token."""
-        return self._wait(self._submit(self._manager.health(generate)))
+        return self._calls.wait(self._calls.submit(self._manager.health(generate)))
 
     def metrics(self) -> str:
         """The text of /metrics."""
-        return self._call(lambda: render(self._manager.metrics, self._manager.args.metrics_compat)).decode()
+        return self._calls.call(lambda: render(self._manager.metrics, self._manager.args.metrics_compat)).decode()
 
     def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
         """Token ids of a text, or of each of several."""
@@ -443,15 +448,15 @@ class Engine(WeightOperations, Scores):
 
     def explain_request(self, rid: str) -> list[dict[str, Any]]:
         """Timelines of the samples of a recent request. Raises NotFoundError."""
-        return self._call(lambda: self._manager.records.timelines(rid, Caller(is_admin=True)))
+        return self._calls.call(lambda: self._manager.records.timelines(rid, Caller(is_admin=True)))
 
     def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
         """Live samples and those that ended last, at most `limit`, without their events and their text."""
-        return self._call(lambda: self._manager.records.latest(limit, Caller(is_admin=True)))
+        return self._calls.call(lambda: self._manager.records.latest(limit, Caller(is_admin=True)))
 
     def dump_requests(self) -> str:
         """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
-        return self._wait(self._submit(self._manager.records.dump()))[0]
+        return self._calls.wait(self._calls.submit(self._manager.records.dump()))[0]
 
     def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
@@ -460,33 +465,37 @@ class Engine(WeightOperations, Scores):
 
         num_steps: stop after this many steps; 0 = at `stop_profile`. Raises RequestError.
         """
-        return self._wait(self._submit(self._manager.control.start_profile(output_name, num_steps, activities)))
+        return self._calls.wait(
+            self._calls.submit(self._manager.control.start_profile(output_name, num_steps, activities))
+        )
 
     def stop_profile(self) -> str:
         """Stop and write the trace. Returns a line with the file's name. Raises RequestError."""
-        return self._wait(self._submit(self._manager.control.stop_profile()))
+        return self._calls.wait(self._calls.submit(self._manager.control.stop_profile()))
 
     def start_expert_distribution_record(self) -> None:
         """Start counting the tokens that each layer of a mixture sends to each expert. Raises RequestError."""
-        self._wait(self._submit(self._manager.experts.start()))
+        self._calls.wait(self._calls.submit(self._manager.experts.start()))
 
     def stop_expert_distribution_record(self) -> None:
         """Stop counting; the counts can still be dumped. Raises RequestError."""
-        self._wait(self._submit(self._manager.experts.stop()))
+        self._calls.wait(self._calls.submit(self._manager.experts.stop()))
 
     def dump_expert_distribution_record(self) -> dict[str, Any]:
         """Return the reply of the route, with the tokens per expert under `layers`, and reset the counts. Raises RequestError."""
-        return self._wait(self._submit(self._manager.experts.dump()))
+        return self._calls.wait(self._calls.submit(self._manager.experts.dump()))
 
     def configure_logging(
         self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
     ) -> dict[str, Any]:
         """Change what is logged, in every process; None = unchanged. Returns the current settings. Raises RequestError."""
-        return self._call(lambda: self._manager.settings.configure_logging(level, log_requests, log_requests_level))
+        return self._calls.call(
+            lambda: self._manager.settings.configure_logging(level, log_requests, log_requests_level)
+        )
 
     def freeze_gc(self) -> None:
         """Exclude all objects that exist now from garbage collection, in every process."""
-        self._call(self._manager.settings.freeze_gc)
+        self._calls.call(self._manager.settings.freeze_gc)
 
     def set_internal_state(self, **limits: float) -> dict[str, Any]:
         """Change limits (fields of `LimitChanges`) in every replica. Returns the current limits. Raises RequestError."""
@@ -494,10 +503,10 @@ class Engine(WeightOperations, Scores):
             changes = msgspec.convert(limits, LimitChanges)
         except msgspec.ValidationError as error:
             raise field_error(str(error), LimitChanges) from None
-        return msgspec.structs.asdict(self._call(lambda: self._manager.settings.change_limits(changes)))
+        return msgspec.structs.asdict(self._calls.call(lambda: self._manager.settings.change_limits(changes)))
 
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
-        return self._wait(self._submit(self._manager.weights.operate(operation)))
+        return self._calls.wait(self._calls.submit(self._manager.weights.operate(operation)))
 
     def _update_from_tensors(
         self,
@@ -514,23 +523,21 @@ class Engine(WeightOperations, Scores):
 
     def shutdown(self) -> None:
         """Abort running requests and stop the engine. Idempotent; from any thread except the engine's own. Does nothing in the child of a fork."""
-        if os.getpid() != self._pid:
+        if self._calls.is_forked:
             return
         with self._shutdown_lock:
-            if self._is_shut_down:
+            if self._calls.is_closed:
                 return
-            self._is_shut_down = True
+            self._calls.is_closed = True
             atexit.unregister(self.shutdown)
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            self._calls.end(self._close())
             if self._chat is not None:
                 self._chat.close()
             self._running.shutdown()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._calls.stop()
 
     def __repr__(self) -> str:
-        if self._is_shut_down:
+        if self._calls.is_closed:
             return f"<Engine {self._manager.args.served_name}, shut down>"
         ready = self._manager.ready
         facts = f"{ready.model_class}, {ready.dtype} on {ready.device}, context of {ready.context_length} tokens"
@@ -552,74 +559,20 @@ class Engine(WeightOperations, Scores):
             await asyncio.wait(others, timeout=1.0)
         await self._loop.shutdown_asyncgens()
 
-    # -- between the caller's thread and the engine's
-
-    def _call(self, work: Callable[[], T]) -> T:
-        """Run `work` in the engine's loop, where the manager must be used."""
-
-        async def run() -> T:
-            return work()
-
-        return self._wait(self._submit(run()))
-
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        if os.getpid() != self._pid:
-            coroutine.close()
-            raise ExecutionError(
-                f"this Engine belongs to process {self._pid} and cannot be used in its fork, process {os.getpid()}. "
-                "Make an Engine after os.fork(), or use HTTP"
-            )
-        if self._is_shut_down:
-            coroutine.close()
-            raise ExecutionError("the engine has been shut down")
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise RuntimeError("the engine's own event loop cannot wait for itself; use async_generate elsewhere")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    @staticmethod
-    def _wait(future: "Future[T]") -> T:
-        try:
-            return future.result()
-        except BaseException:
-            # Ctrl-C while waiting: cancel the call in the engine's loop too. Has no effect on a finished future.
-            future.cancel()
-            raise
-
     def _iterate(self, updates: AsyncGenerator[SampleUpdate, None]) -> Generator[NativeAnswer, None, None]:
         answers = self._native_stream()
-        with closing(self._each(updates)) as each:
+        with closing(self._calls.each(updates)) as each:
             for update in each:
                 yield answers.answer(update)
 
     async def _aiterate(self, updates: AsyncGenerator[SampleUpdate, None]) -> AsyncGenerator[NativeAnswer, None]:
         answers = self._native_stream()
-        async with aclosing(self._aeach(updates)) as each:
+        async with aclosing(self._calls.aeach(updates)) as each:
             async for update in each:
                 yield answers.answer(update)
 
-    def _each(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """The items of a generator of the engine's loop."""
-        try:
-            while (item := self._wait(self._submit(_next(items)))) is not None:
-                yield item
-        finally:
-            self._abandon(items)
-
-    async def _aeach(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        try:
-            while (item := await asyncio.wrap_future(self._submit(_next(items)))) is not None:
-                yield item
-        finally:
-            self._abandon(items)
-
     def _native_stream(self) -> NativeStream:
         return NativeStream(self._manager.args.incremental_streaming_output)
-
-    def _abandon(self, items: AsyncGenerator[Any, None]) -> None:
-        """Close a generator in its loop without waiting: this may run in any thread, even from garbage collection."""
-        if not self._is_shut_down and os.getpid() == self._pid:
-            asyncio.run_coroutine_threadsafe(_close(items), self._loop)
 
 
 def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], bool]:
@@ -632,14 +585,6 @@ def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], b
     return rows, True
 
 
-async def _next(items: AsyncGenerator[T, None]) -> T | None:
-    return await anext(items, None)
-
-
 async def _all(updates: AsyncGenerator[SampleUpdate, None]) -> list[SampleUpdate]:
     async with aclosing(updates):
         return [update async for update in updates]
-
-
-async def _close(items: AsyncGenerator[Any, None]) -> None:
-    await items.aclose()
