@@ -1,6 +1,7 @@
 """The command tree: what it imports, how it fails, what it prints."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -29,10 +30,58 @@ def test_help_lists_the_commands(capsys):
 
 
 def test_serve_help_has_options_in_their_groups(capsys):
-    assert run("serve", "--help") == 0
+    assert run("serve", "--help", "all") == 0
     text = capsys.readouterr().out
     for words in ("Memory and schedule", "Observability", "--chunked-prefill-size"):
         assert words in text
+
+
+def options_of_help(capsys, *argv):
+    """The options that a page of the help describes, without --help itself; and the page."""
+    assert run(*argv) == 0
+    text = capsys.readouterr().out
+    return [found for found in re.findall(r"^│ \*?(--[\w-]+)", text, re.MULTILINE) if found != "--help"], text
+
+
+def test_the_first_page_of_serve_has_the_fifteen_options_that_matter(capsys):
+    for words in (("--help",), ("smollm2", "-h")):
+        options, text = options_of_help(capsys, "serve", *words)
+        assert len(options) == 15
+        assert {"--model-path", "--port", "--api-key", "--quantization", "--context-length"} < set(options)
+        assert len(text.splitlines()) < 100
+        assert "--help all" in text
+    every, _ = options_of_help(capsys, "serve", "--help", "all")
+    assert len(every) > 140
+
+
+@pytest.mark.parametrize(
+    ("word", "some", "says"),
+    [
+        ("lora", {"--lora-paths", "--max-loras"}, ""),
+        ("--max-loras", {"--max-loras"}, ""),
+        ("chunked_prefill", {"--chunked-prefill-size"}, ""),
+        ("Speculative", {"--speculative-algorithm"}, ""),
+        ("max-model-len", {"--context-length"}, "--max-model-len is --context-length here"),
+        ("swap-space", set(), "--swap-space is accepted"),
+        ("max-logprobs", set(), "--max-logprobs is not an option here"),
+    ],
+)
+def test_help_with_a_word_has_the_options_with_it(capsys, word, some, says):
+    options, text = options_of_help(capsys, "serve", "--help", word)
+    assert some <= set(options)
+    assert len(options) < 40
+    assert says in " ".join(text.split())
+
+
+def test_help_with_a_word_that_no_option_has_says_so(capsys):
+    assert run("serve", "--help", "xyzzy") == 2
+    assert "no option has the word 'xyzzy'; --help all shows" in capsys.readouterr().err
+
+
+def test_what_only_one_command_has_is_on_its_first_page(capsys):
+    options, _ = options_of_help(capsys, "chat", "--help")
+    assert {"--url", "--tools", "--model-path"} < set(options)
+    assert "--lora-paths" not in options
 
 
 def test_importing_the_commands_imports_nothing_heavy():

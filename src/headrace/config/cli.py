@@ -6,6 +6,7 @@ before anything else.
 `python -m headrace.config.cli` prints the table of options that docs/cli.md contains.
 """
 
+import copy
 import inspect
 import os
 import re
@@ -18,6 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from headrace import log
+from headrace.config.help_pages import asked_page, page
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import PREFIX, Settings, from_environment, from_file
 from headrace.config.translate import Translation, translate
@@ -55,6 +57,8 @@ class ServerCommand(TyperCommand):
         """Raises ConfigError for options of other servers that are not supported, and for wrong variables."""
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
+        if (word := asked_page(args)) is not None:
+            self._show_help(ctx, word)
         params = self.get_params(ctx)
         own = {
             name: not getattr(param, "is_flag", False)
@@ -74,6 +78,14 @@ class ServerCommand(TyperCommand):
             {name: ctx.params[name] for name in settings.origins if _is_set_there(ctx, name)}
         )
         return rest
+
+    def _show_help(self, ctx: Any, word: str) -> None:
+        """Print a page of the help, and end."""
+        view = copy.copy(self)
+        names = [name for f in fields(ServerArgs) for name in (f.name, _off_name(f))]
+        view.params, view.epilog = page(self.get_params(ctx), names, word)
+        typer.echo(view.get_help(ctx), color=ctx.color)
+        ctx.exit()
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; first log what was accepted without effect, or has another meaning here."""
