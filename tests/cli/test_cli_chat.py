@@ -359,6 +359,23 @@ def test_a_server_is_asked_for_a_schema_as_openai_s_api_takes_it(server):
     assert list(body["response_format"]["json_schema"]["schema"]) == ["b", "a"]
 
 
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_prompt_is_answered_once_and_no_other_is_read(command, monkeypatch, capsys, server):
+    server.frames = [frame({"choices": [{"index": 0, "delta": {"content": "Hey"}}]}), b"data: [DONE]\n\n"]
+    monkeypatch.setattr("sys.stdin", Terminal("unread\n"))
+    main_ends(0, command, "m", "Hi there", "--url", server.url)
+
+    assert capsys.readouterr().out == "Hey\n"
+    ((body, _),) = server.asked
+    assert (body["model"], body["messages"]) == ("m", [{"role": "user", "content": "Hi there"}])
+
+
+def main_ends(code, *argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == code
+
+
 def test_a_servers_reasoning_and_calls_become_pieces(server):
     def delta(**fields):
         return frame({"choices": [{"index": 0, "delta": fields}]})

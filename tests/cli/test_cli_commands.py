@@ -10,6 +10,8 @@ import pytest
 from headrace.benchmark.machine import NumaNode
 from headrace.cli.app import main
 from headrace.cli.arguments import with_model
+from headrace.cli.command_group import OTHER_COMMANDS
+from headrace.cli.running_servers import is_server
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.processes.numa import Node
@@ -82,6 +84,71 @@ def test_what_only_one_command_has_is_on_its_first_page(capsys):
     options, _ = options_of_help(capsys, "chat", "--help")
     assert {"--url", "--tools", "--model-path"} < set(options)
     assert "--lora-paths" not in options
+
+
+def test_a_command_of_another_tool_names_ours(capsys):
+    for command in OTHER_COMMANDS:
+        assert run(command, "smollm2", "--some-option") == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"headrace: there is no command {command}: ")
+        assert re.search(r"`[^`]*headrace (models|serve|pull|ps|generate|doctor)|model_info|examples/", line), line
+    assert run("serv") == 2, "a typing error is not one"
+    assert "'serve'" in capsys.readouterr().err
+
+
+def test_list_is_models(capsys):
+    assert run("models") == 0
+    known = capsys.readouterr().out
+    assert run("list") == 0
+    assert capsys.readouterr().out == known
+
+
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        (["/usr/bin/python", "/opt/bin/headrace", "serve", "smollm2"], True),
+        (["python", "-m", "headrace.cli", "serve"], True),
+        (["python", "-m", "headrace.launch_server", "--port", "1"], True),
+        (["python", "-m", "headrace.processes.child_main", "scheduler"], False),
+        (["headrace", "chat", "serve"], False),
+        (["grep", "serve"], False),
+        ([], False),
+    ],
+)
+def test_a_server_is_known_by_its_command_line(words, is_one):
+    assert is_server(words) == is_one
+
+
+SERVER = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"served_model_name": "the-model", "version": "9"}).encode()
+        self.send_response(200 if self.path == "/server_info" else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_ps_lists_the_servers_that_answer(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, "headrace", "serve"], stdout=subprocess.PIPE, text=True
+    ) as one:
+        try:
+            port = one.stdout.readline().strip()
+            assert run("ps") == 0
+        finally:
+            one.kill()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if f" {one.pid} " in f"{line} "]
+    assert f"http://127.0.0.1:{port}" in line
+    assert "the-model" in line
+    assert "answers" in line
 
 
 def test_importing_the_commands_imports_nothing_heavy():

@@ -200,7 +200,12 @@ def test_bash_completes_commands_options_and_choices(tmp_path):
     program = tmp_path / "headrace"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m headrace.cli "$@"\n')
     program.chmod(0o755)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a.gguf").touch()
+    (tmp_path / "models" / "a.txt").touch()
     asks = [("headrace ser", 1), ("headrace serve --max-ru", 2), ("headrace serve --device c", 3)]
+    asks += [(f"headrace {words} smoll", at) for words, at in (("chat", 2), ("serve --model-path", 3))]
+    asks += [(f"headrace run {tmp_path}/mod", 2), (f"headrace run {tmp_path}/models/a", 2)]
     lines = [
         f"COMP_WORDS=({words}); COMP_CWORD={at}; _headrace_completion headrace; echo ${{COMPREPLY[@]}}"
         for words, at in asks
@@ -208,7 +213,15 @@ def test_bash_completes_commands_options_and_choices(tmp_path):
     script = "\n".join(["source <(headrace completion bash)", *lines])
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environ)
-    assert done.stdout.splitlines() == ["serve", "--max-running-requests", "cpu cuda"]
+    folder = f"{tmp_path}/models/"
+    assert done.stdout.splitlines() == [
+        "serve",
+        "--max-running-requests",
+        "cpu cuda",
+        *["smollm2"] * 2,
+        folder,
+        f"{folder}a.gguf",
+    ]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

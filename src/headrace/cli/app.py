@@ -21,7 +21,8 @@ from rich.markup import escape
 from headrace.checkpoint.weight_formats import StoredScheme
 from headrace.cli.arguments import DEFAULT_MODEL, EMBEDDING_MODEL, ENGINE_OPTIONS, Model, with_model
 from headrace.cli.bench import bench
-from headrace.config.cli import ServerCommand, with_server_options
+from headrace.cli.command_group import CommandGroup
+from headrace.config.cli import ServerCommand, names_beginning, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
 from headrace.version import VERSION
@@ -35,6 +36,7 @@ _COMPLETE = "_HEADRACE_COMPLETE"
 
 app = typer.Typer(
     name="headrace",
+    cls=CommandGroup,
     help="Headrace serves large language models: a server, an engine, and tools around them.",
     no_args_is_help=True,
     add_completion=False,
@@ -212,10 +214,14 @@ def embed(
         print_vectors(answers)
 
 
+@app.command("run", cls=ServerCommand, help="Same as chat.")
 @app.command(cls=ServerCommand)
 @ENGINE_OPTIONS
 def chat(
     model: Model = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="One message; its reply is printed, and no other is read.")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="Talk to a running OpenAI-compatible server instead of loading a model here.")
     ] = None,
@@ -259,10 +265,10 @@ def chat(
     console = Console(highlight=False)
     if url is not None:
         with ServerChat(url, sampling, model, api_key) as server:
-            run_chat(server, console, system, offered, history, media)
+            run_chat(server, console, system, offered, history, media, prompt)
         return
     with EngineChat(with_model(server_args, model), sampling) as engine:
-        run_chat(engine, console, system, offered, history, media)
+        run_chat(engine, console, system, offered, history, media, prompt)
 
 
 @app.command()
@@ -285,9 +291,20 @@ def top(
     run_top(ServerReader(url, api_key), Console(highlight=False), interval, once=once)
 
 
+@app.command()
+def ps(
+    api_key: Annotated[str | None, typer.Option(help="API key of the servers.", envvar="HEADRACE_API_KEY")] = None,
+) -> None:
+    """List the servers that run on this machine, and which model each has."""
+    from headrace.cli.running_servers import print_servers
+
+    print_servers(Console(), api_key)
+
+
 # --- models and the machine
 
 
+@app.command("list", help="Same as models.")
 @app.command()
 def models() -> None:
     """List the models known by name, and those of the Hugging Face cache."""
@@ -301,7 +318,8 @@ def pull(
     name: Annotated[
         str,
         typer.Argument(
-            help="A name from `headrace models`, or org/name[@revision][:FILE.gguf] of the Hugging Face Hub."
+            help="A name from `headrace models`, or org/name[@revision][:FILE.gguf] of the Hugging Face Hub.",
+            autocompletion=names_beginning,
         ),
     ],
 ) -> None:
@@ -349,7 +367,12 @@ def cache_clear() -> None:
 
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Argument(help="A known name, org/name, a Hugging Face folder or a GGUF file.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A known name, org/name, a Hugging Face folder or a GGUF file.", autocompletion=names_beginning
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
     scheme: Annotated[StoredScheme, typer.Option(help="Format of the weights; int4 is calibrated on a text.")] = "int4",
     calibration: Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.config.cli import ENGINE_FIELDS, with_server_options
+from headrace.config.cli import ENGINE_FIELDS, names_beginning, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
@@ -20,7 +20,9 @@ EMBEDDING_MODEL = "minilm"
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="Same as --model-path: a known name, org/name, a Hugging Face folder or a GGUF file."
+        metavar="[MODEL]",
+        help="Same as --model-path: a known name, org/name, a Hugging Face folder or a GGUF file.",
+        autocompletion=names_beginning,
     ),
 ]
 

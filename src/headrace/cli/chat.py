@@ -29,15 +29,20 @@ def run_chat(
     tools: Tools = (),
     history: History | None = None,
     media: Sequence[dict[str, Any]] = (),
+    prompt: str | None = None,
 ) -> None:
     """Talk until the user leaves.
 
     tools: what the model may call; each call is shown, and the next line is its result. history: of what was typed; None = lines cannot be
     edited, and nothing is kept. media: parts of the first message. When input is no terminal, each line is a message or a result, also one that
-    begins with a slash, and only replies and calls are printed; the first reply that fails is raised as its HeadraceError.
+    begins with a slash, and only replies and calls are printed; the first reply that fails is raised as its HeadraceError. prompt: the only message,
+    as if it came from a pipe.
     """
     conversation = Conversation(system, tools)
     conversation.media += media
+    if prompt is not None:
+        _take_turn(source, conversation, prompt, console, PipedInput())
+        return
     if not sys.stdin.isatty():
         piped = PipedInput()
         while (line := piped.read()) is not None:

@@ -7,6 +7,7 @@ before anything else.
 """
 
 import copy
+import glob
 import inspect
 import os
 import re
@@ -33,6 +34,9 @@ ENV_VARS = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_
 # Other spellings of an option.
 ALIASES = {"model_path": ("--model", "-m")}
 
+# Options whose value is a model.
+MODEL_FIELDS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
+
 _SETTINGS = "headrace.settings"
 
 # Options of the commands that run an engine of their own, without HTTP.
@@ -45,6 +49,18 @@ ENGINE_FIELDS = frozenset(
 def flag(name: str) -> str:
     """The option of a field: `max_total_tokens` -> `--max-total-tokens`."""
     return "--" + name.replace("_", "-")
+
+
+def names_beginning(incomplete: str) -> list[str]:
+    """The models whose names begin so, for the shell: known names, those of the Hugging Face cache, folders and GGUF files."""
+    from headrace.checkpoint.hub_cache import list_cached
+    from headrace.checkpoint.names import KNOWN_MODELS
+
+    names = [name for name in (*KNOWN_MODELS, *(model.name for model in list_cached())) if name.startswith(incomplete)]
+    paths = glob.glob(glob.escape(incomplete) + "*") if incomplete else []
+    return names + [
+        f"{path}/" if os.path.isdir(path) else path for path in paths if path.endswith(".gguf") or os.path.isdir(path)
+    ]
 
 
 class ServerCommand(TyperCommand):
@@ -216,6 +232,7 @@ def _parameters(f: Field[Any], default: Any) -> list[inspect.Parameter]:
         metavar=_metavar(f.type),
         show_default=default not in (None, "", False),
         hidden=_is_on(f),
+        autocompletion=names_beginning if f.name in MODEL_FIELDS else None,
     )
     parameters = [_keyword(f.name, f.type, default, shown)]
     if _is_on(f):
