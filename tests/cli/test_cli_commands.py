@@ -96,6 +96,25 @@ def test_a_command_of_another_tool_names_ours(capsys):
     assert "'serve'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("serve --port abc", "'--port': it must be a whole number, got 'abc'"),
+        ("serve --port 3.5", "'--port': it must be a whole number, got '3.5'"),
+        ("serve --mem-fraction-static much", "'--mem-fraction-static': it must be a number, got 'much'"),
+        ("serve --device xpu", "'--device': 'xpu' is not one of 'auto', 'cpu', 'cuda'"),
+        ("chat --temperature hot", "'--temperature': it must be a number, got 'hot'"),
+        ("top --interval x", "'--interval': it must be a number, got 'x'"),
+        ("top --interval 0", "'--interval': it must be at least 0.1, got '0'"),
+        ("doctor --tp-size 100", "'--tp-size': it must be at most 64, got '100'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_in_our_words(argv, says, capsys):
+    assert run(*argv.split()) == 2
+    text = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert f"Invalid value for {says}" in text
+
+
 def test_list_is_models(capsys):
     assert run("models") == 0
     known = capsys.readouterr().out

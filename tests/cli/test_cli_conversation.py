@@ -82,7 +82,7 @@ def test_overwriting_keeps_links_and_modes(tmp_path):
         ("[]", "messages is empty"),
         ("{}", "has no messages"),
         ('{"messages": [], "x": 1}', "no field 'x'"),
-        ("[1]", r"Expected `object`, got `int` - at `\$.messages\[0\]"),
+        ("[1]", r"messages\[0\]: expected an object, got an integer"),
         ('[{"role": "robot", "content": ""}]', r"messages\[0\].role"),
         (
             '[{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]',

@@ -5,6 +5,7 @@ import pytest
 
 from headrace.messages.field_errors import field_error
 from headrace.messages.requests import GenerateReqInput
+from headrace.plain_types import plain_reason
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,21 @@ def test_messages_name_the_field_and_speak_of_json_types(body, message, param):
     error = field_error(str(caught.value), GenerateReqInput)
 
     assert (error.message, error.param) == (message, param)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ('{"sampling_params": 3}', "sampling_params: expected an object, a list or null, got an integer"),
+        ('{"priority": "high"}', "priority: expected an integer or null, got a string"),
+        ('{"bogus": 3}', "unknown field `bogus`"),
+        ("[3]", "expected an object, got a list"),
+    ],
+)
+def test_the_same_words_are_there_for_what_is_no_body(given, says):
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.json.decode(given, type=GenerateReqInput)
+    assert plain_reason(caught.value) == says
 
 
 def test_bounds_stay_beside_the_type():

@@ -18,6 +18,7 @@ from headrace.benchmark.http_stream import post
 from headrace.benchmark.sse import DONE, EventParser
 from headrace.benchmark.workloads import Answer, TokenIds
 from headrace.errors import ConfigError, HeadraceError
+from headrace.plain_types import plain_reason
 
 PromptForm = Literal["auto", "ids", "text", "chat"]
 """Of completions: token ids or text; chat: the text is the user's message of a chat completion. auto: ids if the server takes them, else text."""
@@ -194,7 +195,7 @@ class OpenAITarget:
         except (aiohttp.ClientError, OSError) as error:
             record.error = f"connection: {type(error).__name__}"
         except msgspec.DecodeError as error:
-            record.error = f"bad reply: {error}"
+            record.error = f"bad reply: {plain_reason(error)}"
         record.end_s = record.end_s or time.perf_counter()
         return record
 
@@ -256,7 +257,7 @@ class OpenAITarget:
                 try:
                     chunk = self._decoder.decode(event)
                 except msgspec.DecodeError as error:
-                    record.error = f"bad chunk: {error}"
+                    record.error = f"bad chunk: {plain_reason(error)}"
                     return
                 if chunk.error is not None:
                     record.error = f"in the stream: {_shorten(str(chunk.error))}"

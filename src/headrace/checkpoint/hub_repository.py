@@ -21,6 +21,7 @@ import requests
 from headrace.checkpoint.hub_cache import COMMIT, HubName, choose_gguf, is_gguf_model
 from headrace.checkpoint.huggingface import INDEX_NAME
 from headrace.errors import ModelError
+from headrace.plain_types import plain_reason
 from headrace.version import VERSION
 
 TIMEOUT_S = (10.0, 60.0)  # to connect, between two pieces of data
@@ -107,7 +108,7 @@ class Hub:
         try:
             info = msgspec.json.decode(body, type=_Info)
         except msgspec.DecodeError as error:
-            raise ModelError(f"{self.endpoint} did not answer as the Hub does: {error}") from error
+            raise ModelError(f"{self.endpoint} did not answer as the Hub does: {plain_reason(error)}") from error
         files = [_file(sibling) for sibling in info.siblings]
         if not COMMIT.fullmatch(info.sha):
             raise ModelError(f"{self.endpoint} gave no commit of {name.repo}")

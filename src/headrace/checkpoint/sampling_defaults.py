@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ModelError
+from headrace.plain_types import plain_reason
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +215,7 @@ def _checked(stated: Mapping[str, Any], keys: Mapping[str, str], file_name: str)
         try:
             number = msgspec.convert(value, fields[name])
         except msgspec.ValidationError as error:
-            raise ModelError(f"{file_name}: {keys[name]} is {value!r:.80}: {error}") from error
+            raise ModelError(f"{file_name}: {keys[name]} is {value!r:.80}: {plain_reason(error)}") from error
         if name == "top_k" and number == 0:
             continue
         if not allowed(number):

@@ -27,6 +27,7 @@ import msgspec
 from headrace.checkpoint.names import cache_dir
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import HeadraceError
+from headrace.plain_types import plain_reason
 
 Buffer = memoryview | bytes | mmap.mmap
 
@@ -160,7 +161,7 @@ class WeightFile:
         try:
             self.header = msgspec.json.decode(text, type=Header)
         except msgspec.DecodeError as error:
-            raise WeightCacheError(f"{path.name}: its header is of another version ({error})") from error
+            raise WeightCacheError(f"{path.name}: its header is of another version ({plain_reason(error)})") from error
         self._data_start = _round_up(_PROLOGUE.size + length, _PAGE)
         size = os.fstat(self._file.fileno()).st_size
         if size != self._data_start + self.header.data_bytes:

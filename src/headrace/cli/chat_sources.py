@@ -20,6 +20,7 @@ from msgspec import Meta
 from headrace.benchmark.sse import DONE, EventParser
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ContextLengthError, HeadraceError, RequestError
+from headrace.plain_types import plain_reason
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]]
@@ -60,7 +61,7 @@ class ChatSampling:
         try:
             checked: Any = None if value is None else msgspec.convert(value, kinds[name], strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{name} {value!r}: {str(error).replace(' | null', '')}") from None
+            raise ConfigError(f"{name} {value!r}: {plain_reason(error).replace(' or null', '')}") from None
         return dataclasses.replace(self, **{name: checked})
 
 

@@ -14,6 +14,7 @@ import msgspec
 from headrace.cli.chat_sources import ChatSampling, ChatSource, Message, Tools
 from headrace.cli.media import WORDS
 from headrace.errors import ConfigError, RequestError
+from headrace.plain_types import plain_reason
 
 MAX_FILE_BYTES = 64 << 20
 """Largest file that `load` reads."""
@@ -118,7 +119,7 @@ def _messages(path: Path, given: object) -> list[Message]:
         request = msgspec.convert({"messages": given}, ChatCompletionRequest)
         template_messages(request.messages, len(given))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {plain_reason(error)}") from None
     except RequestError as error:
         raise ConfigError(f"{path}: {error.message}") from None
     for number, message in enumerate(given):

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.cli.top_figures import Load, Samples, label, parse_metrics
 from headrace.errors import ConfigError
+from headrace.plain_types import plain_reason
 
 TIMEOUT_S = 10.0
 MAX_REQUESTS = 100
@@ -157,7 +158,9 @@ class ServerReader:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"the server at {self.url} is no Headrace server: {path}: {error}") from error
+            raise ConfigError(
+                f"the server at {self.url} is no Headrace server: {path}: {plain_reason(error)}"
+            ) from error
 
     def _get(self, path: str) -> bytes | None:
         """The body of a reply with status 200, else None. What was refused, or is not there, is not asked for again."""

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.plain_types import plain_reason
 
 OPTION = "--kv-events-config"
 _EXAMPLE = '{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}'
@@ -47,7 +48,7 @@ def read_kv_events(text: str | None, num_replicas: int) -> KVEventsConfig | None
     try:
         config = msgspec.json.decode(text, type=KVEventsConfig)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{OPTION}: {error}; an example: {_EXAMPLE}") from error
+        raise ConfigError(f"{OPTION}: {plain_reason(error)}; an example: {_EXAMPLE}") from error
     if not config.is_on:
         return None
     if not config.endpoint:

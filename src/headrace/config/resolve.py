@@ -19,6 +19,7 @@ from headrace.config.least_memory import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
 from headrace.config.speculation import check_guesses_on
 from headrace.errors import ConfigError
+from headrace.plain_types import plain_reason
 
 _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
@@ -274,7 +275,7 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
     try:
         changes = msgspec.json.decode(overrides.encode(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"--json-model-override-args is not a JSON object: {error}") from error
+        raise ConfigError(f"--json-model-override-args is not a JSON object: {plain_reason(error)}") from error
     if not changes:
         return model
     changed = parse_hf_config(model.raw | changes, origin="config.json with --json-model-override-args")

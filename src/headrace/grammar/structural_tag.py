@@ -13,6 +13,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.grammar import lark, lark_nested, lark_reader
 from headrace.grammar.schema_walk import Json, decode_json
+from headrace.plain_types import plain_reason
 
 _T = TypeVar("_T")
 
@@ -131,7 +132,7 @@ def to_lark(text: str, field: str, special_tokens: Mapping[str, int]) -> str:
         else:
             root = msgspec.convert(value, _Tree).format
     except msgspec.ValidationError as err:
-        raise RequestError(f"the structural tag is not supported as it is: {err}", field) from None
+        raise RequestError(f"the structural tag is not supported as it is: {plain_reason(err)}", field) from None
     compiler = _Compiler(field, special_tokens)
     start = compiler.expression(root, ())
     return "\n".join([f"start: {start}", *compiler.definitions]) + "\n"

@@ -9,24 +9,11 @@ from collections.abc import Sequence
 
 from headrace.errors import RequestError
 from headrace.messages.allowed_values import allowed_values, field_names
+from headrace.plain_types import AT_FIELD, plain_types
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
 _WRONG_VALUE = re.compile(r"invalid enum value (.*)", re.DOTALL)
-_AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
-_TYPES = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
-
-_WORDS = {
-    "str": "a string",
-    "bytes": "a base64 string",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "a boolean",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
-
 
 _LIMITS = (
     "max_new_tokens",
@@ -41,8 +28,8 @@ _LIMITS = (
 
 def field_error(text: str, kind: object) -> RequestError:
     """The RequestError for `text`, msgspec's message about a value that is no `kind`; `param` is the field as the client wrote it."""
-    path = found[1] if (found := _AT_FIELD.search(text)) else ""
-    reason = _AT_FIELD.sub("", text)
+    path = found[1] if (found := AT_FIELD.search(text)) else ""
+    reason = AT_FIELD.sub("", text)
     if field := _UNKNOWN_FIELD.search(reason):
         name = _join(path, field[1])
         near = _nearest(field[1], field_names(kind, path))
@@ -68,21 +55,6 @@ def _nearest(name: str, names: Sequence[str]) -> str | None:
     same = _LIMITS if name in _LIMITS else (name,)
     near = [other for other in same if other in by_last] or difflib.get_close_matches(name, by_last, 1, 0.75)
     return by_last[near[0]] if near else None
-
-
-def plain_types(text: str) -> str:
-    """msgspec's names of types in words: "expected `str | null`, got `int`" -> "expected a string or null, got an integer"."""
-    return _TYPES.sub(lambda match: _in_words(match[1].split(" | ")) or match[0], text)
-
-
-def _in_words(types: list[str]) -> str:
-    """The types, joined by "or"; empty when one of them has no word."""
-    if not all(name in _WORDS for name in types):
-        return ""
-    if "float" in types and "int" in types:
-        types = [name for name in types if name != "int"]
-    words = [_WORDS[name] for name in types]
-    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
 def _join(path: str, name: str) -> str:

@@ -17,7 +17,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.frontend.tenants import Tenant, TenantLimits
 from headrace.log import get_logger
-from headrace.messages.field_errors import plain_types
+from headrace.plain_types import plain_reason
 
 log = get_logger(__name__)
 
@@ -109,7 +109,7 @@ class ApiKeys:
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from None
         except msgspec.ValidationError as error:
-            raise self._error(plain_types(str(error))) from None
+            raise self._error(plain_reason(error)) from None
         except ValueError:
             # The text of a decoder's error may hold a part of a key.
             kind = "TOML" if self._path.suffix == ".toml" else "JSON"

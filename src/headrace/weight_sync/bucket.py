@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from headrace.errors import ModelError
+from headrace.plain_types import plain_reason
 
 TENSOR_NAME = "flattened_tensor"
 METADATA_NAME = "metadata"
@@ -70,7 +71,8 @@ def unpack(
         parts = _PARTS.decode(metadata.get(METADATA_NAME, ""))
     except msgspec.DecodeError as error:
         raise ModelError(
-            f"a flattened bucket needs {METADATA_NAME} in the file's metadata, a JSON list of name, shape, dtype, start_idx, end_idx: {error}"
+            f"a flattened bucket needs {METADATA_NAME} in the file's metadata, a JSON list of name, shape, dtype, start_idx, end_idx: "
+            f"{plain_reason(error)}"
         ) from None
     return [(part.name, _tensor(flat, part, dtypes)) for part in parts]
 

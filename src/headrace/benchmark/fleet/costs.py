@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError
+from headrace.plain_types import plain_reason
 from headrace.scheduler.step_cost import StepWork
 
 _SWEEPS = 5000
@@ -74,7 +75,7 @@ def read_costs(path: Path) -> StepSeconds:
     except OSError as error:
         raise ConfigError(f"cannot read the step costs in {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no result of `headrace bench step --output`: {error}") from error
+        raise ConfigError(f"{path} is no result of `headrace bench step --output`: {plain_reason(error)}") from error
     if measured.kind != "step":
         raise ConfigError(
             f"{path} holds results of `bench {measured.kind}`; step costs come from `headrace bench step`"
