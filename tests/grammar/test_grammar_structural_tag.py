@@ -147,7 +147,7 @@ def test_schemas_are_taken_as_in_json_schema():
 @pytest.mark.parametrize(
     "content, said",
     [
-        ({"type": "foo"}, "$.format.type"),
+        ({"type": "foo"}, "format.type: invalid value"),
         ({"type": "tag", "begin": "a"}, "content"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "style"),
         ({"type": "any_text", "exclude": ["x"]}, "exclude"),
