@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from headrace import log
 from headrace.config.nodes import with_nodes
 from headrace.config.open_files import check_open_files
-from headrace.config.resolve import sampling_defaults
+from headrace.config.resolve import reply_limit, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
 from headrace.launch import RunningEngine, launch_engine
@@ -204,6 +204,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     ranks = f" on {engine.args.num_ranks} ranks" if engine.args.num_ranks > 1 else ""
     if engine.args.num_nodes > 1:
         ranks += f" of {engine.args.num_nodes} nodes"
+    limit = reply_limit(engine.args)
     pooling, has_kv = engine.pooling, engine.model.encoder is None
     cache = f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"
     rows = (
@@ -220,6 +221,11 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
         ("sampling", sampling_defaults(engine.args, engine.model).summary())
         if pooling is None
         else ("makes", pooling.summary()),
+        *(
+            (("replies", f"end at {limit} tokens where a request gives no limit (--default-max-tokens)"),)
+            if limit and pooling is None
+            else ()
+        ),
         ("URL", url),
     )
     if engine.args.log_format == "json":

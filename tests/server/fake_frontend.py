@@ -439,6 +439,7 @@ def served_model(
     reasoning_parser: str = "think",
     pooling: PoolingConfig | None = None,
     senses: Senses = NO_SENSES,
+    reply_limit: int = 0,
 ) -> ServedModel:
     """The fake model as the server knows it. pooling: what it makes of a text instead of more text. senses: the media that it takes."""
     ready = ReadyInfo(
@@ -453,7 +454,7 @@ def served_model(
     return ServedModel(
         output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
         model_type="fake", architectures=("FakeForCausalLM" if pooling is None else "FakeModel",), pooling=pooling,
-        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"), senses=senses,
+        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"), senses=senses, reply_limit=reply_limit,
     )  # fmt: skip
 
 
@@ -483,7 +484,8 @@ def make_app(
     args = ServerArgs(**({"port": 0} | options))
     reasoning_parser = "think" if args.reasoning_parser == "auto" else args.reasoning_parser
     context_length = getattr(frontend, "context_length", CONTEXT_LENGTH)
-    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser, pooling, senses)
+    limit = args.default_max_tokens or 0
+    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser, pooling, senses, limit)
     return create_app(frontend, args, model, status), args
 
 

@@ -232,7 +232,8 @@ class Engine(WeightOperations, Scores):
     ) -> ChatReply | Generator[ChatDelta, None, None]:
         """Answer a conversation, through the model's chat template; with `stream` an iterator of what is new.
 
-        messages, tools, options: as in a chat completion, whose other fields are accepted too. Without a limit the reply may fill the context.
+        messages, tools, options: as in a chat completion, whose other fields are accepted too. Without a limit the reply may fill the
+        context, of the models with names it ends at 1,024 tokens (`default_max_tokens`).
         Closing the iterator early stops the reply. Raises RequestError, CapacityError, ExecutionError.
         """
         fields = chat_fields(messages, tools, stream, options)

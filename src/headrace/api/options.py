@@ -100,6 +100,7 @@ class ServerOptions(TypedDict, total=False):
     allow_dimensions: bool
     context_length: int | None
     sampling_defaults: Literal["model", "openai"]
+    default_max_tokens: int | None
     random_seed: int
     json_model_override_args: str
     lora_paths: str

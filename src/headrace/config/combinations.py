@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from headrace.config.kv_events import read_kv_events
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
 
 def check_combinations(args: "ServerArgs") -> None:
     """Raises ConfigError that names the options."""
+    if read_kv_events(args.kv_events_config, args.num_replicas) is not None and args.disable_radix_cache:
+        raise ConfigError("--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache")
+    for option, given in (("--tokenizer-path", args.tokenizer_path), ("--chat-template", args.chat_template)):
+        if args.skip_tokenizer_init and given is not None:
+            raise ConfigError(f"{option} cannot be combined with --skip-tokenizer-init")
     if args.tokenizer_worker_num > 1 and args.max_stored_responses:
         raise ConfigError(
             "--max-stored-responses cannot be combined with --tokenizer-worker-num above 1: each worker would keep its own"

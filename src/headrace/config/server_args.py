@@ -12,7 +12,6 @@ from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config import media_options
 from headrace.config.bounds import Bounds, check_option
 from headrace.config.combinations import check_combinations
-from headrace.config.kv_events import read_kv_events
 from headrace.config.media_args import parse_media_domains
 from headrace.config.option import COUNT, FILLED, POSITIVE, SECONDS
 from headrace.config.option import option as _opt
@@ -95,6 +94,13 @@ class ServerArgs:
         "model",
         _M,
         "Sampling parameters that a request leaves out: the model's own defaults, or OpenAI's (temperature 1, no filters).",
+    )
+    default_max_tokens: int | None = _opt(
+        None,
+        _M,
+        "Most tokens of a chat's reply whose request gives no limit; 0 = as many as fit; default: 1024 for the models of `headrace models` with "
+        "names of their own, else 0.",
+        COUNT,
     )
     random_seed: int = _opt(0, _M, "Seed for dummy weights, and for requests that set no seed.", COUNT)
     json_model_override_args: str = _opt(
@@ -584,14 +590,9 @@ class ServerArgs:
         parse_origins(self.allow_origins)
         parse_hosts(self.allowed_hosts or "")
         parse_media_domains(self.allowed_media_domains)
-        if read_kv_events(self.kv_events_config, self.num_replicas) is not None and self.disable_radix_cache:
-            raise ConfigError("--kv-events-config needs the prefix cache: leave --disable-radix-cache out")
         for name in ("chunked_prefill_size", "max_step_ms"):
             if (value := getattr(self, name)) is not None and value != -1 and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be -1 or at least 1, got {value}")
-        for name in ("tokenizer_path", "chat_template"):
-            if self.skip_tokenizer_init and getattr(self, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")
         check_processes(self)
         check_speculation(self)
         for field_ in fields(self) if not self.ray else ():

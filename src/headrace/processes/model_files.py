@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.checkpoint.names import resolve_model
 from headrace.config.media_options import textual_by_options
-from headrace.config.resolve import sampling_defaults
+from headrace.config.resolve import reply_limit, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError, RequestError
 from headrace.log import get_logger
@@ -199,6 +199,7 @@ def served_model(
         sampling_defaults=sampling_defaults(args, model),
         pooling=pooling,
         senses=media.senses,
+        reply_limit=reply_limit(args),
     )
 
 

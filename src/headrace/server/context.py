@@ -49,7 +49,8 @@ class ServedModel:
 
     chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
     calls and reasoning; None = it writes neither. senses: which media it takes. pooling: what it makes of a text instead of more text; None = it
-    generates. model_type, architectures: as the checkpoint's config.json says.
+    generates. model_type, architectures: as the checkpoint's config.json says. reply_limit: most tokens of a chat's reply whose request gives no
+    limit; 0 = as many as fit.
     """
 
     name: str
@@ -64,7 +65,13 @@ class ServedModel:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     pooling: PoolingConfig | None = None
     senses: Senses = NO_SENSES
+    reply_limit: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def default_reply_tokens(self) -> int:
+        """The limit of a chat's reply that has none; the room in the context limits it, too."""
+        return self.reply_limit or self.context_length
 
 
 @dataclass(slots=True)

@@ -123,6 +123,7 @@ class ControlAPI:
                 "vocab_size": model.ready.vocab_size,
                 "hidden_size": model.ready.hidden_size,
                 "dtype": model.ready.dtype,
+                "default_max_tokens": model.reply_limit or None,
                 "sampling_defaults": {**model.sampling_defaults.values(), "origin": model.sampling_defaults.origin},
                 "weight_version": self.context.frontend.weights.version,
             }

@@ -61,9 +61,12 @@ class ChatCall:
         )
         return ChoiceStream(parser, pieces)
 
-    async def updates(self, asker: Asker) -> AsyncGenerator[SampleUpdate, None]:
-        """Generate. Without a limit the output may fill the context. Raises the errors of the engine, which name the fields of the request."""
-        limit = self.context.model.context_length
+    async def updates(self, asker: Asker, may_fill_context: bool = False) -> AsyncGenerator[SampleUpdate, None]:
+        """Generate. may_fill_context: no limit was asked for, and not just none given. Raises the errors of the engine, which name the fields of the
+        request.
+        """
+        model = self.context.model
+        limit = model.context_length if may_fill_context else model.default_reply_tokens
         updates = self.context.frontend.generate_request(
             self.call, default_max_new_tokens=limit, in_chat=True, caller=asker.caller
         )

@@ -130,7 +130,8 @@ class OllamaGenerationAPI:
             lora_path=adapter,
             **_logprob_options(body),
         )
-        return _Run(run_id, call.updates(exchange), call.choice())
+        has_no_limit = body.options is not None and body.options.num_predict is not None
+        return _Run(run_id, call.updates(exchange, may_fill_context=has_no_limit), call.choice())
 
     async def _raw_run(self, exchange: Exchange, body: OllamaGenerateRequest, prompt: str) -> _Run:
         context, run_id = self.context, _new_id()

@@ -29,7 +29,7 @@ from headrace.server.openai.base import (
     Usage,
 )
 from headrace.server.openai.chat_request import conversation_of, predicted_text
-from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, refuse_unsupported
+from headrace.server.openai.protocol import AS_MANY_AS_FIT, MAX_LOGPROBS, ChatCompletionRequest, refuse_unsupported
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 from headrace.text.tokenizers import Tokenizer
 
@@ -64,8 +64,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
 
     def __init__(self, context: ServingContext) -> None:
         super().__init__(context, ChatCompletionRequest)
-        # Limited to the room in the context.
-        self.default_max_tokens = context.model.context_length
+        self.default_max_tokens = context.model.default_reply_tokens
 
     def validate(self, request: ChatCompletionRequest) -> None:
         """Raises RequestError for what is not supported, and for contradictory parameters."""
@@ -85,7 +84,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
                 raise RequestError(message, "top_logprobs")
 
     async def convert(self, request: ChatCompletionRequest) -> ChatGeneration:
-        """Render and tokenize the messages. Without a limit, the output may fill the context."""
+        """Render and tokenize the messages."""
         context_length = self.context.model.context_length
         generation_id = self.new_id(request)
         chat = await chat_call(
@@ -156,7 +155,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
 
     def updates(self, asker: Asker, generation: ChatGeneration) -> AsyncGenerator[SampleUpdate, None]:
         """See OpenAIServingBase."""
-        return generation.chat.updates(asker)
+        return generation.chat.updates(asker, generation.request.output_limit == AS_MANY_AS_FIT)
 
     def chunk_writer(self, generation: ChatGeneration) -> "ChatChunks":
         """See `ChatChunks`."""

@@ -14,7 +14,7 @@ const NUMBERS = [
   ['frequency_penalty', 'Frequency penalty', { min: -2, max: 2, step: 'any' }],
   ['presence_penalty', 'Presence penalty', { min: -2, max: 2, step: 'any' }],
 ];
-const DEFAULTS = { max_tokens: 'as fit', seed: 'random', frequency_penalty: '0', presence_penalty: '0' };
+const DEFAULTS = { seed: 'random', frequency_penalty: '0', presence_penalty: '0' };
 const SCHEMA = '{\n  "type": "object",\n  "properties": {"answer": {"type": "string"}},\n  "required": ["answer"]\n}';
 const TOOLS = '[{"type": "function", "function": {\n  "name": "get_weather",\n  "parameters": {"type": "object",\n    "properties": {"city": {"type": "string"}},\n    "required": ["city"]}}}]';
 
@@ -111,7 +111,7 @@ export class Panel {
     this.model.replaceChildren(...names.map((name, index) => h('option', { value: index ? name : '' }, name)));
     this.model.value = this.settings.model ?? '';
     if (this.model.selectedIndex < 0) this.model.selectedIndex = 0;
-    const defaults = { ...DEFAULTS, ...info.sampling_defaults };
+    const defaults = { ...DEFAULTS, max_tokens: info.default_max_tokens ?? 'as fit', ...info.sampling_defaults };
     for (const [name] of NUMBERS) this.fields.get(name).placeholder = defaults[name] ?? '';
     byId('model-about').textContent = `${info.served_model_name}, context of ${info.context_length.toLocaleString('en')} tokens` +
       (info.sampling_defaults.origin ? `; sampling defaults of ${info.sampling_defaults.origin}` : '');
