@@ -1,8 +1,12 @@
 """What a process reads of the model besides its weights: configuration, tokenizer and chat template.
 
-Each process opens what it needs for itself. What takes long to import is imported where it is used.
+Each process opens what it needs for itself; the threads of an engine that is one process (--single-process) share a tokenizer. What takes long to
+import is imported where it is used.
 """
 
+import threading
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -71,7 +75,24 @@ def open_tokenizer(args: ServerArgs) -> "Tokenizer":
 
     if args.skip_tokenizer_init:
         return NoTokenizer()
-    return load_tokenizer(resolve_model(args.tokenizer_path or args.model_path))
+    path = resolve_model(args.tokenizer_path or args.model_path)
+    key = (path, _stamp(path))
+    with _opening:
+        tokenizer = _open_tokenizers.get(key)
+        if tokenizer is None:
+            tokenizer = _open_tokenizers[key] = load_tokenizer(path)
+    return tokenizer
+
+
+# A tokenizer of each thread would be made and freed in another arena of malloc each time, which keep most of that memory.
+_open_tokenizers: "weakref.WeakValueDictionary[tuple[Path, object], Tokenizer]" = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def _stamp(path: Path) -> object:
+    """What changes with the files of a model."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return tuple((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files if file.exists())
 
 
 def open_media(

@@ -21,6 +21,7 @@ from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
+from headrace.processes.lasting_thread import run_in_lasting_thread
 from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
@@ -83,13 +84,12 @@ def run_scheduler(
         tokenizer.start()
         ends = functools.cache(lambda: end_tokens(args, model, tokenizer.get()))
         grammars = _grammars(args, tokenizer, model, ends)
-        preparation = threading.Thread(target=grammars.prepare, name="prepare-grammars", daemon=True)
-        preparation.start()  # beside the weights
+        preparation = run_in_lasting_thread(grammars.prepare)  # beside the weights
         if ranks is None:
             worker, ready = build_worker(args, on_progress)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks)
-        preparation.join()
+        preparation.result()
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
         events = _block_events(ready) if publisher is not None else None
         scheduler = Scheduler(
@@ -226,7 +226,7 @@ class _LateTokenizer:
             with contextlib.suppress(ModelError):  # who asks for it is told
                 self.get()
 
-        threading.Thread(target=open_it, name="tokenizer", daemon=True).start()
+        run_in_lasting_thread(open_it)
 
     def get(self) -> "Tokenizer":
         """The tokenizer, once it is open."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
+from headrace.garbage import give_back_free_memory
 from headrace.messages.channel import Channels, LocalChannels
 from headrace.messages.control import ReadyInfo
 from headrace.processes.detokenizer_process import run_detokenizer
@@ -100,5 +101,6 @@ class ThreadParts(Parts):
         for thread in self._threads:
             thread.join(STOP_S)
         self.channels.close()
+        give_back_free_memory()
 
     kill = stop

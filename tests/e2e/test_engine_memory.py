@@ -1,0 +1,78 @@
+"""A process that makes one engine after the other keeps nothing of those that are closed."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+
+from headrace.api.engine import Engine
+from headrace.config.server_args import ServerArgs
+from headrace.processes import lasting_thread, model_files
+from headrace.text import tokenizers
+
+PROGRAM = """
+import gc
+from headrace.api.engine import Engine
+
+def memory_mib():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) // 1024 for line in file if line.startswith("RssAnon:"))
+
+for number in range(4):
+    with Engine("smollm2", single_process=True, num_threads=1, max_total_tokens=256, log_level="error"):
+        pass
+    gc.collect()
+    print(memory_mib())
+"""
+
+MAX_GROWTH_MIB = 24
+"""Of the last two engines together: 10 were seen, and 40 when each kept its tokenizers and its vocabulary of grammars. The first ones
+grow what stays, such as pools of threads."""
+
+
+def test_memory_does_not_grow_with_each_engine():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
+    sizes = [int(line) for line in done.stdout.split()]
+    assert len(sizes) == 4
+    assert sizes[3] - sizes[1] < MAX_GROWTH_MIB, sizes
+
+
+def test_the_threads_of_an_engine_share_a_tokenizer(tiny_model: str, monkeypatch: pytest.MonkeyPatch):
+    made: list[weakref.ref[Any]] = []
+    load = tokenizers.load_tokenizer
+
+    def counted(path: Path) -> Any:
+        tokenizer = load(path)
+        made.append(weakref.ref(tokenizer))
+        return tokenizer
+
+    monkeypatch.setattr(tokenizers, "load_tokenizer", counted)
+    options: dict[str, Any] = {"single_process": True, "num_threads": 1, "max_total_tokens": 256, "log_level": "error"}
+    for number in (1, 2):
+        with Engine(tiny_model, **options) as engine:
+            engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2, "stop": "x"})
+        del engine
+        gc.collect()
+        assert [one() for one in made] == [None] * number
+
+
+def test_a_file_that_changes_is_another_tokenizer(tiny_model: str, tmp_path: Path):
+    folder = tmp_path / "model"
+    copytree(tiny_model, folder)
+    args = ServerArgs(model_path=str(folder))
+    first = model_files.open_tokenizer(args)
+    assert model_files.open_tokenizer(args) is first
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
+    assert model_files.open_tokenizer(args) is not first
+
+
+def test_work_of_all_engines_is_done_in_one_thread():
+    idents = {lasting_thread.run_in_lasting_thread(threading.get_ident).result(60) for _ in range(3)}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
