@@ -1,6 +1,7 @@
 """The progress bar while the weights load, in a terminal or a notebook. Runs in the main process."""
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +18,9 @@ def loading_bar() -> Iterator[OnProgress]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
+    if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+        yield _plain_bar
+        return
     columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(console.status("starting", refresh_per_second=4))
@@ -30,3 +34,13 @@ def loading_bar() -> Iterator[OnProgress]:
             bar.update(bar.task_ids[0], completed=done, total=total)
 
         yield show
+
+
+def _plain_bar(done: int, total: int) -> None:
+    """A line of text that is written over. rich draws in a notebook with ipywidgets only, and warns where it is missing."""
+    print(
+        f"\rloading weights {100 * done // max(1, total):3} %",
+        end="\n" if done >= total else "",
+        file=sys.stderr,
+        flush=True,
+    )
