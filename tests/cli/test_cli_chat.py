@@ -399,6 +399,21 @@ def test_a_servers_reasoning_and_calls_become_pieces(server):
         list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, None, []))
 
 
+def test_a_reply_that_the_limit_cuts_is_said_to_be_cut(monkeypatch, server):
+    end = (
+        {"choices": [{"index": 0, "delta": {"content": "He"}}]},
+        {"choices": [{"delta": {}, "finish_reason": "length"}]},
+    )
+    server.frames = [*map(frame, end), b"data: [DONE]\n\n"]
+    chat = ServerChat(server.url, ChatSampling(), model="m")
+
+    assert list(chat.reply(MESSAGES, None, ())) == [Piece("He", 1), Piece("", 1, is_cut=True)]
+    shown = talk(monkeypatch, chat, "hi", stdin=Terminal)
+    assert "cut at the limit of tokens" in " ".join(shown.split())
+    server.frames = server.frames[::2]
+    assert "cut" not in talk(monkeypatch, chat, "hi", stdin=Terminal)
+
+
 def test_a_servers_refusal_is_told_in_its_words(server):
     server.status, server.frames = 400, [b'{"error": {"message": "prompt too long"}}']
     chat = ServerChat(server.url, ChatSampling(), model="m")

@@ -126,6 +126,7 @@ class _Reply:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._num_tokens = 0
+        self._is_cut = False
         self._is_in_line = False
         self._start_s = self._first_s = time.perf_counter()
 
@@ -142,6 +143,7 @@ class _Reply:
         if not self._num_tokens:
             self._first_s = time.perf_counter()
         self._num_tokens = piece.num_tokens
+        self._is_cut |= piece.is_cut
         if not piece.text:
             return
         if piece.is_reasoning:
@@ -182,7 +184,8 @@ class _Reply:
         count, writing_s = self._num_tokens, time.perf_counter() - self._first_s
         rate = f"{(count - 1) / writing_s:.1f} tok/s, " if count > 1 and writing_s > 0 else ""
         tokens = "1 token" if count == 1 else f"{count} tokens"
-        return f"{tokens}, {rate}first after {self._first_s - self._start_s:.2f} s"
+        cut = ", cut at the limit of tokens" if self._is_cut else ""
+        return f"{tokens}, {rate}first after {self._first_s - self._start_s:.2f} s{cut}"
 
 
 def _close(pieces: Iterator[Part]) -> None:

@@ -67,11 +67,12 @@ class ChatSampling:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Newly arrived text. num_tokens: of the reply so far. is_reasoning: it is not part of the answer."""
+    """Newly arrived text. num_tokens: of the reply so far. is_reasoning: it is not part of the answer. is_cut: the limit of tokens ends the reply."""
 
     text: str
     num_tokens: int
     is_reasoning: bool = False
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ class EngineChat:
                         if call.id is not None:
                             calls.begin(call.index, call.id, call.name or "")
                         calls.add(call.index, call.arguments)
+                    if delta.finish_reason == "length":
+                        yield Piece("", num_tokens, is_cut=True)
                     if delta.usage is not None:
                         yield Piece("", delta.usage.completion_tokens)
         except ContextLengthError as error:
@@ -201,6 +204,8 @@ class ServerChat:
                         if text:
                             num_tokens += 1
                             yield Piece(text, num_tokens, is_reasoning)
+                    if choice.get("finish_reason") == "length":
+                        yield Piece("", num_tokens, is_cut=True)
                 usage = chunk.get("usage")
                 if usage:
                     yield Piece("", usage["completion_tokens"])
