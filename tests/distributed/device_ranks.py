@@ -42,6 +42,9 @@ class OtherRank:
         if self._building.done():
             self._building.result()
 
+    def wait_loaded(self) -> None:
+        pass
+
     def wait_ready(self) -> None:
         runner, resources = self._building.result(LIMIT_S)
 

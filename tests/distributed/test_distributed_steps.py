@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rank_harness import LIMIT_S, new_group
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 
@@ -22,7 +23,7 @@ from headrace.distributed.rank import Rank
 from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.execution.build import build_follower, build_worker
-from headrace.execution.ranks import follow
+from headrace.execution.ranks import FollowerRunner, follow
 from headrace.kernels import cpu
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec, PromptContent
@@ -47,6 +48,9 @@ class Other:
         self.reasons = reasons
 
     def check(self) -> None:
+        pass
+
+    def wait_loaded(self) -> None:
         pass
 
     def wait_ready(self) -> None:
@@ -83,6 +87,50 @@ def ranks(folder: Path) -> Iterator[tuple[Driver, list[str]]]:
         yield Driver(worker, info), broken
         worker.close()
         running.result(LIMIT_S)
+
+
+@pytest.mark.parametrize("factor, dtype", [(1.0, torch.int8), (300.0, torch.bfloat16)])
+def test_the_leader_measures_with_the_others_and_all_have_the_kv_precision_that_it_chooses(
+    tmp_path: Path, factor: float, dtype: torch.dtype
+):
+    save_llama(tmp_path, hidden_size=64, intermediate_size=256)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in tensors:
+        if "k_proj" in name:
+            tensors[name][5::16] *= factor
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    args = ServerArgs(
+        model_path=str(tmp_path),
+        tp_size=2,
+        quantization="int8",
+        max_running_requests=2,
+        max_total_tokens=CONTEXT,
+        num_threads=1,
+        disable_weight_cache=True,
+    )
+    waited: list[str] = []
+    with new_group(2) as (group, fd), ThreadPoolExecutor(1) as other:
+        theirs = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
+
+        def run() -> FollowerRunner:
+            rank = Rank(Shard(1, 2, theirs), group=theirs)
+            runner, resources = build_follower(args, rank, lambda: waited.append("follower"))
+            with resources:
+                follow(runner, theirs)
+            return runner
+
+        running = other.submit(run)
+        others = Other([])
+        others.wait_loaded = lambda: waited.append("leader")  # type: ignore[method-assign]
+        rank = Rank(Shard(0, 2, group), group=group)
+        worker, info = build_worker(args, rank=rank, others=others, encode=lambda text: prompt(200, 0))
+        worker.close()
+        follower = running.result(LIMIT_S).attention.paged_kv()
+
+    assert info.kv_cache_dtype == str(dtype).removeprefix("torch.")
+    assert follower is not None
+    assert {keys.dtype for keys in follower.pool.k} == {dtype}
+    assert sorted(waited) == ["follower", "leader"]
 
 
 def test_sequences_that_cannot_be_entered_end_with_their_steps_and_nothing_else(

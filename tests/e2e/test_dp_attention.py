@@ -96,6 +96,7 @@ def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(tiny_mi
 def test_quantised_answers_have_the_same_bits_together(tiny_mixture: str):
     prompts = hundred_prompts()[:8]
     with running_engine(tiny_mixture, quantization="int8", **TWO) as engine:
+        assert engine.get_server_info()["kv_cache_added_error"] <= 0.02
         alone = [engine.generate(input_ids=prompt, sampling_params=PLAIN)["output_ids"] for prompt in prompts]
         both = engine.generate(input_ids=prompts, sampling_params=PLAIN)
     assert [one["output_ids"] for one in both] == alone

@@ -113,6 +113,8 @@ def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model
 
 def test_quantised_and_with_hidden_states(tiny_model: str):
     with running_engine(tiny_model, quantization="int8", **TWO) as engine:
+        info = engine.get_server_info()
+        assert (info["kv_cache_dtype"], info["kv_cache_added_error"] <= 0.02) == ("int8", True)
         first, second = (engine.generate("Water boils at", GREEDY, return_hidden_states=True) for _ in range(2))
         assert first["output_ids"] == second["output_ids"]
         assert len(first["meta_info"]["hidden_states"]) == len(second["meta_info"]["hidden_states"])

@@ -139,6 +139,8 @@ def test_replicas_together_are_what_a_client_may_ask_for():
     assert (both.max_total_tokens, both.context_length, both.max_running_requests) == (4000, 2000, 16)
     with pytest.raises(ConfigError, match="GPU"):
         of_all_replicas([READY, msgspec.structs.replace(READY, device="cuda")])
+    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
+        of_all_replicas([READY, msgspec.structs.replace(READY, kv_cache_dtype="int8")])
 
 
 def test_states_add_up():

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -43,6 +44,7 @@ from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.models.decoder import DecoderLM
 from headrace.models.spec import CausalLM
+from headrace.processes.model_files import tokens_of
 from headrace.sampling.params import ResolvedSamplingParams
 
 _GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temperature=0.0))
@@ -114,7 +116,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         context_length=room,
         max_total_tokens=rows * room,
     )
-    worker, info = build_worker(args)
+    worker, info = build_worker(args, encode=partial(tokens_of, args))
     assert isinstance(worker, TpModelWorker), type(worker)
     try:
         if info.device != "cpu":

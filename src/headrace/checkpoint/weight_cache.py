@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -34,6 +35,8 @@ Buffer = memoryview | bytes | mmap.mmap
 _MAGIC = b"HRWEIGHT"
 _PROLOGUE = struct.Struct("<8sQQ")
 _SUFFIX = ".weights"
+_MEASURED_SUFFIX = ".measured"
+_SUFFIXES = (_SUFFIX, _MEASURED_SUFFIX, ".unfinished")
 _PAGE = 4096
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
@@ -75,6 +78,13 @@ class Header(msgspec.Struct, frozen=True):
     precision: str
     layers: tuple[StoredLayer, ...]
     data_bytes: int
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What was measured of the weights of an identity, by name; in a file of its own beside them."""
+
+    identity: str
+    values: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,30 @@ def code_digest(root: Path) -> str:
 def path_of(identity: str) -> Path:
     """The file of this identity, there or not."""
     return folder() / f"{identity[:32]}{_SUFFIX}"
+
+
+def read_measured(identity: str) -> dict[str, float]:
+    """What was measured of these weights, by name; empty when nothing is kept, or the file is damaged."""
+    try:
+        found = msgspec.json.decode(_measured_path(identity).read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return found.values if found.identity == identity else {}
+
+
+def keep_measured(identity: str, name: str, value: float) -> None:
+    """Keep a value beside those that are kept. Raises WeightCacheError."""
+    path = _measured_path(identity)
+    text = msgspec.json.encode(Measured(identity, read_measured(identity) | {name: value}))
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_whole(path, lambda file: file.write(text))
+    except OSError as error:
+        raise WeightCacheError(f"cannot write to {path.parent}: {error.strerror}") from error
+
+
+def _measured_path(identity: str) -> Path:
+    return path_of(identity).with_suffix(_MEASURED_SUFFIX)
 
 
 class WeightFile:
@@ -247,24 +281,33 @@ def write(
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_room(start + offset)
-        handle, unfinished = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".unfinished", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_PROLOGUE.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
-                for at, data in buffers:
-                    file.seek(start + at)
-                    file.write(data)
-                file.truncate(start + offset)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+
+        def fill(file: BinaryIO) -> None:
+            file.write(_PROLOGUE.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
+            for at, data in buffers:
+                file.seek(start + at)
+                file.write(data)
+            file.truncate(start + offset)
+
+        _write_whole(path, fill)
     except OSError as error:
         raise WeightCacheError(f"cannot write to {path.parent}: {error.strerror}") from error
     return path
+
+
+def _write_whole(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Write a file that appears under its name only when it is complete. Raises OSError."""
+    handle, unfinished = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".unfinished", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
 
 
 def cached_files() -> list[CachedFile]:
@@ -283,9 +326,9 @@ def cached_files() -> list[CachedFile]:
 
 
 def clear() -> int:
-    """Delete every file, unfinished ones too. Returns the bytes that this frees. Raises WeightCacheError."""
+    """Delete every file, unfinished ones and what was measured, too. Returns the bytes that this frees. Raises WeightCacheError."""
     freed = 0
-    for path in [*folder().glob(f"*{_SUFFIX}"), *folder().glob("*.unfinished")]:
+    for path in [path for suffix in _SUFFIXES for path in folder().glob(f"*{suffix}")]:
         try:
             size = path.stat().st_size
             path.unlink()
@@ -309,6 +352,7 @@ def _make_room(num_bytes: int) -> None:
     while taken + num_bytes > share:
         oldest = files.pop()
         oldest.path.unlink(missing_ok=True)
+        oldest.path.with_suffix(_MEASURED_SUFFIX).unlink(missing_ok=True)
         taken -= oldest.num_bytes
 
 

@@ -183,7 +183,7 @@ def _kv_cache() -> str:
     small = [name for name, facts in FORMATS.items() if facts.kv_cache == "int8"]
     return (
         f"on CPU int16 with int16 weights, int8 with {', '.join(small[:-1])} or {small[-1]} if heads have at most 128 elements, "
-        "else that of the weights"
+        "unless a short text shows that they hurt the model; else that of the weights"
     )
 
 

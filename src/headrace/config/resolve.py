@@ -105,6 +105,8 @@ class Config:
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
     deterministic: results on a GPU do not depend on the batch. On CPU they never do.
     activations: dtype of what linear layers that are not quantised multiply with their weights.
+    kv_cache_fallback: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured; None = it stays.
+    kv_cache_added_error: what was measured, see `execution.kv_precision`; None = nothing.
     decisions: one sentence per choice that the user did not make.
     """
 
@@ -127,6 +129,8 @@ class Config:
     mem_fraction_static: float
     cuda_graph_sizes: tuple[int, ...]
     decisions: tuple[str, ...]
+    kv_cache_fallback: str | None = None
+    kv_cache_added_error: float | None = None
 
     @property
     def weight_format(self) -> Scheme:
@@ -200,6 +204,18 @@ def resolve(
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
         cuda_graph_sizes=cuda_graph_sizes,
         decisions=tuple(decisions),
+        kv_cache_fallback=None if kv_cache_dtype == kv_floats else kv_floats,
+    )
+
+
+def with_kv_cache(config: Config, kv_cache_dtype: str, reason: str) -> Config:
+    """`config` with this KV precision for good, and the reason as its decision."""
+    others = (decision for decision in config.decisions if not decision.startswith("kv_cache_dtype "))
+    return replace(
+        config,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_fallback=None,
+        decisions=(*others, f"kv_cache_dtype {kv_cache_dtype}: {reason}"),
     )
 
 
@@ -428,7 +444,8 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str) -> str:
 def _automatic_kv_cache_dtype(
     needs: AttentionNeeds, quantization: Scheme, backend: AttentionFacts, decisions: list[str]
 ) -> str:
-    """Integers beside weights of integers on CPU, if the backend has such a cache: 8 bits, if heads are not wide, or 16.
+    """Integers beside weights of integers on CPU, if the backend has such a cache: 8 bits, if heads are not wide, or 16. The model may still refuse
+    them, see `Config.kv_cache_fallback`.
 
     needs: with the dtype of the weights.
     """

@@ -380,7 +380,7 @@ class ServerArgs:
         "auto",
         _Q,
         "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, and int8 with int8, int8-fast or int4 "
-        "if heads have at most 128 elements, else that of the weights. "
+        "if heads have at most 128 elements, unless a short text shows that they hurt the model; else that of the weights. "
         "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _opt(False, _Q, "Disable prefix caching: requests share no KV cache.")

@@ -16,7 +16,7 @@ Read first: build.py (start-up; setup.py is what it decides before weights are l
   they share)
 - Weights: load_weights.py, load_threads.py (several tensors at a time), weight_cache.py (packed, from a file),
   update_weights.py, updatable.py (makes it), save_weights.py, gather_weights.py (whole weights from the parts of ranks)
-- Memory: memory.py (how much there is), pool_plan.py (how much of it is for KV), rank_placement.py (on which
+- Memory: memory.py (how much there is), pool_plan.py (how much of it is for KV), kv_precision.py (in which dtype), rank_placement.py (on which
   device), released.py (given back for a while)
 - Watching: profiler.py, expert_recorder.py; faults.py (injected ones, for tests)
 - `headrace quantize`: calibrate.py, perplexity.py

@@ -32,6 +32,7 @@ from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool, verifying_sizes
+from headrace.execution.kv_precision import Encode, settle_kv_cache
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
@@ -46,6 +47,7 @@ from headrace.execution.released import DraftMemory
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.setup import (
     Setup,
+    check_asked_pool,
     choose_kernels,
     fingerprint_of,
     load_checkpoint,
@@ -117,18 +119,19 @@ def build_worker(
     progress: Progress = lambda done, total: None,
     rank: Rank = ALONE,
     others: OtherRanks = NO_OTHER_RANKS,
+    encode: Encode = lambda text: (),
 ) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
     progress: called with (bytes loaded, total bytes). rank: the leader's; the others are built meanwhile (`build_follower`), and are ready, too,
-    when this returns. Raises ConfigError or ModelError, and the errors of the others.
+    when this returns. encode: see `settle_kv_cache`. Raises ConfigError or ModelError, and the errors of the others.
     """
     begin = time.perf_counter()
     checkpoint = open_model(args)
     if checkpoint.config.encoder is not None:
         return build_encoder_worker(args, checkpoint, progress)
     with ExitStack() as resources:
-        built = _build(args, checkpoint, progress, rank, others, resources)
+        built = _build(args, checkpoint, progress, rank, others, resources, encode, others.wait_loaded)
         if isinstance(built.runner, LeaderRunner):
             built.runner.on_broken = others.give_up
             resources.callback(built.runner.stop)
@@ -145,10 +148,24 @@ def build_worker(
     return worker, info
 
 
-def build_follower(args: ServerArgs, rank: Rank) -> tuple[FollowerRunner, ExitStack]:
-    """The runner of a rank that is not the leader, and what to close after it. Raises ConfigError or ModelError."""
+def build_follower(
+    args: ServerArgs, rank: Rank, on_loaded: Callable[[], None] = lambda: None
+) -> tuple[FollowerRunner, ExitStack]:
+    """The runner of a rank that is not the leader, and what to close after it.
+
+    on_loaded: called where the leader waits for the weights. Raises ConfigError or ModelError.
+    """
     with ExitStack() as resources:
-        built = _build(args, open_model(args), lambda done, total: None, rank, NO_OTHER_RANKS, resources)
+        built = _build(
+            args,
+            open_model(args),
+            lambda done, total: None,
+            rank,
+            NO_OTHER_RANKS,
+            resources,
+            lambda text: (),
+            on_loaded,
+        )
         runner, link, devices = built.runner, built.link, built.rank.devices
         assert isinstance(runner, FollowerRunner), rank
         if link is not None:
@@ -160,9 +177,19 @@ def build_follower(args: ServerArgs, rank: Rank) -> tuple[FollowerRunner, ExitSt
 
 
 def _build(
-    args: ServerArgs, checkpoint: Checkpoint, progress: Progress, rank: Rank, others: OtherRanks, resources: ExitStack
+    args: ServerArgs,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    rank: Rank,
+    others: OtherRanks,
+    resources: ExitStack,
+    encode: Encode,
+    wait_loaded: Callable[[], None],
 ) -> _Built:
-    """Everything up to the runner, for a decoder. resources: get what must end with it. Raises ConfigError or ModelError."""
+    """Everything up to the runner, for a decoder.
+
+    resources: get what must end with it. encode, wait_loaded: see `settle_kv_cache`. Raises ConfigError or ModelError.
+    """
     fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, rank)
     if rank.group is not None and not setup.is_cpu:
@@ -170,16 +197,20 @@ def _build(
         resources.callback(devices.close)
         rank = rank.on(devices)
         setup = replace(setup, placement=replace(setup.placement, shard=rank.shard))
-    decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions]
     processors = load_processors(args.custom_logit_processors)
     choose_kernels(setup, resources)
+    of_load: list[str] = []
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
-        model = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, decisions)
+        model, cache = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, of_load)
+    checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, encode, wait_loaded)
+    if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
+        check_asked_pool(setup, rank)
+    decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions, *of_load]
     if args.enable_torch_compile:
         _compile(model, setup.spec.name)
-    draft = load_draft(setup, model, resources, decisions)
+    draft = load_draft(setup, model, resources, decisions, encode)
     memory = _allocate(setup, model, rank, others, decisions, draft)
     link = None if setup.is_cpu else _link(setup, rank, others)
     table = _sequence_table(setup, memory, link, rank)
@@ -416,6 +447,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
         page_size=config.page_size,
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_added_error=config.kv_cache_added_error,
         device=config.device,
         attention_backend=config.attention_backend,
         model_class=setup.spec.name,

@@ -19,6 +19,7 @@ from headrace.execution.device_eagle import DeviceEagleDrafter
 from headrace.execution.draft_model import DraftModel
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.eagle import EagleDrafter
+from headrace.execution.kv_precision import Encode, settle_kv_cache
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory
 from headrace.execution.pool_plan import RankNeeds
@@ -68,25 +69,32 @@ class LoadedDraft:
         return DraftMemory(self.keepers, self.backend, pool, self.bind)
 
 
-def load_draft(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft | None:
-    """model: the target's, whose layers are not fused yet. None: nothing guesses that has weights. Raises ConfigError or ModelError that name the
-    option."""
-    loads = {"draft": _load_model, "eagle3": _load_head}
-    if target.args.speculative_algorithm not in loads:
+def load_draft(
+    target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str], encode: Encode
+) -> LoadedDraft | None:
+    """model: the target's, whose layers are not fused yet. encode: see `settle_kv_cache`. None: nothing guesses that has weights.
+
+    Raises ConfigError or ModelError that name the option.
+    """
+    algorithm = target.args.speculative_algorithm
+    if algorithm not in ("draft", "eagle3"):
         return None
     try:
-        return loads[target.args.speculative_algorithm](target, model, resources, decisions)
+        if algorithm == "eagle3":
+            return _load_head(target, model, decisions)
+        return _load_model(target, resources, decisions, encode)
     except (ConfigError, ModelError) as error:
         raise type(error)(f"{_OPTION}: {error.message}") from error
 
 
-def _load_model(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft:
+def _load_model(target: Setup, resources: ExitStack, decisions: list[str], encode: Encode) -> LoadedDraft:
     args = _own_args(target)
     checkpoint = open_model(args)
     fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, ALONE)
     _check(target, setup)
-    draft = load_checkpoint(setup, checkpoint, fingerprint, lambda done, total: None, resources, decisions)
+    draft, cache = load_checkpoint(setup, checkpoint, fingerprint, lambda done, total: None, resources, decisions)
+    setup = settle_kv_cache(setup, draft, ALONE, cache, encode)
     most = target.args.speculative_num_draft_tokens
     shape = setup.kv_shape(ALL_LAYERS)
     decisions.append(
@@ -146,7 +154,7 @@ def _check(target: Setup, draft: Setup) -> None:
         )
 
 
-def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft:
+def _load_head(target: Setup, model: CausalLM, decisions: list[str]) -> LoadedDraft:
     args, own_args = target.args, _own_args(target)
     checkpoint = open_model(own_args)
     fingerprint = fingerprint_of(checkpoint)

@@ -54,7 +54,7 @@ def build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Pro
     with ExitStack() as resources:
         choose_kernels(setup, resources)
         with naming_memory("the weights", "use --quantization int8, a smaller model, or a machine with more memory"):
-            model = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, decisions)
+            model, _ = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, decisions)
         attention = setup.make_attention()
         reason = model.fuse(attention)
         decisions.append(

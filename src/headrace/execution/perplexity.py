@@ -10,7 +10,22 @@ from headrace.attention.select import make_backend
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.models.spec import CausalLM, kv_shape
 
-_PAGE = 16
+PAGE = 16
+"""Tokens of a page of the KV cache of a window."""
+
+
+def window_rows(num_tokens: int) -> StepRows:
+    """The step of one sequence from its first position, in the slots 0, 1, ... of its own KV cache, on CPU."""
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    return StepRows(
+        starts=[0],
+        counts=[num_tokens],
+        positions=positions,
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+        row_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
+        out_slots=positions,
+        slots=positions.unsqueeze(0),
+    )
 
 
 class WindowRunner:
@@ -21,25 +36,15 @@ class WindowRunner:
     ) -> None:
         self._model = model
         self._attention: AttentionBackend = make_backend(backend)
-        num_slots = -(-window // _PAGE) * _PAGE
-        self._attention.make_kv_pool(kv_shape(config, kv_dtype), num_slots, _PAGE, torch.device("cpu"))
+        num_slots = -(-window // PAGE) * PAGE
+        self._attention.make_kv_pool(kv_shape(config, kv_dtype), num_slots, PAGE, torch.device("cpu"))
 
     @torch.inference_mode()
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         """The hidden states of all positions, [len(tokens), hidden_size]."""
-        num = len(tokens)
-        positions = torch.arange(num, dtype=torch.int32)
-        step = StepRows(
-            starts=[0],
-            counts=[num],
-            positions=positions,
-            seq_lens=torch.tensor([num], dtype=torch.int32),
-            row_starts=torch.tensor([0, num], dtype=torch.int32),
-            out_slots=positions,
-            slots=positions.unsqueeze(0),
-        )
-        self._attention.prepare(step)
-        return self._model.forward(self._model.embed(torch.tensor(tokens)), positions, self._attention)
+        rows = window_rows(len(tokens))
+        self._attention.prepare(rows)
+        return self._model.forward(self._model.embed(torch.tensor(tokens)), rows.positions, self._attention)
 
     @torch.inference_mode()
     def negative_log_likelihoods(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -62,6 +62,9 @@ class OtherRanks(Protocol):
     def check(self) -> None:
         """Raises the error of one that has ended instead of loading its part."""
 
+    def wait_loaded(self) -> None:
+        """Wait until all have their weights, where they have been told that this is waited for. Raises the error of one that cannot load."""
+
     def wait_ready(self) -> None:
         """Wait until all can run steps, and watch them from then on. Raises the error of one that cannot."""
 
@@ -73,6 +76,9 @@ class _NoOtherRanks:
     """`OtherRanks` of a whole model."""
 
     def check(self) -> None:
+        """See `OtherRanks`."""
+
+    def wait_loaded(self) -> None:
         """See `OtherRanks`."""
 
     def wait_ready(self) -> None:

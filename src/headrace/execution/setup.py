@@ -25,7 +25,7 @@ from headrace.execution.load_weights import load_model
 from headrace.execution.memory import available_bytes, check_pool_fits
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.rank_placement import check_can_be_split, own_device
-from headrace.execution.weight_cache import Progress, open_cache
+from headrace.execution.weight_cache import Progress, WeightCache, open_cache
 from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu.threads import default_num_threads
@@ -88,10 +88,17 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
     )
     setup = Setup(args, model_config, pooling, spec, config, placement)
-    if args.max_total_tokens is not None and model_config.encoder is None:
-        num_tokens = whole_pages(args, config.page_size)
-        check_pool_fits(num_tokens, setup.kv_shape(rank.stage).bytes_per_token, available_bytes(placement.device))
+    if model_config.encoder is None:
+        check_asked_pool(setup, rank)
     return setup
+
+
+def check_asked_pool(setup: Setup, rank: Rank) -> None:
+    """Raises ConfigError if a KV cache of --max-total-tokens does not fit into memory."""
+    if setup.args.max_total_tokens is not None:
+        num_tokens = whole_pages(setup.args, setup.config.page_size)
+        available = available_bytes(setup.placement.device)
+        check_pool_fits(num_tokens, setup.kv_shape(rank.stage).bytes_per_token, available)
 
 
 def choose_kernels(setup: Setup, resources: ExitStack) -> None:
@@ -126,8 +133,8 @@ def load_checkpoint(
     progress: Progress,
     resources: ExitStack,
     decisions: list[str],
-) -> Any:
-    """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go.
+) -> tuple[Any, WeightCache | None]:
+    """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go. Returns both.
 
     fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
     """
@@ -156,7 +163,7 @@ def load_checkpoint(
         resources.callback(cache.write_in_background(model.weights()))
     if cache is not None:
         decisions.append(f"weight cache: {cache.outcome}")
-    return model
+    return model, cache
 
 
 def device_facts() -> DeviceFacts:

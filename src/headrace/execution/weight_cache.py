@@ -69,6 +69,17 @@ class WeightCache:
         self.outcome = f"{len(data) / 2**20:.0f} MiB read in {time.perf_counter() - begin:.2f} s"
         return frozenset(weight.name for weight in weights if weight.keepers)
 
+    def measured(self, name: str) -> float | None:
+        """What is kept under this name of a measurement of these weights."""
+        return files.read_measured(self._identity).get(name)
+
+    def keep_measured(self, name: str, value: float) -> None:
+        """Keep it for the next start; log why when that fails."""
+        try:
+            files.keep_measured(self._identity, name, value)
+        except WeightCacheError as error:
+            _logger.warning("what was measured is not kept for the next start: %s", error.message)
+
     @property
     def needs_writing(self) -> bool:
         """Whether `restore` found no usable file."""

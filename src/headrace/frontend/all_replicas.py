@@ -23,6 +23,10 @@ def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
         raise ConfigError(
             "the checkpoint or an adapter changed while the replicas read it, so they would differ; start again"
         )
+    if len({info.kv_cache_dtype for info in infos}) > 1:
+        raise ConfigError(
+            f"the replicas measured differently what {first.kv_cache_dtype} costs the model; name one by --kv-cache-dtype"
+        )
     return msgspec.structs.replace(
         first,
         max_total_tokens=min(info.max_total_tokens for info in infos),

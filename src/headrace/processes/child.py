@@ -117,19 +117,30 @@ class ChildProcess:
 
         Raises the child's own ConfigError, ModelError or ExecutionError, and ExecutionError when it died without reporting one.
         """
-        for report in self._reports(should_stop):
-            match report:
-                case Progress():
-                    on_progress(report.done_bytes, report.total_bytes)
-                case Ready():
-                    self.info = report.info
-                    return report.info
-                case Failed(kind="config"):
-                    raise ConfigError(report.message)
-                case Failed(kind="model"):
-                    raise ModelError(report.message)
-                case Failed():
-                    raise ExecutionError(report.message)
+        try:
+            while not isinstance(report := self._next_report(should_stop), Ready):
+                on_progress(report.done_bytes, report.total_bytes)
+        finally:
+            os.close(self._reports_fd)
+        self.info = report.info
+        return report.info
+
+    def wait_loaded(self) -> None:
+        """Wait until the child says that it has loaded all; `wait_ready` comes after it. Raises as that does."""
+        while not isinstance(report := self._next_report(), Ready) and report.done_bytes < report.total_bytes:
+            pass
+
+    def _next_report(self, should_stop: Callable[[], bool] = lambda: False) -> Progress | Ready:
+        """Raises as `wait_ready` does."""
+        match self._read_report(should_stop):
+            case Failed(kind="config", message=message):
+                raise ConfigError(message)
+            case Failed(kind="model", message=message):
+                raise ModelError(message)
+            case Failed(message=message):
+                raise ExecutionError(message)
+            case Progress() | Ready() as report:
+                return report
         if should_stop():
             raise ExecutionError("stopped during start-up")
         code = self._popen.wait()
@@ -141,20 +152,20 @@ class ChildProcess:
             )
         raise ExecutionError(f"{who} died during start-up (exit code {code})")
 
-    def _reports(self, should_stop: Callable[[], bool]) -> Iterator[Report]:
-        decoder = msgspec.json.Decoder(Report)
-        try:
-            while not should_stop():
-                if not select.select([self._reports_fd], [], [], 0.2)[0]:
-                    continue
-                chunk = os.read(self._reports_fd, 65536)
-                if not chunk:
-                    return
-                *lines, self._buffer = (self._buffer + chunk).split(b"\n")
-                for line in lines:
-                    yield decoder.decode(line)
-        finally:
-            os.close(self._reports_fd)
+    def _read_report(self, should_stop: Callable[[], bool]) -> Report | None:
+        """The next one; None when there is no other."""
+        while b"\n" not in self._buffer:
+            if should_stop():
+                return None
+            if not select.select([self._reports_fd], [], [], 0.2)[0]:
+                continue
+            chunk = os.read(self._reports_fd, 65536)
+            if not chunk:
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        report: Report = msgspec.json.decode(line, type=Report)
+        return report
 
     def stop(self, timeout_s: float) -> None:
         """Wait for a child that was told to leave, and kill it after `timeout_s`."""

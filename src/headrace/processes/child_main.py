@@ -123,7 +123,7 @@ def _run(kind: Kind, bootstrap: Bootstrap, channels: Channels, reporter: Reporte
             from headrace.processes.follower_process import run_follower
 
             assert bootstrap.rank is not None
-            run_follower(args, on_ready, bootstrap.rank)
+            run_follower(args, on_ready, reporter.progress, bootstrap.rank)
         case "detokenizer":
             from headrace.processes.detokenizer_process import run_detokenizer
 

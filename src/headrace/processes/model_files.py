@@ -95,6 +95,16 @@ def _stamp(path: Path) -> object:
     return tuple((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files if file.exists())
 
 
+def tokens_of(args: ServerArgs, text: str) -> list[int]:
+    """Of a text, with --skip-tokenizer-init, too; none if the model has no tokenizer."""
+    from headrace.text.tokenizers import load_tokenizer
+
+    try:
+        return load_tokenizer(resolve_model(args.tokenizer_path or args.model_path)).encode(text)
+    except ModelError:
+        return []
+
+
 def open_media(
     args: ServerArgs, tokenizer: "Tokenizer", model: "ModelConfig", pooling: "PoolingConfig | None"
 ) -> "PromptMedia":

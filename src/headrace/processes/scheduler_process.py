@@ -22,7 +22,7 @@ from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
 from headrace.processes.lasting_thread import run_in_lasting_thread
-from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config
+from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config, tokens_of
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
 
@@ -85,10 +85,11 @@ def run_scheduler(
         ends = functools.cache(lambda: end_tokens(args, model, tokenizer.get()))
         grammars = _grammars(args, tokenizer, model, ends)
         preparation = run_in_lasting_thread(grammars.prepare)  # beside the weights
+        encode = functools.partial(tokens_of, args)
         if ranks is None:
-            worker, ready = build_worker(args, on_progress)
+            worker, ready = build_worker(args, on_progress, encode=encode)
         else:
-            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks)
+            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, encode)
         preparation.result()
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
         events = _block_events(ready) if publisher is not None else None

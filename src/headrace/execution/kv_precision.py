@@ -1,0 +1,233 @@
+"""Whether a model keeps its quality in the KV cache of integers that goes with its weights: measured once, on one short text.
+
+Owns the text, the measure, the limit, and how ranks agree. Does not own which format goes with which weights (`config.resolve`), nor the
+file that keeps the result (`execution.weight_cache`). Runs once at start, in every rank, after the weights are loaded.
+
+What integers cost depends on the model. Keys with a large constant part (the biases of Qwen2), or with channels that are far larger than
+the others (OPT, Phi), set the one scale of their head, and what tells tokens apart is rounded away. So the text is computed with three
+caches: in float32, in the dtype of the weights (the fallback), and in integers. What integers add to the error is
+
+    mean |logprob(integers) - logprob(float32)| - mean |logprob(fallback) - logprob(float32)|
+
+The second mean is not zero: activations that are rounded to integers answer any change of a key with noise, which no cache can help. Of a
+model that makes vectors, the error of a token is the relative distance of its last hidden state.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+
+from headrace.attention.base import OwnRows
+from headrace.config.resolve import with_kv_cache
+from headrace.distributed.rank import Rank
+from headrace.execution.perplexity import PAGE, window_rows
+from headrace.execution.setup import Setup
+from headrace.execution.weight_cache import WeightCache
+from headrace.garbage import give_back_free_memory
+from headrace.log import get_logger
+from headrace.models.spec import CausalLM
+
+_logger = get_logger(__name__)
+
+Encode = Callable[[str], Sequence[int]]
+"""The tokens of a text, as a prompt begins with them; none if the model has no tokenizer."""
+
+MOST_ADDED = 0.02
+"""Most that integers may add to the error of a token's logprob, in nats, or of a vector, relative to it."""
+
+NUM_TOKENS = 192
+"""Of the text, at most: three prompts of that length are what a measurement costs."""
+
+TEXT = """中国的首都是北京,它位于华北平原的北部。城市有两千多万居民,三千年的历史。
+
+The river rises in the hills above the old town and turns north after twelve miles. In 1847 a mill was built there; it ground corn for \
+forty years, until the railway came.
+
+def area(points):
+    total = 0.0
+    for (x1, y1), (x2, y2) in zip(points, points[1:]):
+        total += x1 * y2 - x2 * y1
+    return abs(total) / 2
+
+Question: Which planet is the largest of the solar system?
+Answer: Jupiter. It has more than twice the mass of all other planets together.
+
+Le chat dort sur la chaise, et la pluie tombe depuis ce matin sur le toit de la maison.
+
+{"name": "Ada", "born": 1815, "city": "London", "likes": ["numbers", "engines"]}
+"""
+
+_REFERENCE = "float32"
+_LOGIT_ROWS = 64
+_NOT_A_NUMBER = 1000.0
+"""Stands for an error that is none, since JSON has no NaN."""
+
+
+class _Trial(msgspec.Struct, frozen=True):
+    """What every rank computes before the leader chooses: the text with a cache of each of these dtypes; none = nothing."""
+
+    dtypes: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+def settle_kv_cache(
+    setup: Setup,
+    model: CausalLM,
+    rank: Rank,
+    cache: WeightCache | None,
+    encode: Encode,
+    wait_loaded: Callable[[], None] = lambda: None,
+) -> Setup:
+    """`setup` with the KV precision that the model gets, the same in all ranks, and why.
+
+    model: with its weights. cache: of the packed weights; keeps what was measured. encode: called only where something is measured. wait_loaded:
+    returns in the leader when every other rank has its weights, too; in a follower, tells the leader so.
+    """
+    if setup.args.kv_cache_dtype != "auto" or not setup.is_cpu:
+        return _as_asked(setup, cache)
+    if rank.group is not None and not rank.leads:
+        trial = msgspec.json.decode(rank.group.receive(), type=_Trial)
+        if trial.dtypes:
+            wait_loaded()
+            _added(setup, model, rank, trial)
+        config = setup.config
+        return replace(setup, config=replace(config, kv_cache_dtype=rank.group.receive().decode()))
+    settled = _settled(setup, model, rank, cache, encode, wait_loaded)
+    if rank.group is not None:
+        rank.group.send(settled.config.kv_cache_dtype.encode())
+    return settled
+
+
+def _settled(
+    setup: Setup,
+    model: CausalLM,
+    rank: Rank,
+    cache: WeightCache | None,
+    encode: Encode,
+    wait_loaded: Callable[[], None],
+) -> Setup:
+    """The leader's `settle_kv_cache`; the others know what to compute when it returns."""
+    config = setup.config
+    wanted, fallback = config.kv_cache_dtype, config.kv_cache_fallback
+    trial, is_random = _Trial(), setup.args.load_format == "dummy"
+    added = None if cache is None or fallback is None else cache.measured(_name(setup, wanted, fallback))
+    if fallback is not None and added is None and not is_random:
+        ids = [token for token in encode(TEXT) if token < setup.model_config.vocab_size]
+        if len(ids) > 1:
+            ids = ids[: min(NUM_TOKENS, config.context_length)]
+            trial = _Trial(tuple(dict.fromkeys((_REFERENCE, fallback, wanted))), tuple(ids))
+    if rank.group is not None:
+        rank.group.send(msgspec.json.encode(trial))
+    if fallback is None:
+        return setup
+    if trial.dtypes:
+        wait_loaded()
+        begin = time.perf_counter()
+        added = _added(setup, model, rank, trial)
+        _logger.info("measured what a KV cache in %s costs the model (%.1f s)", wanted, time.perf_counter() - begin)
+        if cache is not None:
+            cache.keep_measured(_name(setup, wanted, fallback), added)
+    if is_random:
+        return _with(setup, wanted, f"goes with {config.weight_format} weights; random ones are not measured")
+    if added is None:
+        return _with(setup, fallback, f"without a tokenizer it cannot be measured what {wanted} costs this model")
+    return _by_limit(setup, wanted, fallback, added)
+
+
+def _by_limit(setup: Setup, wanted: str, fallback: str, added: float) -> Setup:
+    what = _error_of(setup)
+    setup = replace(setup, config=replace(setup.config, kv_cache_added_error=added))
+    if added > MOST_ADDED:
+        return _with(setup, fallback, f"{wanted} would add {added:.3f} to {what} of this model, more than {MOST_ADDED}")
+    exact = f"--kv-cache-dtype {fallback} is the exact one" if wanted == "int8" else f"closer to floats than {fallback}"
+    cost = f"adds {max(added, 0.0):.3f} to {what} (at most {MOST_ADDED})"
+    return _with(setup, wanted, f"goes with {setup.config.weight_format} weights and {cost}; {exact}")
+
+
+def _as_asked(setup: Setup, cache: WeightCache | None) -> Setup:
+    """What the user chose is honoured; a warning if it is known to cost too much."""
+    wanted, fallback = setup.config.kv_cache_dtype, setup.config.dtype
+    if not setup.is_cpu or cache is None or getattr(torch, wanted).is_floating_point:
+        return setup
+    added = cache.measured(_name(setup, wanted, fallback))
+    if added is None:
+        return setup
+    setup = replace(setup, config=replace(setup.config, kv_cache_added_error=added))
+    if added <= MOST_ADDED:
+        return setup
+    reason = f"as asked, although it adds {added:.3f} to {_error_of(setup)} of this model, more than {MOST_ADDED}"
+    _logger.warning("--kv-cache-dtype %s: %s; auto would choose %s", wanted, reason, fallback)
+    return _with(setup, wanted, reason)
+
+
+def _with(setup: Setup, dtype: str, reason: str) -> Setup:
+    return replace(setup, config=with_kv_cache(setup.config, dtype, reason))
+
+
+def _error_of(setup: Setup) -> str:
+    return "the error of a token's logprob" if setup.pooling is None else "the relative error of vectors"
+
+
+def _name(setup: Setup, wanted: str, fallback: str) -> str:
+    """Of a measurement among those of the same weights: what it depends on beside them."""
+    told = (TEXT, str(NUM_TOKENS), setup.args.json_model_override_args, str(setup.pooling is None))
+    digest = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    return f"{wanted} instead of {fallback}, {setup.config.attention_backend}, {digest}"
+
+
+def _added(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial) -> float:
+    """What the last of the dtypes adds to the error of the one before; 0.0 in followers."""
+    reference, *others = (_outputs(setup, model, rank, dtype, trial.token_ids) for dtype in trial.dtypes)
+    give_back_free_memory()
+    if not rank.leads:
+        return 0.0
+    errors = [0.0, *(_error(found, reference) for found in others)]
+    added = errors[-1] - errors[-2]
+    return min(round(added, 4), _NOT_A_NUMBER) if math.isfinite(added) else _NOT_A_NUMBER
+
+
+def _error(found: torch.Tensor, reference: torch.Tensor) -> float:
+    """Of logprobs float32[n], the mean distance; of vectors float32[n, size], the mean of their relative distances."""
+    if found.ndim == 1:
+        return float((found - reference).abs().mean())
+    return float(((found - reference).norm(dim=1) / reference.norm(dim=1)).mean())
+
+
+@torch.inference_mode()
+def _outputs(setup: Setup, model: CausalLM, rank: Rank, dtype: str, token_ids: Sequence[int]) -> torch.Tensor:
+    """Of the text with a KV cache of this dtype: logprobs of the tokens but the first, or hidden states. Nothing of use in followers."""
+    num, stage = len(token_ids), rank.stage
+    attention = setup.make_attention()
+    shape = replace(setup.kv_shape(stage), dtype=getattr(torch, dtype))
+    attention.make_kv_pool(shape, -(-num // PAGE) * PAGE, PAGE, setup.placement.device)
+    rows, own = window_rows(num), None
+    if setup.args.enable_dp_attention:
+        has_it = int(rank.shard.leads)
+        own = OwnRows(slice(0, has_it), slice(0, has_it * num))
+    attention.prepare(rows)
+    if stage.is_first:
+        hidden = model.embed(torch.tensor(token_ids))
+    else:
+        assert stage.before is not None, stage
+        hidden = stage.before.receive(num)
+    hidden = model.forward(hidden, rows.positions, attention, own=own)
+    if stage.after is not None:
+        stage.after.send(hidden)
+    if not stage.is_first:
+        return hidden
+    if stage.before is not None:
+        hidden = stage.before.receive(num)
+    if setup.pooling is not None:
+        return hidden.float()
+    following = torch.tensor(token_ids[1:])
+    found = []
+    for part, ids in zip(hidden[:-1].split(_LOGIT_ROWS), following.split(_LOGIT_ROWS), strict=True):
+        logits = model.logits(part)
+        if rank.leads:  # the others have given it their columns
+            found.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
+    return torch.cat(found) if rank.leads else hidden
