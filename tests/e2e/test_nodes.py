@@ -141,9 +141,11 @@ def test_two_nodes_give_the_text_of_one_until_their_link_is_cut_and_both_end_wit
 
 
 @pytest.mark.parametrize("options", [SHARDS, STAGES], ids=["shards", "stages"])
-def test_two_nodes_end_well_together(options: tuple[str, ...], tiny_model: str):
+def test_two_nodes_measure_a_kv_cache_of_integers_and_end_well_together(options: tuple[str, ...], tiny_model: str):
     port = free_port()
+    options += ("--quantization", "int8")
     with other_node(tiny_model, port, *options) as node:
-        with node_0(tiny_model, port, *options):
-            pass
+        with node_0(tiny_model, port, *options) as server:
+            info = httpx.get(f"{server.url}/server_info", timeout=30).json()
+            assert (info["kv_cache_dtype"], info["kv_cache_added_error"] <= 0.02) == ("int8", True)
         assert node.process.wait(LIMIT_S) == 0, node.log
