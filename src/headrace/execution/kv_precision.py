@@ -9,8 +9,9 @@ caches: in float32, in the dtype of the weights (the fallback), and in integers.
 
     mean |logprob(integers) - logprob(float32)| - mean |logprob(fallback) - logprob(float32)|
 
-The second mean is not zero: activations that are rounded to integers answer any change of a key with noise, which no cache can help. Of a
-model that makes vectors, the error of a token is the relative distance of its last hidden state.
+over the positions of the text and, at each, over the next tokens as float32 expects them: that has half the standard error of the mean over
+the tokens that follow. The second mean is not zero: activations that are rounded to integers answer any change of a key with noise, which
+no cache can help. Of a model that makes vectors, the error of a token is the relative distance of its last hidden state.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import torch
@@ -40,7 +42,7 @@ Encode = Callable[[str], Sequence[int]]
 MOST_ADDED = 0.02
 """Most that integers may add to the error of a token's logprob, in nats, or of a vector, relative to it."""
 
-NUM_TOKENS = 192
+NUM_TOKENS = 128
 """Of the text, at most: three prompts of that length are what a measurement costs."""
 
 TEXT = """中国的首都是北京,它位于华北平原的北部。城市有两千多万居民,三千年的历史。
@@ -48,22 +50,17 @@ TEXT = """中国的首都是北京,它位于华北平原的北部。城市有两
 The river rises in the hills above the old town and turns north after twelve miles. In 1847 a mill was built there; it ground corn for \
 forty years, until the railway came.
 
+Le chat dort sur la chaise, et la pluie tombe depuis ce matin sur le toit de la maison.
+
 def area(points):
     total = 0.0
     for (x1, y1), (x2, y2) in zip(points, points[1:]):
         total += x1 * y2 - x2 * y1
     return abs(total) / 2
-
-Question: Which planet is the largest of the solar system?
-Answer: Jupiter. It has more than twice the mass of all other planets together.
-
-Le chat dort sur la chaise, et la pluie tombe depuis ce matin sur le toit de la maison.
-
-{"name": "Ada", "born": 1815, "city": "London", "likes": ["numbers", "engines"]}
 """
 
 _REFERENCE = "float32"
-_LOGIT_ROWS = 64
+_LOGIT_ROWS = 32
 _NOT_A_NUMBER = 1000.0
 """Stands for an error that is none, since JSON has no NaN."""
 
@@ -174,33 +171,25 @@ def _error_of(setup: Setup) -> str:
 
 
 def _name(setup: Setup, wanted: str, fallback: str) -> str:
-    """Of a measurement among those of the same weights: what it depends on beside them."""
-    told = (TEXT, str(NUM_TOKENS), setup.args.json_model_override_args, str(setup.pooling is None))
-    digest = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    """Of a measurement among those of the same weights: what it depends on beside them, the text and the code here among it."""
+    told = f"{setup.pooling is None}, {setup.args.json_model_override_args}\0"
+    digest = hashlib.sha256(told.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
     return f"{wanted} instead of {fallback}, {setup.config.attention_backend}, {digest}"
 
 
 def _added(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial) -> float:
     """What the last of the dtypes adds to the error of the one before; 0.0 in followers."""
-    reference, *others = (_outputs(setup, model, rank, dtype, trial.token_ids) for dtype in trial.dtypes)
+    reference, *others = (_hidden(setup, model, rank, dtype, trial.token_ids) for dtype in trial.dtypes)
+    errors = _vector_errors(reference, others) if setup.pooling else _logprob_errors(model, rank, reference, others)
     give_back_free_memory()
-    if not rank.leads:
-        return 0.0
-    errors = [0.0, *(_error(found, reference) for found in others)]
-    added = errors[-1] - errors[-2]
+    before, last = [0.0, *errors][-2:]
+    added = last - before
     return min(round(added, 4), _NOT_A_NUMBER) if math.isfinite(added) else _NOT_A_NUMBER
 
 
-def _error(found: torch.Tensor, reference: torch.Tensor) -> float:
-    """Of logprobs float32[n], the mean distance; of vectors float32[n, size], the mean of their relative distances."""
-    if found.ndim == 1:
-        return float((found - reference).abs().mean())
-    return float(((found - reference).norm(dim=1) / reference.norm(dim=1)).mean())
-
-
 @torch.inference_mode()
-def _outputs(setup: Setup, model: CausalLM, rank: Rank, dtype: str, token_ids: Sequence[int]) -> torch.Tensor:
-    """Of the text with a KV cache of this dtype: logprobs of the tokens but the first, or hidden states. Nothing of use in followers."""
+def _hidden(setup: Setup, model: CausalLM, rank: Rank, dtype: str, token_ids: Sequence[int]) -> torch.Tensor:
+    """Hidden states of the text after all layers, with a KV cache of this dtype; in other stages than the first, nothing of use."""
     num, stage = len(token_ids), rank.stage
     attention = setup.make_attention()
     shape = replace(setup.kv_shape(stage), dtype=getattr(torch, dtype))
@@ -218,16 +207,28 @@ def _outputs(setup: Setup, model: CausalLM, rank: Rank, dtype: str, token_ids: S
     hidden = model.forward(hidden, rows.positions, attention, own=own)
     if stage.after is not None:
         stage.after.send(hidden)
-    if not stage.is_first:
-        return hidden
-    if stage.before is not None:
-        hidden = stage.before.receive(num)
-    if setup.pooling is not None:
-        return hidden.float()
-    following = torch.tensor(token_ids[1:])
-    found = []
-    for part, ids in zip(hidden[:-1].split(_LOGIT_ROWS), following.split(_LOGIT_ROWS), strict=True):
-        logits = model.logits(part)
-        if rank.leads:  # the others have given it their columns
-            found.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
-    return torch.cat(found) if rank.leads else hidden
+    return stage.before.receive(num) if stage.is_first and stage.before is not None else hidden
+
+
+@torch.inference_mode()
+def _logprob_errors(
+    model: CausalLM, rank: Rank, reference: torch.Tensor, others: Sequence[torch.Tensor]
+) -> list[float]:
+    """Of each of the others, from their hidden states and those of the reference, [n, hidden_size]; zeros in followers."""
+    totals = [0.0] * len(others)
+    if not rank.stage.is_first:
+        return totals
+    for begin in range(0, len(reference), _LOGIT_ROWS):
+        want, *found = (model.logits(hidden[begin : begin + _LOGIT_ROWS]) for hidden in (reference, *others))
+        if not rank.leads:  # it has given its columns
+            continue
+        want = want.log_softmax(-1)
+        for index, logits in enumerate(found):
+            totals[index] += float((want.exp() * (logits.log_softmax(-1) - want).abs()).sum())
+    return [total / len(reference) for total in totals]
+
+
+def _vector_errors(reference: torch.Tensor, others: Sequence[torch.Tensor]) -> list[float]:
+    """As `_logprob_errors`, of models without logits."""
+    sizes = reference.float().norm(dim=1)
+    return [float(((hidden.float() - reference.float()).norm(dim=1) / sizes).mean()) for hidden in others]
