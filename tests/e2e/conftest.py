@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "grammar"))
 
 import model_harness
 import transformers
+from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.names import resolve_model
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
@@ -40,6 +41,18 @@ def tiny_mixture(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer)
 def tiny_deep_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
     """The Llama with five layers."""
     return _save_tiny(tmp_path_factory.mktemp("deep"), tokenizer, "llama", num_layers=5)
+
+
+@pytest.fixture(scope="session")
+def tiny_biased_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
+    """A Qwen2 of two layers, whose keys have large biases as those of Qwen2.5 have."""
+    folder = Path(_save_tiny(tmp_path_factory.mktemp("biased"), tokenizer, "qwen2"))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.bias"):
+            tensor[::3], tensor[1::3] = 200.0, -70.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 def _save_tiny(folder: Path, tokenizer: Tokenizer, family: str, *, num_layers: int = 2, **changes: Any) -> str:

@@ -1,6 +1,7 @@
 """What a scheduler process makes of the options: its limits, and a replica's share of the machine."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 
 from headrace.config.server_args import ServerArgs
 from headrace.messages.control import ReadyInfo
-from headrace.processes.model_files import EndTokens
+from headrace.processes.model_files import EndTokens, tokens_of
 from headrace.processes.scheduler_process import scheduler_config
 from headrace.processes.share import share_of_machine
 
@@ -46,6 +47,15 @@ def test_the_time_of_a_step_is_bounded_as_the_worker_says(limit_ms, seconds):
     ready = msgspec.structs.replace(READY, max_step_ms=limit_ms)
 
     assert scheduler_config(ServerArgs(), MODEL, ready, ENDS).max_step_s == seconds
+
+
+def test_a_text_has_tokens_though_clients_send_ids_and_none_if_the_model_has_no_tokenizer(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    given = tokens_of(ServerArgs(model_path="smollm2"), "The river")
+
+    assert len(given) == 2
+    assert tokens_of(ServerArgs(model_path="smollm2", skip_tokenizer_init=True), "The river") == given
+    assert tokens_of(ServerArgs(model_path=str(tmp_path)), "The river") == []
 
 
 def test_the_scheduler_queues_what_will_run_and_what_may_wait():
