@@ -121,6 +121,29 @@ def test_the_oldest_go_when_the_share_of_the_disk_is_used_up(monkeypatch: pytest
     assert third.exists()
 
 
+def test_what_was_measured_is_kept_beside_the_weights_and_goes_with_them(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("a", 0.25), ("b", 1.5), ("a", 0.5)):
+        weight_cache.keep_measured(ONE, name, value)
+    measured = weight_cache.path_of(ONE).with_suffix(".measured")
+    kept = measured.read_bytes()
+
+    assert weight_cache.read_measured(ONE) == {"a": 0.5, "b": 1.5}
+    assert weight_cache.read_measured(TWO) == {}
+    assert weight_cache.read_measured(ONE[:-1] + "7") == {}  # another model, whose file has the same name
+    measured.write_bytes(kept[:-3])
+    assert weight_cache.read_measured(ONE) == {}
+    measured.write_bytes(kept)
+
+    usage = namedtuple("usage", "free")
+    size = write(ONE).stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=4 * int(1.5 * size) - size))
+    write(TWO)
+    assert weight_cache.read_measured(ONE) == {}
+    weight_cache.keep_measured(TWO, "a", 0.25)
+    weight_cache.clear()
+    assert list(folder.iterdir()) == []
+
+
 def test_a_full_disk_is_an_error_that_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1000))
