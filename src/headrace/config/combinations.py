@@ -13,6 +13,9 @@ def check_combinations(args: "ServerArgs") -> None:
     """Raises ConfigError that names the options."""
     if read_kv_events(args.kv_events_config, args.num_replicas) is not None and args.disable_radix_cache:
         raise ConfigError("--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache")
+    for option, value in (("--chunked-prefill-size", args.chunked_prefill_size), ("--max-step-ms", args.max_step_ms)):
+        if value is not None and value != -1 and value < 1:
+            raise ConfigError(f"{option} must be -1 or at least 1, got {value}")
     for option, given in (("--tokenizer-path", args.tokenizer_path), ("--chat-template", args.chat_template)):
         if args.skip_tokenizer_init and given is not None:
             raise ConfigError(f"{option} cannot be combined with --skip-tokenizer-init")

@@ -590,9 +590,6 @@ class ServerArgs:
         parse_origins(self.allow_origins)
         parse_hosts(self.allowed_hosts or "")
         parse_media_domains(self.allowed_media_domains)
-        for name in ("chunked_prefill_size", "max_step_ms"):
-            if (value := getattr(self, name)) is not None and value != -1 and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be -1 or at least 1, got {value}")
         check_processes(self)
         check_speculation(self)
         for field_ in fields(self) if not self.ray else ():

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from headrace.api.engine import Engine
+from headrace.api.options import SamplingOptions
 from headrace.benchmark.gpu.bench import TINY, Bench, Rows, row
 from headrace.benchmark.gpu.options import CONFIGS
 from headrace.benchmark.gpu.tokens import save_small
 
 _NEW_TOKENS = 24
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-_DRAWN: dict[str, Any] = {
+GREEDY: SamplingOptions = {"temperature": 0.0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
+_DRAWN: SamplingOptions = {
     "temperature": 0.8,
     "top_k": 40,
     "top_p": 0.9,
@@ -28,8 +29,8 @@ _DRAWN: dict[str, Any] = {
     "max_new_tokens": _NEW_TOKENS,
     "ignore_eos": True,
 }
-_PENALISED: dict[str, Any] = {**GREEDY, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
-_BIASED: dict[str, Any] = {**GREEDY, "logit_bias": {"5": 4.0, "9": -100.0}}
+_PENALISED: SamplingOptions = {**GREEDY, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
+_BIASED: SamplingOptions = {**GREEDY, "logit_bias": {"5": 4.0, "9": -100.0}}
 
 
 def compare_tokens(bench: Bench, rows: Rows) -> None:
@@ -106,7 +107,7 @@ def measure_speculation(bench: Bench, rows: Rows) -> None:
     rng = np.random.default_rng(3)
     phrase = rng.integers(3, 150, 40).tolist()
     prompt, new = phrase * (2 if bench.options.tiny else 20), 16 if bench.options.tiny else 256
-    sampling = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True}
+    sampling: SamplingOptions = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True}
     got: dict[str, tuple[list[int], float]] = {}
     for what, options in (("off", {}), ("ngram", {"speculative_algorithm": "ngram"})):
         engine_options: dict[str, Any] = {
@@ -114,7 +115,7 @@ def measure_speculation(bench: Bench, rows: Rows) -> None:
             "max_total_tokens": 8192, "max_running_requests": 4, "device": bench.options.device, **options,
         }  # fmt: skip
         with small_engine(str(CONFIGS / model), engine_options) as engine:
-            engine.generate(input_ids=prompt[:20], sampling_params={**sampling, "max_new_tokens": 4})
+            engine.generate(input_ids=prompt[:20], sampling_params=sampling)
             begin = time.perf_counter()
             ids = engine.generate(input_ids=prompt, sampling_params=sampling)["output_ids"]
             got[what] = ids, len(ids) / (time.perf_counter() - begin)

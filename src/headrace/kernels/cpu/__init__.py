@@ -34,7 +34,8 @@ def load() -> ModuleType | None:
     try:
         module = import_module("headrace.kernels.cpu._native")
     except ImportError as error:
-        return _do_without(f"the native extension does not load: {error}")
+        _do_without(f"the native extension does not load: {error}")
+        return None
     wanted = os.environ.get(ISA_VARIABLE, "")
     if wanted:
         try:
@@ -44,9 +45,8 @@ def load() -> ModuleType | None:
     try:
         module.isa()
     except RuntimeError as error:
-        return _do_without(
-            f"the native kernels are for another processor ({error}); scripts/setup compiles them for this one"
-        )
+        _do_without(f"the native kernels are for another processor ({error}); scripts/setup compiles them for this one")
+        return None
     module.set_num_threads(default_num_threads())
     _loaded = module
     return module
