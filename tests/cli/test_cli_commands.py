@@ -125,7 +125,7 @@ def test_list_is_models(capsys):
 @pytest.mark.parametrize(
     ("words", "is_one"),
     [
-        (["/usr/bin/python", "/usr/bin/headrace", "serve", "smollm2"], True),
+        (["/usr/bin/python", "/usr/local/bin/headrace", "serve", "smollm2"], True),
         (["python", "-m", "headrace.cli", "serve"], True),
         (["python", "-m", "headrace.launch_server", "--port", "1"], True),
         (["python", "-m", "headrace.processes.child_main", "scheduler"], False),
