@@ -92,7 +92,7 @@ def _linear_kernel(
     tl.store(places, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _described_linear_kernel(
     x, weight, bias_ptr, y_ptr, rows, n, k, y_stride,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PANEL: tl.constexpr,

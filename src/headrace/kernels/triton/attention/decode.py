@@ -24,7 +24,7 @@ def _split_range(
     return low, tl.minimum(low + share, seq_len)
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"])
+@triton.jit(do_not_specialize=["num_splits", "window", "table_stride"])
 def _decode_kernel(
     q_ptr,
     k_ptr,

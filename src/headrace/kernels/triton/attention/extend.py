@@ -8,7 +8,7 @@ from headrace.kernels.triton.attention.plan import Plan, extend_tile, padded, pr
 from headrace.kernels.triton.attention.scan import LOWEST, finished, first_key, merge, scan_keys
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@triton.jit(do_not_specialize=["num_rows", "window", "table_stride"])
 def _extend_kernel(
     q_ptr,
     k_ptr,
