@@ -1,11 +1,14 @@
 """Models of the Hugging Face cache are found by name, as Hugging Face's own library finds them, or the error says what to do."""
 
+import gc
 import hashlib
 import json
+import weakref
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
 
@@ -276,3 +279,21 @@ def test_the_list_says_how_weights_are_stored(cache, tmp_path):
 
 def test_nothing_is_listed_without_a_cache(cache):
     assert list_cached() == []
+
+
+def test_a_process_has_one_tokenizer_of_the_same_files_and_another_when_they_change(tmp_path):
+    words = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "config.json").write_text("{}")
+    args = ServerArgs(model_path=str(tmp_path))
+    first = open_tokenizer(args)
+
+    assert open_tokenizer(args) is first
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    changed = open_tokenizer(args)
+    assert (first.eos_ids, changed.eos_ids) == ((1,), (0,))
+    kept = weakref.ref(changed)
+    del changed
+    gc.collect()
+    assert kept() is None

@@ -15,7 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.names import resolve_model
+from headrace.config.server_args import ServerArgs
+from headrace.processes.model_files import open_tokenizer
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
+
+_open: list[Tokenizer] = []  # engines of this process find that of their model open
 
 
 @pytest.fixture(scope="session")
@@ -77,4 +81,5 @@ def _save_tiny(folder: Path, tokenizer: Tokenizer, family: str, *, num_layers: i
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     companions = {**tokenizer.named_tokens, "chat_template": tokenizer.chat_template["default"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(companions))
+    _open.append(open_tokenizer(ServerArgs(model_path=str(folder))))
     return str(folder)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-NAMES = [f"tests/room/test_{module}.py::test_{name}" for module in "abcdef" for name in range(20)]
+NAMES = [f"tests/room/test_{module}.py::test_{name:02}" for module in "abcdef" for name in range(20)]
 
 
 @pytest.fixture
