@@ -186,9 +186,11 @@ def test_too_many_are_refused(client: httpx.Client, parts: list[dict[str, Any]],
     assert words in reply.json()["error"]["message"]
 
 
-def test_an_error_of_the_engine_is_told_in_words_of_the_messages(server: Running, client: httpx.Client):
+def test_an_error_of_the_engine_is_told_in_words_of_the_messages(
+    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+):
     refused = RequestError("audio_data[1]: it is broken", "audio_data", "invalid_audio")
-    server.frontend.script = Script(fail_at=0, error=refused)
+    monkeypatch.setattr(server.frontend, "script", Script(fail_at=0, error=refused))
     error = client.post("/v1/chat/completions", json=chat(sound(), sound())).json()["error"]
     assert (error["message"], error["param"], error["code"]) == (
         "sound 2 of the messages: it is broken",
