@@ -311,6 +311,34 @@ def test_a_long_prompt_is_not_held_up_for_ever_by_those_that_are_shorter():
     assert time.first_s["r0"] < 5 * alone_s
 
 
+@pytest.mark.parametrize(
+    ("costs", "length", "new", "tokens", "options"),
+    [
+        (SLOW, 8, 1, 1, {"overlap": True}),
+        (SLOW, 16, 1, 1, {"overlap": True}),
+        (SLOW, 16, 1, 1, {"overlap": False}),
+        ((5e-3, 0.0, 0.0, 0.05), 8, 1, 1, {"overlap": False}),
+        ((5e-4, 1e-6, 1e-4, 6e-3), 100, 4, 4, {"overlap": True}),
+        ((2e-2, 1e-6, 1e-3, 0.3), 24, 2, 1, {"overlap": True}),
+    ],
+)
+def test_a_long_prompt_grows_whatever_others_come(costs, length, new, tokens, options):
+    """Also where shorter ones that end in a step leave less than a few tokens of it, and late in a prompt, where a token costs more."""
+    time = Timeline(costs, max_running=8, **options)
+    add_requests(time.rig, 1, 6000)
+    time.turn()
+    req, seen, stood = time.rig.state.by_rid["r0"], 0, 0
+    for turn in range(1, 400):
+        if req.rid in time.first_s:
+            break
+        add_requests(time.rig, new, length, max_new_tokens=tokens, first=turn * new)
+        time.turn()
+        stood = 0 if req.num_scheduled > seen else stood + 1
+        seen = req.num_scheduled
+        assert stood < 8, (turn, seen)
+    assert seen > 600
+
+
 def test_of_those_that_wait_the_shortest_goes_before_the_rest_of_a_long_one():
     rig = rig_of(math.inf, chunk=32, overlap=False)
     add_requests(rig, 1, 640)

@@ -92,7 +92,9 @@ _opening = threading.Lock()
 def _stamp(path: Path) -> object:
     """What changes with the files of a model."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return tuple((file.name, (stat := file.stat()).st_ino, stat.st_mtime_ns, stat.st_size) for file in files if file.exists())
+    return tuple(
+        (file.name, (stat := file.stat()).st_ino, stat.st_mtime_ns, stat.st_size) for file in files if file.exists()
+    )
 
 
 def tokens_of(args: ServerArgs, text: str) -> list[int]:

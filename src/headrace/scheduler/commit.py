@@ -134,6 +134,8 @@ def reset(state: SchedulerState) -> None:
         req.finish = FinishReason("abort", message="begun again")
         _forget(state, req)
     state.ended.clear()
+    state.prompts.clear()
+    state.moved.clear()
 
 
 def _forget(state: SchedulerState, req: Req) -> None:

@@ -52,7 +52,9 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
         if prompts is None:
             return None
         if making_way is None and len(full) < num_parts:
-            catching_up = _shorter_first(state, batch, catching_up, prompts, full)
+            catching_up, passed = _shorter_first(state, batch, catching_up, prompts, full)
+        else:
+            passed = None
         for req in catching_up:
             if not _add_chunk(state, batch, req, prompts):
                 full.add(req.part)
@@ -60,6 +62,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
             _put_first(state, batch, making_way, prompts)
         elif len(full) < num_parts and state.waiting and _has_place(state):
             _admit(state, batch, _order(state), prompts, full)
+        state.passed = "" if passed is None or passed in _added(batch) else passed.rid
         _note_expected_time(state, batch, prompts)
     batch.encode = state.encodings.take_work(decode_s, state.config.max_step_s)
     if not batch.rows and batch.encode is None:
@@ -213,22 +216,22 @@ def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, pro
 
 def _shorter_first(
     state: SchedulerState, batch: ScheduleBatch, catching_up: list[Req], prompts: PromptBudget, full: set[int]
-) -> list[Req]:
+) -> tuple[list[Req], Req | None]:
     """If the step cannot compute all prompts, give a part of it to shorter ones than the first, the shortest rest first. Returns those of
-    `catching_up` that are not in the step then.
+    `catching_up` that are not in the step then, and the first if others passed it: if nothing is left for it, the next step is its own.
 
     With priorities, none is passed by one that is less important. Places and pages stay a matter of order: a first one that waits is admitted before
     others pass it.
     """
     may_admit = _has_place(state) and not state.config.whole_prompts
     first = catching_up[0] if catching_up else next(_order(state), None) if may_admit else None
-    if first is None or _all_fit(state, catching_up, prompts, may_admit):
-        return catching_up
+    if first is None or first.rid == state.passed or _all_fit(state, catching_up, prompts, may_admit):
+        return catching_up, None
     limit = _rest(state, first) - LEAST_TOKENS
     running = [req for req in catching_up[1:] if _rest(state, req) <= limit and not _matters_less(state, req, first)]
     waiting = next(_order_by_rest(state, first, limit), None) if may_admit else None
     if waiting is None and not running:
-        return catching_up
+        return catching_up, None
     tenants = {first.asked.tenant, *(req.asked.tenant for req in running), *(state.waiting.tenants if waiting else ())}
     part = prompts.part_of_shorter(SHORTER_SHARE if len(tenants) == 1 else SHORTER_SHARE_OF_OTHERS, state.next_step)
     if not catching_up:
@@ -236,7 +239,7 @@ def _shorter_first(
         _admit(state, batch, _order(state), by_order, full, cuts_one=True)
         prompts.take_all_of(by_order)
         if not by_order.num_taken:
-            return catching_up
+            return catching_up, None
     for req in sorted(running, key=lambda req: _rest(state, req)):
         if waiting is not None:
             _admit(state, batch, _order_by_rest(state, first, _rest(state, req)), part, full, cuts_one=True)
@@ -247,7 +250,7 @@ def _shorter_first(
         _admit(state, batch, _order_by_rest(state, first, limit), part, full, cuts_one=True)
     prompts.take_all_of(part)
     added = _added(batch)
-    return [req for req in catching_up if req not in added]
+    return [req for req in catching_up if req not in added], first if part.num_taken else None
 
 
 def _added(batch: ScheduleBatch) -> set[Req]:
