@@ -11,7 +11,7 @@ from headrace.benchmark.machine import NumaNode
 from headrace.cli.app import main
 from headrace.cli.arguments import with_model
 from headrace.cli.command_group import OTHER_COMMANDS
-from headrace.cli.running_servers import is_server
+from headrace.cli.running_servers import address, is_server
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.processes.numa import Node
@@ -128,6 +128,15 @@ def test_list_is_models(capsys):
         (["/usr/bin/python", "/usr/local/bin/headrace", "serve", "smollm2"], True),
         (["python", "-m", "headrace.cli", "serve"], True),
         (["python", "-m", "headrace.launch_server", "--port", "1"], True),
+        (["/opt/bin/python3.12", "-u", "-X", "dev", "-m", "headrace.cli", "serve"], True),
+        (["headrace", "serve", "--port", "1"], True),
+        (["timeout", "60", "headrace", "serve"], False),
+        (["sudo", "headrace", "serve"], False),
+        (["grep", "headrace", "serve"], False),
+        (["sh", "-c", "exec headrace serve", "headrace", "serve"], False),
+        (["python", "-c", "pass", "headrace", "serve"], False),
+        (["python", "notes.py", "-m", "headrace.launch_server"], False),
+        (["vi", "headrace.launch_server"], False),
         (["python", "-m", "headrace.processes.child_main", "scheduler"], False),
         (["headrace", "chat", "serve"], False),
         (["grep", "serve"], False),
@@ -136,6 +145,20 @@ def test_list_is_models(capsys):
 )
 def test_a_server_is_known_by_its_command_line(words, is_one):
     assert is_server(words) == is_one
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:5"),
+        ("0.0.0.0", "http://127.0.0.1:5"),
+        ("::1", "http://[::1]:5"),
+        ("::", "http://[::1]:5"),
+        ("fd00::2", "http://[fd00::2]:5"),
+    ],
+)
+def test_ps_has_an_address_that_can_be_asked(host, url):
+    assert address(host, 5) == url
 
 
 SERVER = """
@@ -154,11 +177,11 @@ server.serve_forever()
 """
 
 
-def test_ps_lists_the_servers_that_answer(capsys, monkeypatch):
+def test_ps_lists_the_servers_that_answer(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, "headrace", "serve"], stdout=subprocess.PIPE, text=True
-    ) as one:
+    program = tmp_path / "headrace"
+    program.write_text(SERVER)
+    with subprocess.Popen([sys.executable, program, "serve"], stdout=subprocess.PIPE, text=True) as one:
         try:
             port = one.stdout.readline().strip()
             assert run("ps") == 0

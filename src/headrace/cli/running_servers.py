@@ -3,10 +3,10 @@
 Owns how they are found: processes whose command line is that of a server, and the ports on which these listen. Linux only, as the rest.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import PurePath
 
 import psutil
@@ -18,7 +18,11 @@ from headrace.benchmark.tables import print_table
 from headrace.cli.top_reader import ServerReader
 from headrace.errors import ConfigError
 
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+_PYTHON = re.compile(r"python[\d.]*")
+_WITH_VALUE = ("-X", "-W")
+"""Options of Python before its program that have a value of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,28 @@ class Found:
 
 def is_server(words: Sequence[str]) -> bool:
     """Whether a command line starts a server: `headrace serve`, `python -m headrace.cli serve`, `-m headrace.launch_server`."""
-    names = [PurePath(word).name for word in words]
-    return "headrace.launch_server" in names or any(
-        name in ("headrace", "headrace.cli") and after == "serve" for name, after in pairwise(names)
-    )
+    match [PurePath(word).name for word in _without_python(words)]:
+        case ["headrace.launch_server", *_] | ["headrace" | "headrace.cli", "serve", *_]:
+            return True
+    return False
+
+
+def _without_python(words: Sequence[str]) -> Sequence[str]:
+    """A command line from its program on, which is a script or a module if Python runs it."""
+    if not words or not _PYTHON.fullmatch(PurePath(words[0]).name):
+        return words
+    at = 1
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "-c":
+            return ()
+        at += 2 if words[at] in _WITH_VALUE else 1
+    return words[at:]
+
+
+def address(host: str, port: int) -> str:
+    """The URL at which a server that listens there can be asked."""
+    host = _EVERYWHERE.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def find_servers() -> list[Found]:
@@ -43,8 +65,7 @@ def find_servers() -> list[Found]:
     urls: dict[int, str] = {}
     for socket in psutil.net_connections("tcp"):
         if socket.status == psutil.CONN_LISTEN and socket.pid is not None and socket.laddr:
-            host, port = socket.laddr
-            urls.setdefault(socket.pid, f"http://{_EVERYWHERE.get(host, host)}:{port}")
+            urls.setdefault(socket.pid, address(*socket.laddr))
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "create_time"]):
         if is_server(process.info["cmdline"] or ()):
