@@ -249,7 +249,8 @@ class Handler(BaseHTTPRequestHandler):
     """One chat server: its reply is what the test put into `server.frames`."""
 
     def do_GET(self):
-        self.answer(200, json.dumps({"data": [{"id": "the-model", "owned_by": self.server.owner}]}).encode())
+        listed = self.server.listed or {"data": [{"id": "the-model", "owned_by": self.server.owner}]}
+        self.answer(200, json.dumps(listed).encode())
 
     def do_POST(self):
         self.server.asked.append(
@@ -270,7 +271,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.asked, server.frames, server.status, server.owner = [], [], 200, "somebody"
+        server.asked, server.frames, server.status, server.owner, server.listed = [], [], 200, "somebody", None
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -324,6 +325,16 @@ def test_a_server_that_can_tell_says_how_much_of_the_prompt_is_read(server, mode
         assert pieces == [Reading(16, 40), Piece("Hey", 1)]
 
     assert [body.get("return_progress") for body, _ in server.asked] == [True, None]
+
+
+@pytest.mark.parametrize(
+    "listed", [{"data": ["m"]}, {"data": [{"id": None}]}, {"data": [None]}, {"data": {"id": "m"}}, ["m"], "m"]
+)
+def test_a_list_of_models_of_another_form_names_none(server, listed):
+    server.listed = listed
+    with pytest.raises(ConfigError, match="names no model; give one"):
+        ServerChat(server.url, ChatSampling())
+    assert ServerChat(server.url, ChatSampling(), "named").name == "named"
 
 
 def test_people_see_how_much_of_the_prompt_is_read_until_the_reply_begins(monkeypatch):

@@ -214,11 +214,14 @@ class ServerChat:
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:
             try:
-                first = json.load(response)["data"][0]
-                self._tells_progress = first.get("owned_by") in _TELL_PROGRESS
-                return str(first["id"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{self._url}/v1/models names no model; give one") from error
+                listed = json.load(response)
+            except (OSError, http.client.HTTPException, ValueError):
+                listed = None
+        match listed:
+            case {"data": [{"id": str(name), **card}, *_]}:
+                self._tells_progress = card.get("owned_by") in _TELL_PROGRESS
+                return name
+        raise ConfigError(f"{self._url}/v1/models names no model; give one")
 
     def _asked_about(self, model: str) -> str:
         """`model`, and whether its server tells progress: one that lists no models does not."""
