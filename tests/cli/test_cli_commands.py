@@ -12,6 +12,7 @@ from headrace.cli.app import main
 from headrace.cli.arguments import with_model
 from headrace.cli.command_group import OTHER_COMMANDS
 from headrace.cli.running_servers import address, is_server
+from headrace.config.help_pages import asked_page
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.processes.numa import Node
@@ -78,6 +79,29 @@ def test_help_with_a_word_has_the_options_with_it(capsys, word, some, says):
 def test_help_with_a_word_that_no_option_has_says_so(capsys):
     assert run("serve", "--help", "xyzzy") == 2
     assert "no option has the word 'xyzzy'; --help all shows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["smollm2", "--system", "-h"], None),
+        (["--system", "--help", "all"], None),
+        (["--chat_template", "-h"], None),
+        (["-m", "-h", "--help", "all"], "all"),
+        (["--system=-h", "-h"], ""),
+        (["--flag", "-h", "--cache"], "cache"),
+        (["smollm2", "--", "-h"], None),
+        (["--system"], None),
+    ],
+)
+def test_the_value_of_an_option_asks_for_no_help(words, asked):
+    own = {"--system": True, "--chat-template": True, "-m": True, "--flag": False, "--help": False, "-h": False}
+    assert asked_page(words, own) == asked
+
+
+def test_a_command_takes_a_value_that_looks_like_a_request_for_help(capsys):
+    assert run("generate", "text", "--stop", "-h", "--max-new-tokens", "none") == 2
+    assert "a whole number, got 'none'" in capsys.readouterr().err
 
 
 def test_what_only_one_command_has_is_on_its_first_page(capsys):

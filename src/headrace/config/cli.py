@@ -73,8 +73,6 @@ class ServerCommand(TyperCommand):
         """Raises ConfigError for options of other servers that are not supported, and for wrong variables."""
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        if (word := asked_page(args)) is not None:
-            self._show_help(ctx, word)
         params = self.get_params(ctx)
         own = {
             name: not getattr(param, "is_flag", False)
@@ -82,6 +80,8 @@ class ServerCommand(TyperCommand):
             for name in (*param.opts, *param.secondary_opts)
             if name.startswith("-")
         }
+        if (word := asked_page(args, own)) is not None:
+            self._show_help(ctx, word)
         translation = translate(args, own)
         offered = {param.name for param in params}
         settings = from_environment({name: os.environ[name] for name in os.environ if name.startswith(PREFIX)}, offered)

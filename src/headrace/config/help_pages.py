@@ -4,7 +4,7 @@ Owns the choice of the first page and the search for a word. How a page looks is
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.config.other_servers import Alias, Already, find
@@ -33,13 +33,19 @@ FIRST = (
 """The options of ServerArgs that matter first. Those that only one command has are on its first page, too."""
 
 
-def asked_page(words: Sequence[str]) -> str | None:
-    """What a command line asks help for: a word, "all", "" for the first page; None if it asks for none."""
-    for at, word in enumerate(words):
+def asked_page(words: Sequence[str], own: Mapping[str, bool]) -> str | None:
+    """What a command line asks help for: a word, "all", "" for the first page; None if it asks for none.
+
+    own: the command's options as typed, and whether each takes a value, which is never a request for help.
+    """
+    rest = iter(words)
+    for word in rest:
         if word == "--":
             return None
         if word in HELP:
-            return words[at + 1].lstrip("-") if at + 1 < len(words) else ""
+            return next(rest, "").lstrip("-")
+        if own.get(word.replace("_", "-")):
+            next(rest, None)
     return None
 
 
