@@ -1,6 +1,7 @@
 """What `Engine(...)` and `Runtime(...)` take: options by our names and by those of SGLang and vLLM. No engine is started."""
 
 import pydoc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,15 @@ def test_the_model_is_named_by_its_place_or_by_its_name():
         Engine("a", model_path="a")
     with pytest.raises(ConfigError, match="twice"):
         Runtime("a", model="a")
+    assert option_values(Path("a"), {})["model_path"] == Path("a")
+
+
+@pytest.mark.parametrize("kind", [Engine, Runtime])
+@pytest.mark.parametrize("model", [600.0, ["a"]])
+def test_only_the_model_is_given_by_its_place(kind: Any, model: Any):
+    for named in ({}, {"model_path": "a"}):
+        with pytest.raises(ConfigError, match=r"a name or a path, got .*; other arguments are given by their names"):
+            kind(model, **named)
 
 
 @pytest.mark.parametrize("kind", [Engine, Runtime])

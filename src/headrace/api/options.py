@@ -276,6 +276,8 @@ class EngineOptions(ServerOptions, total=False):
 
 def option_values(model: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `ServerArgs` for the arguments of an `Engine` or a `Runtime`. Logs what differs from other servers. Raises ConfigError."""
+    if not isinstance(model, str | PathLike | None):
+        raise ConfigError(f"the model is a name or a path, got {model!r:.80}; other arguments are given by their names")
     if model is not None and not {"model", "model_path"}.isdisjoint(given):
         raise ConfigError("the model is given twice: by its place and by its name")
     found = from_arguments(given if model is None else {"model_path": model, **given})
