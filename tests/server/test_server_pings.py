@@ -1,6 +1,7 @@
 """Signs of life in streams that have nothing to say: a comment, or Anthropic's `ping`, and none where there is no form for one."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -126,3 +127,42 @@ async def test_a_failure_before_any_is_raised():
         await streamed(exchange, released, CapacityError("no room"))
 
     assert exchange.sent == []
+
+
+class StuckExchange(FakeExchange):
+    """Its first ping fails, or never ends."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__(0.001)
+        self.error = error
+
+    async def write(self, part):
+        if part == COMMENT and not self.pinged.is_set():
+            self.pinged.set()
+            if self.error is not None:
+                raise self.error
+            await asyncio.Event().wait()
+        await super().write(part)
+
+
+async def test_a_ping_that_cannot_be_sent_is_no_error_of_its_own():
+    unhandled: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+    exchange = StuckExchange(ConnectionResetError())
+    sent = await streamed(exchange, exchange.pinged)
+    gc.collect()
+
+    assert [part for part in sent if part != COMMENT] == [200, b"item", b"done"]
+    assert unhandled == []
+
+
+async def test_a_ping_ends_with_the_handler_that_sends_it():
+    before = asyncio.all_tasks()
+    exchange = StuckExchange(None)
+    reply = asyncio.create_task(streamed(exchange, asyncio.Event()))
+    await exchange.pinged.wait()
+    reply.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reply
+
+    assert asyncio.all_tasks() == before

@@ -5,7 +5,7 @@ Runs in the event loop that serves HTTP. Frames are bytes made by the caller; no
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from headrace.frontend.failures import failure_of
@@ -74,12 +74,17 @@ class _Reply:
 
     async def end(self, frames: bytes) -> None:
         """Send the last ones."""
-        self.stop()
+        self._stop_timer()
         await self.begin()
         await self._exchange.send({"type": "http.response.body", "body": frames})
 
     def stop(self) -> None:
-        """No more pings. Idempotent."""
+        """No more pings, not even the one that is being sent: nothing can be written after this. Idempotent."""
+        self._stop_timer()
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
@@ -96,11 +101,13 @@ class _Reply:
 
     async def _send_ping(self) -> None:
         try:
-            self._last_s = self._loop.time()
-            if not self.has_begun:
-                self.has_begun = True
-                await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            await self._exchange.write(self._ping)
+            # A connection that fails does so for the next frames, too, and its end ends the reply.
+            with suppress(OSError):
+                self._last_s = self._loop.time()
+                if not self.has_begun:
+                    self.has_begun = True
+                    await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                await self._exchange.write(self._ping)
         finally:
             self._pinging = None
 
@@ -126,18 +133,19 @@ async def stream_reply(
     async with exchange.until_client_leaves(), aclosing(items):
         reply = _Reply(exchange, [(b"content-type", content_type), *_HEADERS, *headers], ping)
         try:
-            first = await anext(items, None)
-            await reply.begin()
-            if first is not None and (frames := render(first)):
-                await reply.write(frames)
-            async for item in items:
-                if frames := render(item):
+            try:
+                first = await anext(items, None)
+                await reply.begin()
+                if first is not None and (frames := render(first)):
                     await reply.write(frames)
-            end = tail()
-        except Exception as exc:
-            if not reply.has_begun:
-                raise
-            end = failed(describe_error(exc)[2])
+                async for item in items:
+                    if frames := render(item):
+                        await reply.write(frames)
+                end = tail()
+            except Exception as exc:
+                if not reply.has_begun:
+                    raise
+                end = failed(describe_error(exc)[2])
+            await reply.end(end + done)
         finally:
             reply.stop()
-        await reply.end(end + done)
