@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_frontend import MODEL, Running, Script, running_server
+from fake_frontend import MODEL, FakeFrontend, Running, Script, make_app, running_server
 
-from headrace.errors import CapacityError
+from headrace.errors import CapacityError, RequestError
 from headrace.server.sse import COMMENT, stream_reply
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -52,6 +52,25 @@ def test_a_stream_that_waits_says_so_and_then_goes_on(server: Running, client: h
     assert "wörld" in "".join(map(str, map(text_of, said))) or "wörld" in said[-1]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", CHAT, "max_tokens"),
+        ("/v1/completions", PROMPT, "max_tokens"),
+        ("/v1/responses", INPUT, "max_output_tokens"),
+        ("/v1/messages", CHAT | {"max_tokens": 40}, "max_tokens"),
+        ("/api/chat", CHAT, "num_predict"),
+    ],
+)
+def test_an_error_in_a_stream_names_the_fields_of_the_api(server: Running, client: httpx.Client, path, body, field):
+    server.frontend.script = Script(fail_at=2, error=RequestError("max_new_tokens is too large", "max_new_tokens"))
+    reply = client.post(path, json=body)
+
+    assert reply.status_code == 200
+    assert f"{field} is too large" in reply.text
+    assert "max_new_tokens" not in reply.text
+
+
 def text_of(line: str) -> Any:
     data = json.loads(line.removeprefix("data: "))
     choice = next(iter(data.get("choices", [])), {})
@@ -67,8 +86,9 @@ def text_of(line: str) -> Any:
 class FakeExchange:
     """Keeps what is sent. pinged: set once there have been three pings."""
 
-    def __init__(self, ping_interval_s: float) -> None:
+    def __init__(self, ping_interval_s: float, first_ping_s: float | None = None) -> None:
         self.ping_interval_s = ping_interval_s
+        self.first_ping_s = ping_interval_s if first_ping_s is None else first_ping_s
         self.sent: list[Any] = []
         self.pinged = asyncio.Event()
 
@@ -166,3 +186,35 @@ async def test_a_ping_ends_with_the_handler_that_sends_it():
         await reply
 
     assert asyncio.all_tasks() == before
+
+
+async def test_what_the_limit_of_the_queue_may_still_refuse_has_not_begun():
+    pinged, waiting = FakeExchange(0.001), FakeExchange(0.001, first_ping_s=60.0)
+    reply = asyncio.create_task(streamed(pinged, pinged.pinged))
+    with pytest.raises(CapacityError):
+        await streamed(waiting, pinged.pinged, CapacityError("no room"))
+    await reply
+
+    assert waiting.sent == []
+
+
+@pytest.mark.parametrize("first", [b"item", b""])
+async def test_once_it_has_said_something_it_is_pinged_as_ever(first):
+    exchange = FakeExchange(0.001, first_ping_s=60.0)
+
+    async def items():
+        yield first
+        await exchange.pinged.wait()
+
+    await stream_reply(exchange, items(), bytes, bytes, done=b"done")
+
+    assert exchange.sent[0] == 200
+    assert exchange.sent.count(COMMENT) >= 3
+
+
+def test_a_server_counts_the_first_ping_from_the_limit_of_its_queue():
+    app, _ = make_app(FakeFrontend(), queue_timeout_s=30.0, sse_ping_interval_s=5.0)
+
+    assert {(route.endpoint.ping_interval_s, route.endpoint.first_ping_s) for route in app.router.routes} == {
+        (5.0, 35.0)
+    }

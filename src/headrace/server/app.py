@@ -242,7 +242,7 @@ def create_app(
     app.state.startup_error = None
     app.state.keys = keys
     app.state.paths = [spec.path for spec in table]
-    _add_routes(app, table, bodies, args.sse_ping_interval_s)
+    _add_routes(app, args, table, bodies)
     _add_middleware(app, args, table, keys, frontend)
     return app
 
@@ -269,9 +269,12 @@ def _lifespan(context: ServingContext, warmups: list[str], bodies: Bodies) -> Li
     return lifespan
 
 
-def _add_routes(app: FastAPI, table: list[RouteSpec], bodies: Bodies, ping_interval_s: float) -> None:
+def _add_routes(app: FastAPI, args: ServerArgs, table: list[RouteSpec], bodies: Bodies) -> None:
+    interval_s = args.sse_ping_interval_s
+    # The first ping says 200. Before the queue's limit has passed, a request may still be refused with 503.
+    first_s = args.queue_timeout_s + interval_s
     for spec in table:
-        endpoint = Endpoint(spec.handler, bodies, ping_interval_s)
+        endpoint = Endpoint(spec.handler, bodies, interval_s, first_s)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
 
 

@@ -154,12 +154,19 @@ _NO_FIELDS = msgspec.json.Decoder(_NoFields)
 
 
 class Exchange:
-    """One request and its reply. ping_interval_s: a stream that has said nothing for so long gives a sign of life; 0 = never."""
+    """One request and its reply. ping_interval_s: a stream that has said nothing for so long sends a keep-alive; 0 = never. first_ping_s: the same
+    until it has said something."""
 
-    __slots__ = ("_num_held", "bodies", "max_body_bytes", "ping_interval_s", "receive", "scope", "send")
+    __slots__ = ("_num_held", "bodies", "first_ping_s", "max_body_bytes", "ping_interval_s", "receive", "scope", "send")
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, bodies: Bodies, ping_interval_s: float = 0.0
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        bodies: Bodies,
+        ping_interval_s: float = 0.0,
+        first_ping_s: float = 0.0,
     ) -> None:
         self.scope = scope
         self.receive = receive
@@ -167,6 +174,7 @@ class Exchange:
         self.bodies = bodies
         self.max_body_bytes = bodies.max_body_bytes
         self.ping_interval_s = ping_interval_s
+        self.first_ping_s = first_ping_s
         self._num_held = 0
 
     @property
@@ -321,14 +329,17 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Endpoint:
     """A handler as an ASGI application, for use in a route."""
 
-    def __init__(self, handler: Handler, bodies: Bodies, ping_interval_s: float = 0.0) -> None:
+    def __init__(
+        self, handler: Handler, bodies: Bodies, ping_interval_s: float = 0.0, first_ping_s: float = 0.0
+    ) -> None:
         self.handler = handler
         self.bodies = bodies
         self.ping_interval_s = ping_interval_s
+        self.first_ping_s = first_ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        exchange = Exchange(scope, receive, send, self.bodies, self.ping_interval_s)
+        exchange = Exchange(scope, receive, send, self.bodies, self.ping_interval_s, self.first_ping_s)
         try:
             await self.handler(exchange)
         finally:

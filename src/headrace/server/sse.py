@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
+from headrace.errors import RequestError
 from headrace.frontend.failures import failure_of
 from headrace.messages.outputs import FinishReason
 from headrace.server.error_forms import ApiError, openai_error
@@ -44,7 +45,7 @@ def failure_frames(finish: FinishReason) -> bytes:
 
 class _Reply:
     """A reply as it is written. It begins with what is written first, which may be a ping: `ping` is sent whenever nothing else has been for
-    `exchange.ping_interval_s` seconds (0 = never)."""
+    `exchange.ping_interval_s` seconds (0 = never), the first time after `exchange.first_ping_s`."""
 
     def __init__(self, exchange: Exchange, headers: Headers, ping: bytes) -> None:
         self.has_begun = False
@@ -52,7 +53,7 @@ class _Reply:
         self._headers = headers
         self._ping = ping
         self._loop = asyncio.get_running_loop()
-        self._last_s = self._loop.time()
+        self._due_s = self._loop.time() + exchange.first_ping_s
         self._pinging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if ping and exchange.ping_interval_s:
@@ -64,12 +65,13 @@ class _Reply:
             await self._pinging
         if not self.has_begun:
             self.has_begun = True
+            self._due_s = self._loop.time() + self._exchange.ping_interval_s
             await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def write(self, frames: bytes) -> None:
         """Send whole events."""
         await self.begin()
-        self._last_s = self._loop.time()
+        self._due_s = self._loop.time() + self._exchange.ping_interval_s
         await self._exchange.write(frames)
 
     async def end(self, frames: bytes) -> None:
@@ -93,17 +95,17 @@ class _Reply:
 
     def _look(self) -> None:
         interval_s = self._exchange.ping_interval_s
-        left_s = self._last_s + interval_s - self._loop.time()
+        left_s = self._due_s - self._loop.time()
         # A ping that is still being sent waits for a client that does not read.
         if left_s <= 0 and self._pinging is None:
             self._pinging = self._loop.create_task(self._send_ping())
-        self._wait(left_s if left_s > 0 else interval_s)
+        self._wait(min(left_s, interval_s) if left_s > 0 else interval_s)
 
     async def _send_ping(self) -> None:
         try:
             # A connection that fails does so for the next frames, too, and its end ends the reply.
             with suppress(OSError):
-                self._last_s = self._loop.time()
+                self._due_s = self._loop.time() + self._exchange.ping_interval_s
                 if not self.has_begun:
                     self.has_begun = True
                     await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
@@ -120,6 +122,7 @@ async def stream_reply(
     *,
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = error_frame,
+    renamed: Callable[[RequestError], RequestError] | None = None,
     headers: Sequence[tuple[bytes, bytes]] = (),
     content_type: bytes = EVENT_STREAM,
     ping: bytes = COMMENT,
@@ -128,7 +131,8 @@ async def stream_reply(
     life; empty = none.
 
     A failure before the reply begins, with the first item or a ping, raises, so that it has an error status; a later one becomes the frames that
-    `failed` makes. `done` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
+    `failed` makes of it. `renamed` puts the API's field names into such an error; one that raises is left to the caller. `done` ends the stream
+    exactly once in both cases. The generator is closed before this returns or raises.
     """
     async with exchange.until_client_leaves(), aclosing(items):
         reply = _Reply(exchange, [(b"content-type", content_type), *_HEADERS, *headers], ping)
@@ -145,6 +149,8 @@ async def stream_reply(
             except Exception as exc:
                 if not reply.has_begun:
                     raise
+                if renamed is not None and isinstance(exc, RequestError):
+                    exc = renamed(exc)
                 end = failed(describe_error(exc)[2])
             await reply.end(end + done)
         finally:

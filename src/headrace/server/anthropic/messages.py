@@ -6,6 +6,7 @@ Owns how a body becomes a call of the engine and how its reply is sent. Runs in 
 import dataclasses
 import re
 import uuid
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ class MessagesServing:
             model = request.model if adapter is not None else self.context.model.name
             answer = _Answer(message_id, model, request.shows_thinking, chat)
             if request.stream:
-                await _stream(exchange, answer, headers)
+                await _stream(exchange, answer, headers, lambda exc: _renamed(exc, request))
             else:
                 await _reply(exchange, answer, headers)
         except RequestError as exc:
@@ -149,7 +150,9 @@ async def _reply(exchange: Exchange, answer: _Answer, headers: Headers) -> None:
     await exchange.reply_json(message, headers=headers)
 
 
-async def _stream(exchange: Exchange, answer: _Answer, headers: Headers) -> None:
+async def _stream(
+    exchange: Exchange, answer: _Answer, headers: Headers, renamed: Callable[[RequestError], RequestError]
+) -> None:
     writer = MessageEvents(answer.id, answer.model, answer.chat.choice(), answer.shows_thinking)
     await stream_reply(
         exchange,
@@ -158,6 +161,7 @@ async def _stream(exchange: Exchange, answer: _Answer, headers: Headers) -> None
         lambda: b"",
         done=b"",
         failed=error_event,
+        renamed=renamed,
         headers=headers,
         ping=PING,
     )

@@ -171,7 +171,15 @@ class OllamaGenerationAPI:
         writer = self._writer(body, kind, run.choice)
         if body.stream is not False:
             await stream_reply(
-                exchange, run.updates, writer.lines, bytes, done=b"", failed=error_line, content_type=NDJSON, ping=b""
+                exchange,
+                run.updates,
+                writer.lines,
+                bytes,
+                done=b"",
+                failed=error_line,
+                renamed=_renamed,
+                content_type=NDJSON,
+                ping=b"",
             )
             return
         async with exchange.until_client_leaves(), aclosing(run.updates) as updates:

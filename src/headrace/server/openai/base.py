@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -197,7 +197,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
             generation = await self.prepare(request)
             exchange.name_request(generation.id)
             if generation.request.stream:
-                await self._stream(exchange, generation)
+                await self._stream(exchange, generation, lambda exc: self.renamed(exc, request, grammar))
             else:
                 await self._reply(exchange, generation)
         except RequestError as exc:
@@ -266,7 +266,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
             count.add(update)
         await exchange.reply_json(self.response(generation, updates, count.total()))
 
-    async def _stream(self, exchange: Exchange, generation: G) -> None:
+    async def _stream(self, exchange: Exchange, generation: G, renamed: Callable[[RequestError], RequestError]) -> None:
         writer = self.chunk_writer(generation)
         count = self.usage_count(generation)
         failures: list[bytes] = []
@@ -282,7 +282,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
             usage = writer.usage(self.total_usage(generation, count.total())) if wanted else b""
             return usage + next(filter(None, failures), b"")
 
-        await stream_reply(exchange, self.updates(exchange, generation), render, tail)
+        await stream_reply(exchange, self.updates(exchange, generation), render, tail, renamed=renamed)
 
     def renamed(self, exc: RequestError, request: R, grammar: AskedGrammar | None) -> RequestError:
         """The error with our own parameter names replaced by this API's."""

@@ -98,7 +98,16 @@ class ResponsesAPI:
             headers = self._skipped_tools.headers(asked.tools.skipped)
             if request.stream:
                 updates = chat.updates(exchange)
-                await stream_reply(exchange, updates, reply.push, end, done=b"", failed=reply.failed, headers=headers)
+                await stream_reply(
+                    exchange,
+                    updates,
+                    reply.push,
+                    end,
+                    done=b"",
+                    failed=reply.failed,
+                    renamed=lambda exc: _renamed(exc, request),
+                    headers=headers,
+                )
             else:
                 await self._whole(exchange, chat, reply, end, headers)
         except RequestError as exc:
