@@ -1,4 +1,4 @@
-"""Tiny random models that read and do not write, in folders as transformers and sentence-transformers write them, with a tokenizer."""
+"""Tiny random encoders and embedding models, in folders as transformers and sentence-transformers write them, with a tokenizer."""
 
 import copy
 import json

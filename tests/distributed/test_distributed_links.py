@@ -100,6 +100,6 @@ def test_a_receiver_skips_signs_of_life_and_gives_up_without_any():
         raw.sendall(struct.pack("<ii", -1, -1) * 5 + struct.pack("<iif", 1, 1, 7.0))
         assert receiver.receive(1).tolist() == [[7.0]]
         raw.sendall(struct.pack("<ii", -1, -1))
-        with pytest.raises(ExecutionError, match=r"the stage before has given no sign of life for 0.2 s"):
+        with pytest.raises(ExecutionError, match=r"the stage before has sent no heartbeat for 0.2 s"):
             receiver.receive(1)
         receiver.close()

@@ -1,4 +1,4 @@
-"""Servers of models that read and do not write: what their routes say is what transformers computes."""
+"""Servers of embedding models, rerankers and classifiers: what their routes say is what transformers computes."""
 
 import base64
 import random

@@ -1,4 +1,4 @@
-"""A KV cache of integers is the default only of models that it does not hurt: measured once, on the model itself."""
+"""A quantised KV cache is the default only of models that it does not hurt: measured once, on the model itself."""
 
 import functools
 from collections.abc import Callable

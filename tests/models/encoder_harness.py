@@ -1,4 +1,4 @@
-"""Models that read and do not write, run over packed texts without the runner, and what transformers makes of the same texts."""
+"""Encoders and embedding models, run over packed texts without the runner, and what transformers makes of the same texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

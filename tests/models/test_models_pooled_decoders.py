@@ -1,4 +1,4 @@
-"""Decoders that read and do not write: their vectors and scores are those of transformers, whole or in chunks."""
+"""Decoders that are embedding models, rerankers or classifiers: their vectors and scores are those of transformers, whole or in chunks."""
 
 import functools
 import json

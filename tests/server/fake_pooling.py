@@ -1,4 +1,4 @@
-"""A scripted front end of models that read and do not write, and servers around it.
+"""A scripted front end of embedding models, rerankers and classifiers, and servers around it.
 
 What it makes of an input can be told from the input: see `vector_of`. Checks and shapes are those of the real one.
 """

@@ -1,4 +1,4 @@
-"""Signs of life in streams that have nothing to say: a comment, or Anthropic's `ping`, and none where there is no form for one."""
+"""Keep-alives in streams that have nothing to say: a comment, or Anthropic's `ping`, and none where there is no form for one."""
 
 import asyncio
 import gc
@@ -131,7 +131,7 @@ async def test_nothing_is_added_where_there_is_no_form_for_it_or_it_is_turned_of
     assert ollama.sent == off.sent == [200, b"item", b"done"]
 
 
-async def test_a_failure_after_a_sign_of_life_is_told_in_the_stream():
+async def test_a_failure_after_a_keep_alive_is_told_in_the_stream():
     exchange = FakeExchange(0.001)
     sent = await streamed(exchange, exchange.pinged, CapacityError("no room"))
 

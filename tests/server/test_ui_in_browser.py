@@ -514,7 +514,7 @@ def test_axe_finds_nothing_serious_in_the_dashboard(page: Any, server: Running, 
 def test_a_model_that_does_not_write_offers_no_chat(page: Any):
     with pooling_server(EMBEDDING) as server:
         opened(page, server.url)
-        expect(page.get_by_text("reads texts and does not write")).to_be_visible()
+        expect(page.get_by_text("This is an embedding model")).to_be_visible()
         expect(page.locator("#composer")).to_be_hidden()
         expect(page.get_by_text("Ask something")).to_be_hidden()
         check_accessible(page)

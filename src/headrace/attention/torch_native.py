@@ -204,7 +204,7 @@ def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The values stored at slots, [len(slots), num_kv_heads, head_dim]: float32 for a cache of integers, else the cache's dtype."""
+    """The values stored at slots, [len(slots), num_kv_heads, head_dim]: float32 for a quantised cache, else the cache's dtype."""
     stored = cache[slots]
     if cache.dtype.is_floating_point:
         return stored

@@ -31,7 +31,7 @@ NATIVE = frozenset(
 """Hugging Face model types with an implementation of our own (`models.registry.native_specs`)."""
 
 ENCODERS = frozenset({"bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"})
-"""Those of models that read and do not write (`models.registry.encoder_types`)."""
+"""Those of encoders (`models.registry.encoder_types`)."""
 
 _STATE = "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)"
 _NEEDS: dict[str, str] = {

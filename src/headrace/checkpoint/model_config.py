@@ -204,7 +204,7 @@ def parse_hf_config(
 
 
 def _encoder(config: dict[str, Any], origin: str) -> ModelConfig:
-    """The config of a model that reads and does not write."""
+    """The config of an encoder."""
     keys = encoder_keys(config, origin)
     num_layers, num_heads = keys.count("num_hidden_layers"), keys.count("num_attention_heads")
     hidden_size = keys.count("hidden_size")

@@ -393,12 +393,12 @@ class ServerArgs:
         "model says; eagle3: what a head of the model says. See docs/speculation.md.",
     )
     speculative_num_draft_tokens: int = _opt(
-        16, _Q, "Most tokens to guess at a time with --speculative-algorithm.", Bounds(least=1, most=63)
+        16, _Q, "Most draft tokens at a time with --speculative-algorithm.", Bounds(least=1, most=63)
     )
     speculative_shared_tokens: int = _opt(
         0,
         _Q,
-        "With ngram and auto: guess also by the last so many tokens that others with the same key, salt and adapter have said; 0 = none.",
+        "With ngram and auto: draft also from the last so many tokens that others with the same key, salt and adapter have said; 0 = none.",
         Bounds(least=0, most=1 << 18),
     )
     speculative_draft_model_path: str | None = _opt(

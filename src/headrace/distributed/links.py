@@ -1,6 +1,6 @@
 """A link between two stages on one host: a pair of connected sockets (unix(7)), an end for each process.
 
-A sender never waits: what the socket has no room for is sent by a thread. The same thread gives signs of life, so that a receiver can tell
+A sender never waits: what the socket has no room for is sent by a thread. The same thread sends heartbeats, so that a receiver can tell
 a sender that computes for long from one that was stopped.
 """
 
@@ -96,7 +96,7 @@ class SocketReceiver:
     """The receiving end, used by one thread."""
 
     def __init__(self, fd: int, limit_s: float) -> None:
-        """fd: of the socket, which is this object's from now on. limit_s: how long to wait without any sign of life."""
+        """fd: of the socket, which is this object's from now on. limit_s: how long to wait without any heartbeat."""
         self._socket = socket.socket(fileno=fd)
         self._socket.settimeout(limit_s)
         self._limit_s = limit_s
@@ -122,7 +122,7 @@ class SocketReceiver:
             try:
                 count = self._socket.recv_into(data)
             except TimeoutError:
-                raise ExecutionError(f"the stage before has given no sign of life for {self._limit_s:g} s") from None
+                raise ExecutionError(f"the stage before has sent no heartbeat for {self._limit_s:g} s") from None
             except OSError:
                 count = 0
             if not count:

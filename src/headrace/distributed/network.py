@@ -1,7 +1,7 @@
 """The group of ranks on several hosts: a star of TCP connections (ZeroMQ), from every follower to the leader's one port.
 
 For a sum, the followers send theirs to the leader, which adds them in the order of ranks and sends all the same result. A call must get its
-answers within a limit. A connection that carries nothing for SILENCE_S, not even a sign of life from the I/O thread of the other side, is
+answers within a limit. A connection that carries nothing for SILENCE_S, not even a heartbeat from the I/O thread of the other side, is
 closed: so a cut cable, a process that was stopped and one that died all show as a lost connection, also between calls. No connection is
 made twice: when one is lost, the group is broken, the others are told, and all ranks make a new one.
 
@@ -31,7 +31,7 @@ from headrace.errors import ConfigError, ExecutionError
 from headrace.messages.rank_group import Broken, Ended, GroupNote, encode_note
 
 SILENCE_S = 5.0
-"""A connection on which nothing came for so long, signs of life included, is lost."""
+"""A connection on which nothing came for so long, heartbeats included, is lost."""
 LOOK_S = 0.2
 """How often a wait looks whether the group is broken."""
 _SIGN_OF_LIFE_S = 1.0

@@ -1,4 +1,4 @@
-"""Whether a model keeps its quality in the KV cache of integers that goes with its weights: measured once, on one short text.
+"""Whether a model keeps its quality in the quantised KV cache that goes with its weights: measured once, on one short text.
 
 Owns the text, the measure, the limit, and how ranks agree. Does not own which format goes with which weights (`config.resolve`), nor the
 file that keeps the result (`execution.weight_cache`). Runs once at start, in every rank, after the weights are loaded.

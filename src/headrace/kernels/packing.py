@@ -77,7 +77,7 @@ KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 4}
 _BF16_PRODUCTS = 3
 
 MAX_INT_HEAD_DIM = 512
-"""Of a KV cache of integers."""
+"""Of a quantised KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def kv_cache_shapes(
         raise ValueError(f"head_dim must be a multiple of 16, got {head_dim}")
     if dtype in (torch.int8, torch.int16):
         if head_dim > MAX_INT_HEAD_DIM:
-            raise ValueError(f"a KV cache of integers takes head_dim up to {MAX_INT_HEAD_DIM}, got {head_dim}")
+            raise ValueError(f"a quantised KV cache takes head_dim up to {MAX_INT_HEAD_DIM}, got {head_dim}")
         return ((num_pages, num_kv_heads, head_dim + 4 // dtype.itemsize, PAGE_SIZE),) * 2
     if dtype == torch.bfloat16:
         page = num_pages, num_kv_heads

@@ -232,7 +232,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     """What a scheduler reports about its model and memory when it is ready (JSON on the ready pipe). fingerprint: of the checkpoint's files.
 
     lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a model that sees. weight_bytes,
-    kv_bytes: of all ranks. kv_cache_added_error: what a KV cache of integers adds to the error of a token's logprob, taken or not; None = unknown.
+    kv_bytes: of all ranks. kv_cache_added_error: what a quantised KV cache adds to the error of a token's logprob, taken or not; None = unknown.
     """
 
     max_total_tokens: int

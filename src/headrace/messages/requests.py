@@ -52,8 +52,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     image_data, audio_data, video_data: media of the prompts, see `ImageData` and so on. In each prompt one token of the model (docs/images.md)
     stands where an item is.
     data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. return_progress: a stream also says how far prompts are before
-    their first tokens. prediction: text that the output may contain, from which
-    tokens are guessed if the server guesses any.
+    their first tokens. prediction: text that the output may contain, a
+    source of draft tokens if the server makes any.
     """
 
     text: str | list[str] | None = None

@@ -209,11 +209,11 @@ class Metrics:
             "grammar_sat_out_rows", "Rows not sampled: their grammar's mask was not ready."
         )
         self.grammar_mask_s = self._counter("grammar_mask_seconds", "Spent on filling the masks of grammars.")
-        self.spec_rows = self._counter("spec_verify_rows", "Rows of steps that had guessed tokens.")
-        self.spec_drafted = self._counter("spec_draft_tokens", "Guessed tokens that steps computed.")
-        self.spec_right = self._counter("spec_accepted_tokens", "Guessed tokens that were right.")
+        self.spec_rows = self._counter("spec_verify_rows", "Rows of steps that had draft tokens.")
+        self.spec_drafted = self._counter("spec_draft_tokens", "Draft tokens that steps computed.")
+        self.spec_right = self._counter("spec_accepted_tokens", "Draft tokens that were accepted.")
         self.spec_accept_length = self._gauge(
-            "spec_accept_length", "Mean number of tokens that a row with guessed tokens gave; 0 before the first."
+            "spec_accept_length", "Mean number of tokens that a row with draft tokens gave; 0 before the first."
         )
         self.grammar_compiles = self._counter("grammar_compiles", "Grammars compiled: those that no cache held.")
         self.grammar_cache_hits = self._counter(

@@ -252,7 +252,7 @@ def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) ->
 
 @contextlib.contextmanager
 def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[None]:
-    """Send signs of life from a thread, also while the loop is deep in a step."""
+    """Send heartbeats from a thread, also while the loop is deep in a step."""
     stop = threading.Event()
 
     def beat() -> None:

@@ -168,7 +168,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
 
 
 def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
-    """Routes of models that read and do not write."""
+    """Routes of embedding models, rerankers and classifiers."""
     classify, rerank, score = ClassifyAPI(context), RerankAPI(context), ScoreAPI(context)
     post = ("POST",)
     return [

@@ -1,4 +1,4 @@
-"""Server-sent events: writes a generator of outputs as an event stream, with a sign of life whenever it has said nothing for a while.
+"""Server-sent events: writes a generator of outputs as an event stream, with a keep-alive whenever it has said nothing for a while.
 
 Runs in the event loop that serves HTTP. Frames are bytes made by the caller; nothing here knows a protocol.
 """
@@ -127,8 +127,8 @@ async def stream_reply(
     content_type: bytes = EVENT_STREAM,
     ping: bytes = COMMENT,
 ) -> None:
-    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: more of the reply's. ping: the sign of
-    life; empty = none.
+    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: more of the reply's. ping: the
+    keep-alive; empty = none.
 
     A failure before the reply begins, with the first item or a ping, raises, so that it has an error status; a later one becomes the frames that
     `failed` makes of it. `renamed` puts the API's field names into such an error; one that raises is left to the caller. `done` ends the stream

@@ -48,7 +48,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`reasoning_tokens`: output tokens that are reasoning. The others: guessed tokens that were right and wrong, if the server guesses any."""
+    """`reasoning_tokens`: output tokens that are reasoning. The others: draft tokens that were accepted and rejected, if the server makes any."""
 
     reasoning_tokens: int | None = None
     accepted_prediction_tokens: int | None = None

@@ -234,7 +234,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Text that the reply may contain, from which tokens are guessed: a string, or parts of text."""
+    """Text that the reply may contain, a source of draft tokens: a string, or parts of text."""
 
     type: Literal["content"] = "content"
     content: str | list[ContentPart]

@@ -1,4 +1,4 @@
-"""Routes of models that read and do not write: embeddings, classification, rerank, score.
+"""Routes of embedding models, rerankers and classifiers.
 
 Read first: calls.py (one request as calls of the front end that are sent one after the other), kinds.py (which model can do what).
 

@@ -177,7 +177,7 @@ function showState(state) {
     ['Restarts', short(frontend.num_restarts ?? 0)],
   ];
   const { num_steps: steps, num_drafted: guessed, num_right: right } = state.speculation;
-  if (steps) facts.push(['Tokens guessed', short(guessed)], ['Of them right', percent(right / guessed)]);
+  if (steps) facts.push(['Draft tokens', short(guessed)], ['Of them accepted', percent(right / guessed)]);
   if (state.paused) facts.push(['Paused', state.paused]);
   byId('state').replaceChildren(...facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value))));
 }
