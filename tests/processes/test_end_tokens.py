@@ -88,7 +88,9 @@ def test_the_tokenizer_names_an_end_as_the_config_and_the_generation_config_do(t
     assert ends_of(folder(tmp_path, **files)) == (want, set())
 
 
-@pytest.mark.parametrize("stated, want", [("7", {7}), ("[7, 8]", {7, 8}), ("null", {IDS["</s>"]})])
+@pytest.mark.parametrize(
+    "stated, want", [("7", {7}), ("0", {0}), ("[7, 8]", {7, 8}), ("[0]", {0}), ("null", {IDS["</s>"]})]
+)
 def test_an_override_of_the_end_stands_for_all_files(tmp_path, stated, want):
     path = folder(tmp_path, config={"eos_token_id": None}, named={"eos_token": "</s>"})
 

@@ -178,7 +178,7 @@ class EndTokens(NamedTuple):
 
 def end_tokens(args: ServerArgs, model: "ModelConfig", tokenizer: "Tokenizer") -> EndTokens:
     """What config.json, generation_config.json and the tokenizer say of ends; and of chats the token with which a template ends an assistant's turn,
-    unless the output format uses it within a turn. An `eos_token_id` in --json-model-override-args stands for all three files."""
+    unless the output format uses it within a turn. An `eos_token_id` in --json-model-override-args stands for all three files; null: none."""
     from headrace.parsers.registry import choose
 
     template = open_chat_template(args, tokenizer)
@@ -193,7 +193,7 @@ def end_tokens(args: ServerArgs, model: "ModelConfig", tokenizer: "Tokenizer") -
     inner = frozenset(index for found in formats if found is not None for index in found.inner_ids)
     ids = {index for text in texts if text and (index := tokenizer.token_to_id(text)) is not None}
     stated = msgspec.json.decode(args.json_model_override_args).get("eos_token_id")
-    eos = frozenset(model.eos_token_ids if stated else (*model.eos_token_ids, *tokenizer.eos_ids))
+    eos = frozenset(model.eos_token_ids if stated is not None else (*model.eos_token_ids, *tokenizer.eos_ids))
     return EndTokens(eos, frozenset(ids) - inner - eos)
 
 
