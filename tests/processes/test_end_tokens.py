@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.gguf_names import end_ids
+from headrace.checkpoint.model_config import parse_hf_config
 from headrace.config.server_args import ServerArgs
 from headrace.processes.model_files import end_tokens, open_tokenizer, read_model_config
 from headrace.text.tokenizers import tokenizer_from_gguf
@@ -119,6 +120,19 @@ def test_chats_end_with_the_token_that_the_template_shows(tmp_path, template, en
     assert ends_of(path, tool_call_parser=tool_parser) == ({2}, set() if end is None else {IDS[end]})
 
 
+def test_a_tokenizer_s_end_that_the_format_uses_within_a_turn_ends_nothing(tmp_path):
+    template = HARMONY_STYLE.replace("END", "'<|return|>'")
+    path = folder(tmp_path, config={"eos_token_id": 2}, named={"eos_token": "<|end|>"}, template=template)
+
+    assert ends_of(path) == ({2}, {IDS["<|return|>"]})
+    # What the config or the user states is done.
+    assert ends_of(path, json_model_override_args=f'{{"eos_token_id": {IDS["<|end|>"]}}}')[0] == {IDS["<|end|>"]}
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 300, "eos_token_id": IDS["<|end|>"]})
+    )
+    assert ends_of(path)[0] == {IDS["<|end|>"]}
+
+
 def test_the_template_of_the_options_and_that_for_tools_count(tmp_path):
     templates = [{"name": "default", "template": SHOUTED}, {"name": "tool_use", "template": QWEN_STYLE}]
     path = folder(tmp_path, config={"eos_token_id": 2}, template=templates)
@@ -158,7 +172,10 @@ NORMAL, CONTROL, USER = 1, 3, 4
         (["<|fim_pad|>", "<|fim_middle|>", "<|file_sep|>"], {}, ["<|fim_pad|>", "<|file_sep|>"]),
         # harmony's messages, and a token that Gemma 4 has beside its own end
         (["<|end|>", "<|return|>", "<|call|>"], {}, ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1, "eot": 0}, ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|flush|>", "<|calls|>"], {"eom": 0}, ["<|flush|>", "<|calls|>"]),
         (["<|end|>", "<|return|>"], {}, ["<|end|>", "<|return|>"]),
+        (["</s>", "<turn|>", "<|tool_response>"], {"eot": 0}, ["<turn|>", "<|tool_response>"]),
         (["</s>", "<turn|>", "<|tool_response>"], {}, ["<turn|>", "<|tool_response>"]),
     ],
 )
@@ -175,3 +192,15 @@ def test_ordinary_text_of_a_gguf_file_ends_nothing(tmp_path):
     file = gguf_with(tmp_path / "m.gguf", texts)
 
     assert end_ids(file) == [2]
+
+
+def test_what_a_gguf_file_adds_counts_only_if_the_format_does_not_use_it_within_a_turn(tmp_path):
+    texts = ["<|end|>", "<|return|>", "<|start|>", "<|channel|>", "<|message|>"]
+    path = tmp_path / "m.gguf"
+    ends = end_ids(gguf_with(path, [(text, CONTROL) for text in texts], eos=1))
+    assert set(ends) == {0, 1}
+    (tmp_path / "harmony.jinja").write_text(HARMONY_STYLE.replace("END", "'<|return|>'"))
+    model = parse_hf_config({"model_type": "llama", "vocab_size": 8, "eos_token_id": ends}, origin="m.gguf")
+    args = ServerArgs(model_path=str(path), chat_template=str(tmp_path / "harmony.jinja"))
+
+    assert end_tokens(args, model, open_tokenizer(args)) == ({1}, set())

@@ -298,7 +298,7 @@ def end_ids(file: GgufFile) -> list[int]:
     """The tokens that end a text: those that the metadata names, that of the sequence first, then those that are known by their text.
 
     As llama.cpp's `llama_vocab::impl::load` (src/llama-vocab.cpp) finds them, but among control and user-defined tokens alone. In harmony `<|end|>`
-    ends a message and not the turn; Gemma 4 has a `</s>` that ends nothing.
+    ends a message and not the turn, and Gemma 4 has a `</s>` that ends nothing, even if the metadata names them.
     """
     keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
     named = [file.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
@@ -308,9 +308,12 @@ def end_ids(file: GgufFile) -> list[int]:
         for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
             if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS:
                 known.setdefault(token, index)
+    passed: set[object] = set()
     if {"<|call|>", "<|return|>"} <= known.keys() or {"<|calls|>", "<|flush|>"} <= known.keys():
-        known.pop("<|end|>", None)
+        passed.add(known.pop("<|end|>", None))
     if "<|tool_response>" in known:
-        known.pop("</s>", None)
-    stated = (token for token in named if isinstance(token, int) and not isinstance(token, bool))
+        passed.add(known.pop("</s>", None))
+    stated = (
+        token for token in named if isinstance(token, int) and not isinstance(token, bool) and token not in passed
+    )
     return list(dict.fromkeys([*stated, *known.values()]))

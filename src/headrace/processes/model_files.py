@@ -177,8 +177,11 @@ class EndTokens(NamedTuple):
 
 
 def end_tokens(args: ServerArgs, model: "ModelConfig", tokenizer: "Tokenizer") -> EndTokens:
-    """What config.json, generation_config.json and the tokenizer say of ends; and of chats the token with which a template ends an assistant's turn,
-    unless the output format uses it within a turn. An `eos_token_id` in --json-model-override-args stands for all three files; null: none."""
+    """What config.json, generation_config.json and the tokenizer say of ends; and of chats the token with which a template ends an assistant's turn.
+
+    What a tokenizer, a GGUF file or a template says counts only if the output format does not use it within a turn. An `eos_token_id` in
+    --json-model-override-args stands for all three files; null = config.json states none.
+    """
     from headrace.parsers.registry import choose
 
     template = open_chat_template(args, tokenizer)
@@ -193,7 +196,9 @@ def end_tokens(args: ServerArgs, model: "ModelConfig", tokenizer: "Tokenizer") -
     inner = frozenset(index for found in formats if found is not None for index in found.inner_ids)
     ids = {index for text in texts if text and (index := tokenizer.token_to_id(text)) is not None}
     stated = msgspec.json.decode(args.json_model_override_args).get("eos_token_id")
-    eos = frozenset(model.eos_token_ids if stated is not None else (*model.eos_token_ids, *tokenizer.eos_ids))
+    # Of a GGUF file the model's own are those of its tokenizer, most of them known by their text alone.
+    own = frozenset(() if stated is None and resolve_model(args.model_path).is_file() else model.eos_token_ids)
+    eos = own if stated is not None else own | (frozenset((*model.eos_token_ids, *tokenizer.eos_ids)) - inner)
     return EndTokens(eos, frozenset(ids) - inner - eos)
 
 
