@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from headrace import log
 from headrace.config.nodes import with_nodes
 from headrace.config.open_files import check_open_files
-from headrace.config.resolve import reply_limit, sampling_defaults
+from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
 from headrace.launch import RunningEngine, launch_engine
@@ -25,7 +25,7 @@ from headrace.processes import lifeline
 from headrace.processes.children import ChildParts
 from headrace.processes.http_workers import HttpWorkers
 from headrace.processes.loading_bar import loading_bar
-from headrace.processes.model_files import served_model
+from headrace.processes.model_files import reply_limit, served_model
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager

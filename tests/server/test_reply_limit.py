@@ -1,14 +1,15 @@
 """Chats that give no limit end at --default-max-tokens, in every API; other routes and limits that are given are not touched."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_frontend import running_server
 
-from headrace.config.resolve import reply_limit
 from headrace.config.server_args import ServerArgs
+from headrace.processes.model_files import reply_limit
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 WHOLE = "Hello, wörld"
@@ -73,3 +74,12 @@ def test_clients_can_read_it(client: httpx.Client):
 )
 def test_small_models_have_one_by_themselves(options: dict[str, Any], limit: int):
     assert reply_limit(ServerArgs(**options)) == limit
+
+
+def test_a_file_of_that_name_is_not_that_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").touch()
+    (tmp_path / "gemma3-270m").mkdir()
+
+    assert reply_limit(ServerArgs(model_path="smollm2")) == 0
+    assert reply_limit(ServerArgs(model_path="gemma3-270m")) == 1024

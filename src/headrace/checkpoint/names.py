@@ -108,15 +108,15 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 def resolve_model(name_or_path: str) -> Path:
     """The file or folder that a user means by a name or a path.
 
-    A path that exists wins over a name, and a known name over one of the Hugging Face cache (`hub_cache.HubName`). A
+    A path that exists wins over a name (a folder not over a known one), and a known name over one of the Hugging Face cache (`hub_cache.HubName`). A
     folder that holds one GGUF file instead of safetensors means that file. A model in parts is joined into our cache the
     first time. No network.
     Raises ModelError that lists the known names, or says how to get the one that is missing.
     """
     path = Path(name_or_path).expanduser()
-    if path.exists() and (path.is_file() or name_or_path not in KNOWN_MODELS):
+    model = known_model(name_or_path)
+    if model is None and path.exists():
         return (find_in_folder(path) or gguf_of(path) or path) if path.is_dir() else path
-    model = KNOWN_MODELS.get(name_or_path)
     if model is None:
         if (name := HubName.parse(name_or_path)) is not None:
             return find_model(name)
@@ -131,6 +131,11 @@ def resolve_model(name_or_path: str) -> Path:
     if len(parts) > 1 and None not in parts:
         return _join(model, [part for part in parts if part is not None])
     raise ModelError(f"model {model.name} is not installed; get it with: {_command(model)}")
+
+
+def known_model(name_or_path: str) -> KnownModel | None:
+    """The model of that name, unless a file is called so, which wins."""
+    return None if Path(name_or_path).expanduser().is_file() else KNOWN_MODELS.get(name_or_path)
 
 
 def list_models() -> list[ModelState]:

@@ -12,7 +12,6 @@ import msgspec
 
 from headrace.checkpoint.families import NATIVE
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.names import KNOWN_MODELS
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
@@ -26,8 +25,6 @@ _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is not shared, but activations and graphs need some memory."""
-
-SMALL_MODEL_REPLY_TOKENS = 1024
 
 _ISAS_WITH_BF16 = ("amx", "avx512bf16")
 _ISAS_WITH_WORDS = ("avx512vnni",)
@@ -309,13 +306,6 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
         deaf=model.deaf,
         around=model.around,
     )
-
-
-def reply_limit(args: ServerArgs) -> int:
-    """Most tokens of a chat's reply whose request gives no limit; 0 = as many as fit. Small models, greedy ones most, may not end by themselves."""
-    if args.default_max_tokens is not None:
-        return args.default_max_tokens
-    return SMALL_MODEL_REPLY_TOKENS if args.model_path in KNOWN_MODELS else 0
 
 
 def sampling_defaults(args: ServerArgs, model: ModelConfig) -> SamplingDefaults:

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.names import known_model, resolve_model
 from headrace.config.media_options import textual_by_options
-from headrace.config.resolve import reply_limit, sampling_defaults
+from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError, RequestError
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 
 logger = get_logger(__name__)
+
+SMALL_MODEL_REPLY_TOKENS = 1024
 
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
@@ -239,6 +241,13 @@ def served_model(
         senses=media.senses,
         reply_limit=reply_limit(args),
     )
+
+
+def reply_limit(args: ServerArgs) -> int:
+    """Most tokens of a chat's reply whose request gives no limit; 0 = as many as fit. Small models, greedy ones most, may not end by themselves."""
+    if args.default_max_tokens is not None:
+        return args.default_max_tokens
+    return SMALL_MODEL_REPLY_TOKENS if known_model(args.model_path) else 0
 
 
 def _model_type(model: "ModelConfig") -> str:
