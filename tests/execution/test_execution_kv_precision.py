@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -146,7 +147,9 @@ def test_the_torch_fallback_is_measured_too(tmp_path: Path):
 
 @needs_kernels
 @pytest.mark.parametrize("change", [large_biases, unchanged])
-def test_it_is_measured_once_and_kept_with_the_packed_weights(tmp_path: Path, cache: Path, change: Change):
+def test_it_is_measured_once_and_kept_with_the_packed_weights(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: Change
+):
     folder = save_model(tmp_path / "model", "qwen2", change)
     first = start(folder, quantization="int8")
     second = start(folder, never, quantization="int8")
@@ -157,6 +160,14 @@ def test_it_is_measured_once_and_kept_with_the_packed_weights(tmp_path: Path, ca
     for options in ({"quantization": "int4"}, {"json_model_override_args": '{"rope_theta": 50000}'}):
         with pytest.raises(AssertionError, match="again"):
             start(folder, never, **{"quantization": "int8", **options})
+    # Other code of attention, too.
+    code = copytree(kv_precision._ATTENTION, tmp_path / "attention")
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_precision, "_ATTENTION", code)
+        start(folder, never, quantization="int8")
+        (code / "cpu.py").write_text("# other\n")
+        with pytest.raises(AssertionError, match="again"):
+            start(folder, never, quantization="int8")
     save_model(folder, "qwen2", outlier_channels)
     with pytest.raises(AssertionError, match="again"):
         start(folder, never, quantization="int8")

@@ -59,6 +59,9 @@ def area(points):
     return abs(total) / 2
 """
 
+_ATTENTION = Path(__file__).parents[1] / "attention"
+"""The code that writes and reads KV caches."""
+
 _REFERENCE = "float32"
 _LOGIT_ROWS = 32
 _NOT_A_NUMBER = 1000.0
@@ -171,10 +174,15 @@ def _error_of(setup: Setup) -> str:
 
 
 def _name(setup: Setup, wanted: str, fallback: str) -> str:
-    """Of a measurement among those of the same weights: what it depends on beside them, the text and the code here among it."""
+    """Of a measurement among those of the same weights: what it depends on beside them, the text and the code here and of attention among it.
+
+    The code of other rooms is part of what identifies the weights.
+    """
     told = f"{setup.pooling is None}, {setup.args.json_model_override_args}\0"
-    digest = hashlib.sha256(told.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
-    return f"{wanted} instead of {fallback}, {setup.config.attention_backend}, {digest}"
+    digest = hashlib.sha256(told.encode())
+    for file in (Path(__file__), *sorted(_ATTENTION.rglob("*.py"))):
+        digest.update(file.read_bytes())
+    return f"{wanted} instead of {fallback}, {setup.config.attention_backend}, {digest.hexdigest()[:16]}"
 
 
 def _added(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial) -> float:
