@@ -43,7 +43,8 @@ def test_memory_does_not_grow_with_each_engine():
     assert sizes[3] - sizes[1] < MAX_GROWTH_MIB, sizes
 
 
-def test_the_threads_of_an_engine_share_a_tokenizer(tiny_model: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_threads_of_an_engine_share_a_tokenizer(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = copytree(tiny_model, tmp_path / "model")  # whose tokenizer is not open yet
     made: list[weakref.ref[Any]] = []
     load = tokenizers.load_tokenizer
 
@@ -55,7 +56,7 @@ def test_the_threads_of_an_engine_share_a_tokenizer(tiny_model: str, monkeypatch
     monkeypatch.setattr(tokenizers, "load_tokenizer", counted)
     options: dict[str, Any] = {"single_process": True, "num_threads": 1, "max_total_tokens": 256, "log_level": "error"}
     for number in (1, 2):
-        with Engine(tiny_model, **options) as engine:
+        with Engine(str(folder), **options) as engine:
             engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2, "stop": "x"})
         del engine
         gc.collect()
