@@ -19,6 +19,7 @@ from headrace.execution.build import build_worker
 from headrace.execution.kv_precision import MOST_ADDED
 from headrace.kernels import cpu as native_cpu
 from headrace.messages.control import ReadyInfo
+from headrace.messages.weights import UpdateFromDisk
 
 needs_kernels = pytest.mark.skipif(bool(native_cpu.why_not()), reason="int4 and int16 are the native kernels'")
 
@@ -216,6 +217,37 @@ def test_random_weights_are_not_measured(tmp_path: Path):
 
     assert info.kv_cache_dtype == "int8"
     assert "random ones are not measured" in decision_of(info)
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}])
+def test_the_first_update_of_random_weights_warns_that_nothing_was_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict
+):
+    save_llama(tmp_path)
+    args = ServerArgs(
+        model_path=str(tmp_path), quantization="int8", load_format="dummy", max_total_tokens=256, **options
+    )
+    worker, _ = build_worker(args)
+    assert not caplog.records
+    for _ in range(2):
+        worker.weights.start(UpdateFromDisk(str(tmp_path), "safetensors")).result().install()
+    worker.close()
+
+    warned = [record.getMessage() for record in caplog.records if "--kv-cache-dtype bfloat16" in record.getMessage()]
+    assert len(warned) == (0 if options else 1)
+
+
+@needs_kernels
+def test_an_update_of_a_measured_model_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = save_model(tmp_path / "model", "qwen2", unchanged)
+    args = ServerArgs(model_path=str(folder), quantization="int8", max_total_tokens=256)
+    worker, info = build_worker(args, encode=ids_of)
+    worker.weights.start(UpdateFromDisk(str(folder), "safetensors")).result().install()
+    worker.close()
+
+    assert info.kv_cache_dtype == "int8"
+    assert not caplog.records
 
 
 @needs_kernels

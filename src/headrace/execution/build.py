@@ -32,7 +32,7 @@ from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool, verifying_sizes
-from headrace.execution.kv_precision import Encode, settle_kv_cache
+from headrace.execution.kv_precision import Encode, settle_kv_cache, unmeasured
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
@@ -218,6 +218,8 @@ def _build(
     resources.callback(sampler.close)
     rename = setup.spec.renaming(setup.model_config)
     weights = updatable_weights(setup, model, memory.attention, memory.pool, memory.draft)
+    if rank.leads:
+        weights.at_first_update = unmeasured(setup)
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, rank)
     profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))

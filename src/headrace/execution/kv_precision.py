@@ -165,6 +165,18 @@ def _as_asked(setup: Setup, cache: WeightCache | None) -> Setup:
     return _with(setup, wanted, reason)
 
 
+def unmeasured(setup: Setup) -> str:
+    """What is to be said when other weights come, if the KV cache is of integers by itself and nothing was measured; else empty."""
+    config = setup.config
+    is_chosen = setup.args.kv_cache_dtype == "auto" and config.kv_cache_added_error is None
+    if not is_chosen or getattr(torch, config.kv_cache_dtype).is_floating_point:
+        return ""
+    return (
+        f"it was not measured what the KV cache in {config.kv_cache_dtype} costs the model, since it began with random weights; "
+        f"some models lose quality: --kv-cache-dtype {config.kv_cache_fallback or config.dtype} is the exact one"
+    )
+
+
 def _with(setup: Setup, dtype: str, reason: str) -> Setup:
     return replace(setup, config=with_kv_cache(setup.config, dtype, reason))
 

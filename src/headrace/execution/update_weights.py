@@ -29,6 +29,7 @@ from headrace.execution.released import DraftMemory, Released, keepers_of, relea
 from headrace.execution.save_weights import WeightSaver
 from headrace.garbage import give_back_free_memory
 from headrace.layers.weight import Keeper, Kept, Weight
+from headrace.log import get_logger
 from headrace.messages.safetensors_bytes import DTYPE_NAMES
 from headrace.messages.weights import (
     DestroyGroup,
@@ -47,6 +48,8 @@ from headrace.messages.weights import (
 from headrace.models.spec import Model
 from headrace.weight_sync import bucket
 from headrace.weight_sync.group import WeightGroup
+
+_logger = get_logger(__name__)
 
 LoadFormat = Literal["auto", "safetensors", "gguf"]
 MAX_RECEIVED_PER_WEIGHT_BYTE = 16
@@ -181,8 +184,9 @@ class ModelWeights:
 
     pool: the KV cache. rename: maps names of tensors to the model's. ignored: name parts of tensors that may be sent but are not needed.
     load: loads a checkpoint as a second model and returns it with the fingerprint of its files. Raises ModelError.
-    moved: called when the addresses of the weights have changed. holds_steps: see `WeightExecutor`.
-    saver: writes the weights to the operator's folder. draft: what guesses, if it has weights; its memory is released with the model's.
+    moved: called when the addresses of the weights have changed. at_first_update: what the first update warns of.
+    holds_steps: see `WeightExecutor`. saver: writes the weights to the operator's folder.
+    draft: what guesses, if it has weights; its memory is released with the model's.
     """
 
     model: Model
@@ -192,6 +196,7 @@ class ModelWeights:
     ignored: tuple[str, ...]
     load: Callable[[str, LoadFormat], tuple[Model, str]]
     moved: Callable[[], None] = lambda: None
+    at_first_update: str = ""
     holds_steps: bool = False
     saver: WeightSaver = field(default_factory=lambda: WeightSaver(None, {}, "none"))
     draft: DraftMemory | None = None
@@ -234,7 +239,7 @@ class ModelWeights:
     def _from_disk(self, operation: UpdateFromDisk) -> Prepared:
         other, fingerprint = self.load(operation.model_path, operation.load_format)
         new = [(ours, theirs.kept()) for ours, theirs in zip(_keepers(self.model), _keepers(other), strict=True)]
-        switch = _Switch(self.model, self.attention, new, self.moved)
+        switch = self._switch(new)
         return Prepared(f"loaded layers: {len(new)}", switch, changes_weights=True, fingerprint=fingerprint)
 
     def _updated(self, tensors: list[tuple[str, torch.Tensor]]) -> Prepared:
@@ -252,8 +257,18 @@ class ModelWeights:
         for key in list(parts):
             keeper, own = parts.pop(key)
             new.append((keeper, keeper.staged(own)))
+        return Prepared(f"updated tensors: {given}", self._switch(new), changes_weights=True)
+
+    def _switch(self, new: list[tuple[Keeper, Kept]]) -> Callable[[], None]:
         switch = _Switch(self.model, self.attention, new, self.moved)
-        return Prepared(f"updated tensors: {given}", switch, changes_weights=True)
+
+        def install() -> None:
+            switch()
+            if self.at_first_update:
+                _logger.warning("%s", self.at_first_update)
+                self.at_first_update = ""
+
+        return install
 
     # -- groups
 
