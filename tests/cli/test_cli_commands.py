@@ -153,7 +153,7 @@ def test_list_is_models(capsys):
         (["/usr/bin/python", "/usr/local/bin/headrace", "serve", "smollm2"], True),
         (["python", "-m", "headrace.cli", "serve"], True),
         (["python", "-m", "headrace.launch_server", "--port", "1"], True),
-        (["/opt/bin/python3.12", "-u", "-X", "dev", "-m", "headrace.cli", "serve"], True),
+        (["/usr/bin/python3.12", "-u", "-X", "dev", "-m", "headrace.cli", "serve"], True),
         (["headrace", "serve", "--port", "1"], True),
         (["timeout", "60", "headrace", "serve"], False),
         (["sudo", "headrace", "serve"], False),
