@@ -9,9 +9,13 @@ KINDS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "activations": "float32"},
     "bfloat16 activations": {"dtype": "bfloat16", "activations": "bfloat16"},
-    **{name: {"dtype": "float32", "quantization": name} for name in names_on_cpu()},
+    # An update keeps the KV cache as it is, and a fresh engine measures which one its weights bear: it is named.
+    **{
+        name: {"dtype": "float32", "quantization": name, "kv_cache_dtype": "int16" if name == "int16" else "int8"}
+        for name in names_on_cpu()
+    },
     # One of them with an embedding in bfloat16.
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
 
 
