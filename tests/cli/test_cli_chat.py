@@ -292,8 +292,8 @@ def test_a_servers_stream_becomes_pieces(server):
         frame({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}),
         frame({"choices": [{"index": 0, "delta": {"content": "He"}}]}),
         frame({"choices": [{"index": 0, "delta": {"content": "y"}}]}),
-        frame({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}),
-        frame({"choices": [], "usage": {"completion_tokens": 7}}),
+        frame({"choices": [{"index": 0, "delta": None, "finish_reason": "stop"}], "error": None}),
+        frame({"choices": None, "usage": {"completion_tokens": 7}}),
         b"data: [DONE]\n\n",
     ]
     chat = ServerChat(server.url + "/v1/", ChatSampling(temperature=0.0), api_key="k")
@@ -439,8 +439,9 @@ def test_a_servers_refusal_is_told_in_its_words(server):
         ([frame({"error": {"message": "out of memory"}})], "out of memory"),
         ([frame({"choices": []})], "cut off"),
         ([b"data: {nonsense\n\n"], "cut off"),
+        ([frame(["a", "list"])], "no JSON object"),
     ],
-    ids=["error frame", "no end", "not JSON"],
+    ids=["error frame", "no end", "not JSON", "no object"],
 )
 def test_a_stream_that_breaks_is_an_error(server, frames, words):
     server.frames = frames

@@ -195,8 +195,8 @@ class ServerChat:
             for chunk in _chunks(response):
                 if progress := chunk.get("prompt_progress"):
                     yield Reading(progress["processed"], progress["total"])
-                for choice in chunk.get("choices", ()):
-                    delta = choice.get("delta", {})
+                for choice in chunk.get("choices") or ():
+                    delta = choice.get("delta") or {}
                     for call in delta.get("tool_calls") or ():
                         calls.add_delta(call)
                     reasoning = delta.get("reasoning_content") or delta.get("reasoning")
@@ -298,7 +298,9 @@ def _chunks(response: Any) -> Iterator[dict[str, Any]]:
                 if event == DONE:
                     return
                 chunk = json.loads(event)
-                if "error" in chunk:
+                if not isinstance(chunk, dict):
+                    raise RequestError(f"the reply was not understood: {event[:80]!r} is no JSON object")
+                if chunk.get("error"):
                     raise RequestError(_error_message(500, event))
                 yield chunk
     except (OSError, http.client.HTTPException, ValueError) as error:
