@@ -297,6 +297,19 @@ def test_who_watches_learns_how_the_group_ends(ends_well: bool, caller):
             assert watcher.has_ended == ends_well
 
 
+def test_a_follower_may_end_before_its_leader(caller):
+    """The leader has told it that there is no more, and looks once more whether the ranks are there before it leaves."""
+    with network_leader(2) as group:
+        watcher, follower = joined(group, [caller.submit(join, group, rank, 2) for rank in (None, 1)])
+        with watcher:
+            follower.close()
+            for _ in range(20):
+                assert group.failure() is None
+                time.sleep(0.01)
+            group.close()
+            assert (failure(watcher), watcher.has_ended) == ("rank 0 has ended", True)
+
+
 def test_a_follower_that_comes_too_early_joins_the_next_group(caller, caplog: pytest.LogCaptureFixture):
     """The group is whole when it comes; its leader ends, and another one listens at the same address."""
     with network_leader(2) as group:

@@ -192,8 +192,8 @@ class FollowerGroup(NetworkGroup):
             self._handle_rest()
 
     def _leave_with(self, note: GroupNote) -> None:
-        # One that leaves in peace does so after the leader, or is missed when more is asked of it.
-        if isinstance(note, Broken) and not self._link.is_cut:
+        # One that leaves in peace is missed only if more is asked of it.
+        if not self._link.is_cut:
             with contextlib.suppress(zmq.ZMQError):
                 send_message(self._socket, note_frame(note))
         self._link.stop_watching()

@@ -40,6 +40,7 @@ from headrace.errors import ConfigError, ExecutionError
 from headrace.log import get_logger
 from headrace.messages.rank_group import (
     Broken,
+    Ended,
     GroupNote,
     Hello,
     Refused,
@@ -68,6 +69,7 @@ class LeaderGroup(NetworkGroup):
         self._ranks: dict[bytes, int] = {}
         self._hosts: dict[int, str] = {}
         self._watchers: set[bytes] = set()
+        self._left: set[int] = set()  # ranks that have ended, and not been lost
         self._is_whole = False
         self._arrived: list[deque[memoryview]] = [deque() for _ in range(member.size)]
 
@@ -202,7 +204,11 @@ class LeaderGroup(NetworkGroup):
     def _look(self) -> None:
         self._handle_rest()  # a last word of a rank comes before its loss
         if self._is_whole:
-            self._send_to(self._connections, _STILL_HERE)
+            for rank in self._connections.keys() - self._left:
+                if not self._send(self._connections[rank], _STILL_HERE):
+                    self._handle_rest()
+                    if rank not in self._left:
+                        raise self._lost(rank)
         self._settle()
 
     def _handle_next(self, timeout_s: float) -> bool:
@@ -247,6 +253,8 @@ class LeaderGroup(NetworkGroup):
                 self._say_hello(connection, decoded)
             case Broken(reason) if rank is not None:
                 raise Lost(f"{self._who(rank)}: {reason}")
+            case Ended() if rank is not None:
+                self._left.add(rank)
             case _:
                 pass
 
@@ -294,9 +302,10 @@ class LeaderGroup(NetworkGroup):
     def _send_to(self, ranks: Iterable[int], *frames: Part) -> None:
         for rank in ranks:
             if not self._send(self._connections[rank], *frames):
-                raise Lost(
-                    f"{self._who(rank)} is lost: its process has ended, or nothing came from it for {SILENCE_S:g} s"
-                )
+                raise self._lost(rank)
+
+    def _lost(self, rank: int) -> Lost:
+        return Lost(f"{self._who(rank)} is lost: its process has ended, or nothing came from it for {SILENCE_S:g} s")
 
     def _say(self, connection: bytes, note: GroupNote) -> bool:
         return self._send(connection, note_frame(note))

@@ -2,7 +2,7 @@
 
 Hello ---> the leader: a process wants to be this rank, or to watch the group
 Welcome <- the group is whole        Refused <- the process cannot be in it; why
-Broken <-> why it has ended          Ended <-- the leader has ended as it should
+Broken <-> why it has ended          Ended <-> the process has ended as it should
 """
 
 import msgspec
@@ -35,7 +35,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The leader has ended without an error."""
+    """The process has ended without an error: a follower may do so before the leader, who told it that there is no more."""
 
 
 GroupNote = Hello | Welcome | Refused | Broken | Ended
