@@ -334,7 +334,7 @@ def test_the_format_of_the_text(client: httpx.Client, server: Running):
     assert refused(client, "text.format", text={"format": broken}).startswith("text.format has ")
     refused(client, "text.format.schema", text={"format": {"type": "text", "schema": schema}})
     refused(client, "text.format", text={"format": {"type": "json_object"}}, regex="a")
-    refused(client, "text.verbosity", text={"verbosity": "low"})
+    refused(client, "text.verbosity", text={"verbosity": 5})
     refused(client, "text.format.type", text={"format": {"type": "xml"}})
 
 
@@ -413,7 +413,8 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client):
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"moderation": {"model": "m"}}, "moderation"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": 5}, "service_tier"),
+        ({"temperature": 2.5}, "temperature"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"unheard_of": 1}, "unheard_of"),

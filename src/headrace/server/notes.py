@@ -5,7 +5,10 @@ Owns these headers and the lines of the log; the APIs say what is noted. Runs in
 
 from collections.abc import Sequence
 
+import msgspec
+
 from headrace.log import get_logger
+from headrace.messages.neutral import asks_for_nothing
 from headrace.server.http import Headers
 
 log = get_logger(__name__)
@@ -18,6 +21,18 @@ NOTED_HEADER = b"x-headrace-noted"
 
 MAX_LOGGED = 1000
 """Most names that are logged; they are the clients' own."""
+
+
+NO_EFFECT = (
+    "options", "num_ctx", "num_keep", "num_batch", "num_gpu", "num_thread", "main_gpu", "low_vram", "numa", "use_mmap", "use_mlock", "keep_alive",
+    "timings_per_token", "request_id", "id_slot", "service_tier",
+)  # fmt: skip
+"""Fields of OpenAI's routes that other servers know and that change no reply here: how Ollama loads a model, what llama.cpp's server reports."""
+
+
+def without_effect(request: msgspec.Struct, names: Sequence[str]) -> list[str]:
+    """Those of the fields `names` that ask for something."""
+    return [name for name in names if not asks_for_nothing(name, getattr(request, name))]
 
 
 class HeaderNotes:

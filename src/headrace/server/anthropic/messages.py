@@ -3,7 +3,6 @@
 Owns how a body becomes a call of the engine and how its reply is sent. Runs in the event loop that serves HTTP.
 """
 
-import dataclasses
 import re
 import uuid
 from collections.abc import Callable
@@ -85,7 +84,7 @@ class MessagesServing:
             exchange.name_request(message_id)
 
             def headers() -> Headers:
-                noted = chat.limit.notes("max_tokens")
+                noted = chat.notes("max_tokens", "thinking.budget_tokens")
                 return self._skipped_tools.headers(skipped) + self._noted.headers(noted)
 
             model = request.model if adapter is not None else self.context.model.name
@@ -112,12 +111,7 @@ class MessagesServing:
     def _conversation(self, request: PromptRequest) -> tuple[Conversation, list[str]]:
         self.context.check_tokenizer("messages")
         refuse_unsupported(request)
-        conversation, skipped = conversation_of(request, self.context.model.context_length)
-        output_format = self.context.model.output_format
-        if output_format is None or not output_format.has_reasoning:
-            # A model that does not reason stays within every budget.
-            conversation = dataclasses.replace(conversation, thinking_budget=None)
-        return conversation, skipped
+        return conversation_of(request, self.context.model.context_length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.media import media_renamed
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
-from headrace.server.chat.thinking import check_reasoning, with_thinking_budget
+from headrace.server.chat.thinking import cannot_end, check_reasoning, with_thinking_budget
 from headrace.server.context import Asker, ServingContext
 from headrace.server.output_limit import OutputLimit
 
@@ -37,6 +37,7 @@ class ChatCall:
     """A conversation that is ready to be generated.
 
     call: for the engine. format: how the output is read; None = it is nothing but text. by_grammar: see `BoundReply`. limit: of output tokens.
+    drops_budget: the conversation's limit of reasoning was a hint, and cannot be kept.
     """
 
     context: ServingContext
@@ -47,6 +48,11 @@ class ChatCall:
     format: OutputFormat | None
     by_grammar: bool
     limit: OutputLimit
+    drops_budget: bool = False
+
+    def notes(self, limit: str, budget: str) -> list[str]:
+        """What is not honoured as it stands, for the reply's header. limit, budget: what the API calls the limits of output and of reasoning."""
+        return [*self.limit.notes(limit), *([budget] if self.drops_budget else ())]
 
     def choice(self) -> ChoiceStream:
         """The reader of one choice."""
@@ -108,10 +114,12 @@ async def chat_call(
     """
     output_format = _format(context, conversation)
     budget = conversation.thinking_budget
+    if conversation.budget_is_hint and (output_format is None or not output_format.has_reasoning):
+        budget = None  # a model that does not reason stays within every budget
     if budget is not None:
         check_reasoning(output_format)
 
-    def prepared() -> tuple[ChatPrompt, BoundReply]:
+    def prepared() -> tuple[ChatPrompt, BoundReply, bool]:
         prompt = chat_prompt(context, conversation)
         if shorten is not None:
             shorter = shorten(prompt.ids)
@@ -122,16 +130,18 @@ async def chat_call(
                 )
             prompt = dataclasses.replace(prompt, ids=shorter)
         if output_format is None:
-            return prompt, BoundReply(sampling)
+            return prompt, BoundReply(sampling), False
         prompt = prompt.with_marks(output_format.mark_ids)
         start = _parser(output_format, conversation, prompt, reads_reasoning=True)
         bound = bound_reply(sampling, conversation, output_format, start, prompt.tail)
         if budget is None:
-            return prompt, bound
+            return prompt, bound, False
         limited = with_thinking_budget(bound.sampling, budget, output_format, start, context.model.tokenizer)
-        return prompt, BoundReply(limited, bound.by_grammar)
+        if limited is None and not conversation.budget_is_hint:
+            raise cannot_end()
+        return prompt, BoundReply(limited or bound.sampling, bound.by_grammar), limited is None
 
-    prompt, bound = await context.in_text_thread(prepared)
+    prompt, bound, drops_budget = await context.in_text_thread(prepared)
     params = bound.sampling
     length = context.model.context_length
     limit = OutputLimit(params.max_new_tokens, length, 0 if prompt.media else length - len(prompt.ids))
@@ -144,7 +154,7 @@ async def chat_call(
         sampling_params=params,
         **fields,
     )
-    return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar, limit)
+    return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar, limit, drops_budget)
 
 
 def _parser(

@@ -174,6 +174,11 @@ class Generation(Generic[R]):
     limit: OutputLimit
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def notes(self) -> list[str]:
+        """Fields that are not honoured as they stand, as far as is known."""
+        return [*self.request.noted, *self.limit.notes(self.request.limit_field)]
+
     def ending(self, update: SampleUpdate) -> Ending:
         """Why the choice of a last update ended."""
         assert update.finish is not None, "it has ended"
@@ -212,6 +217,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         request = self._with_adapter(request)
         request.check_stream_options()
         request.check_output_limit()
+        request.check_sampling()
         check_token_details(request)
         self.validate(request)
         return await self.convert(request)
@@ -264,7 +270,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
 
     def headers(self, generation: G) -> Headers:
         """Of a reply that begins: the fields that are not honoured as they stand."""
-        return self._noted.headers(generation.limit.notes(generation.request.limit_field))
+        return self._noted.headers(generation.notes)
 
     def usage_count(self, generation: G) -> UsageCount:
         """Counts the tokens of the reply's choices."""

@@ -18,7 +18,7 @@ from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
 from headrace.server.notes import noted_fields, skipped_tools
 from headrace.server.responses.items import Item
-from headrace.server.responses.protocol import ResponsesRequest, refuse_unsupported
+from headrace.server.responses.protocol import ResponsesRequest, noted_in, refuse_unsupported
 from headrace.server.responses.reply import ResponseReply
 from headrace.server.responses.request import AskedResponse, asked_response, grammar_field, input_items
 from headrace.server.responses.store import ResponseStore, StoredResponse
@@ -96,7 +96,7 @@ class ResponsesAPI:
                 return frames
 
             def headers() -> Headers:
-                noted = chat.limit.notes("max_output_tokens")
+                noted = [*noted_in(request), *chat.notes("max_output_tokens", "")]
                 return self._skipped_tools.headers(asked.tools.skipped) + self._noted.headers(noted)
 
             if request.stream:
