@@ -11,7 +11,6 @@ from dataclasses import replace
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Lifespan
 
@@ -58,7 +57,7 @@ from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
-from headrace.server.origin_gate import HostList, OriginGate, is_loopback
+from headrace.server.origin_gate import HostList, OriginGate, PatternCors, is_loopback
 from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
 from headrace.server.pooling.encode import EncodeAPI
 from headrace.server.pooling.kinds import described, refusing_to_generate
@@ -291,10 +290,8 @@ def _add_middleware(
     origins = parse_origins(args.allow_origins)
     if origins:
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=sorted(origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
+            PatternCors,
+            origins=origins,
             expose_headers=["x-request-id", SKIPPED_HEADER.decode(), NOTED_HEADER.decode()],
         )
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
