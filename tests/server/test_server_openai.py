@@ -368,8 +368,12 @@ def test_a_prediction_is_all_of_its_text(
     "extra, param",
     [
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
-        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": -1}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 9}, "best_of"),
+        ({"n": 9, "best_of": 9}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
@@ -381,6 +385,39 @@ def test_what_completions_do_not_do_is_refused_by_name(client: httpx.Client, ext
     reply = client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"} | extra)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_best_of_more_samples_are_the_choices(client: httpx.Client, server: Running, logprobs: int | None):
+    """The highest logprob per token wins, not the highest sum; each prompt has its own."""
+    means = {0: -0.75, 1: -0.25, 2: -0.5, 3: -1.0, 4: -0.125, 5: -2.0}
+    server.frontend.script.sampled = lambda index: (f"#{index}" * (index + 1), means[index])
+    body = {
+        "model": MODEL,
+        "prompt": ["hé", "yo"],
+        "n": 2,
+        "best_of": 3,
+        "logprobs": logprobs,
+        "echo": True,
+        "max_tokens": 100,
+    }
+    reply = client.post("/v1/completions", json=body).json()
+    assert [(c["index"], c["text"]) for c in reply["choices"]] == [
+        (0, "hé" + "#1" * 2), (1, "hé" + "#2" * 3), (2, "yo" + "#4" * 5), (3, "yo" + "#3" * 4),
+    ]  # fmt: skip
+    assert all((c["logprobs"] is None) == (logprobs is None) for c in reply["choices"])
+    assert reply["usage"]["prompt_tokens"] == 5
+    assert reply["usage"]["completion_tokens"] == sum(2 * (index + 1) for index in means)
+    server.frontend.script.ends = {1: FinishReason("abort", message="broke", status_code=500)}
+    texts = [c["text"] for c in client.post("/v1/completions", json=body).json()["choices"]]
+    assert texts[:2] == ["hé" + "#2" * 3, "hé" + "#0"], "one that failed is no choice while there are others"
+
+
+def test_as_many_samples_as_choices_are_as_without_best_of(client: httpx.Client, server: Running):
+    for fields in ({"n": 2, "best_of": 2, "stream": True}, {"best_of": 1, "stream": True}, {"n": 2, "best_of": 2}):
+        reply = client.post("/v1/completions", json={"model": MODEL, "prompt": "a"} | fields)
+        assert reply.status_code == 200, reply.text
+        assert not server.frontend.calls[-1].return_logprob
 
 
 def test_values_that_ask_for_nothing_are_accepted(client: httpx.Client):

@@ -248,6 +248,10 @@ class OpenAIServingBase(ABC, Generic[R, G]):
     def chunk_writer(self, generation: G) -> "ChunkWriter":
         """The writer of the chunks of one stream."""
 
+    def chosen(self, generation: G, updates: list[SampleUpdate]) -> list[SampleUpdate]:
+        """Those of the samples of a reply that does not stream that become its choices."""
+        return updates
+
     def total_usage(self, generation: G, usage: Usage) -> Usage:
         """The counts of a whole reply, whose chunks have been written."""
         return usage
@@ -274,7 +278,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
 
     def usage_count(self, generation: G) -> UsageCount:
         """Counts the tokens of the reply's choices."""
-        return UsageCount(generation.request.num_samples, self.context.args.enable_cache_report)
+        return UsageCount(generation.request.num_candidates, self.context.args.enable_cache_report)
 
     async def _reply(self, exchange: Exchange, generation: G) -> None:
         async with exchange.until_client_leaves(), aclosing(self.updates(exchange, generation)) as news:
@@ -282,6 +286,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         count = self.usage_count(generation)
         for update in updates:
             count.add(update)
+        updates = self.chosen(generation, updates)
         await exchange.reply_json(self.response(generation, updates, count.total()), headers=self.headers(generation))
 
     async def _stream(self, exchange: Exchange, generation: G, renamed: Callable[[RequestError], RequestError]) -> None:

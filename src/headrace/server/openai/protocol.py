@@ -175,6 +175,11 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
         """Choices per prompt; its range is checked with the other sampling parameters."""
         return 1 if self.n is None else self.n
 
+    @property
+    def num_candidates(self) -> int:
+        """Samples per prompt, of which `num_samples` become choices."""
+        return self.num_samples
+
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
         """The sampling parameters of the request under the runtime's names. Raises RequestError, see `asked_grammar`."""
         asked = self.asked_grammar()
@@ -192,7 +197,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             repetition_penalty=self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
-            n=self.num_samples,
+            n=self.num_candidates,
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
@@ -229,10 +234,13 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+    """Body of /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids.
+
+    best_of: so many samples are made of each prompt, and the n with the highest mean logprob are the choices.
+    """
 
     prompt: str | list[str | int | list[int]]
-    best_of: int | None = None
+    best_of: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     suffix: str | None = None
@@ -241,6 +249,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     def noted(self) -> list[str]:
         """Fields that have no effect."""
         return without_effect(self, (*NOTED, "think"))
+
+    @property
+    def num_candidates(self) -> int:
+        """Samples per prompt."""
+        return self.num_samples if self.best_of is None else self.best_of
 
     @property
     def wants_logprobs(self) -> bool:
