@@ -1,9 +1,9 @@
 """Request bodies of the OpenAI routes: every field of OpenAI's API, and additional ones, e.g. `top_k`.
 
-A field is supported, or refused by name if it requests something that is not supported; `refuse_unsupported` and
-`NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they request nothing
-(`messages/neutral.py`). Bounds in `extra_json_schema` are for openapi.json; they are checked elsewhere, with better messages.
-Runs in the event loop that serves HTTP.
+A field is supported, noted as without effect (`noted`), or refused by name if it requests something that is not supported
+(`refuse_unsupported`); docs/fields.md has them all. Fields that are not listed here are refused by the decoder, unless they request nothing
+(`messages/neutral.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Bounds in `extra_json_schema` are for
+openapi.json; they are checked elsewhere, with better messages. Runs in the event loop that serves HTTP.
 """
 
 from typing import Annotated, Literal
@@ -15,8 +15,7 @@ from headrace.errors import RequestError
 from headrace.messages.neutral import asks_for_nothing
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
-from headrace.server.notes import NO_EFFECT as NOTED
-from headrace.server.notes import without_effect
+from headrace.server.notes import NO_EFFECT, without_effect
 from headrace.server.openai.structured_outputs import StructuredFields
 from headrace.server.openai.thinking_fields import AskedEffort, ReasoningEffort, ReasoningFields, ThinkingFields
 
@@ -27,9 +26,6 @@ AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
-"""Accepted without effect: labels for OpenAI's bookkeeping, which do not change a reply."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,7 +164,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     @property
     def noted(self) -> list[str]:
         """Fields that have no effect."""
-        return without_effect(self, NOTED)
+        return without_effect(self, NO_EFFECT)
 
     @property
     def num_samples(self) -> int:
@@ -248,7 +244,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     @property
     def noted(self) -> list[str]:
         """Fields that have no effect."""
-        return without_effect(self, (*NOTED, "think"))
+        return without_effect(self, (*NO_EFFECT, "think"))
 
     @property
     def num_candidates(self) -> int:
@@ -371,7 +367,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     @property
     def noted(self) -> list[str]:
         """Fields that have no effect."""
-        return without_effect(self, (*NOTED, "verbosity"))
+        return without_effect(self, (*NO_EFFECT, "verbosity"))
 
     @property
     def shows_reasoning(self) -> bool:
