@@ -90,7 +90,8 @@ class Script:
     text: of every sample, one token per byte. hold_at: stop after so many tokens, until `release`; 0: before the first one, if the reply is a
     stream. progress: (total, processed) of the prompt, told before that if it was asked for. fail_at: raise `error` after so many tokens. ends:
     finish reasons by index, default length or stop. tokens_per_chunk: as a stream_interval. padding_bytes: makes every update so much larger.
-    picked: the logprob of a requested token id after a prompt.
+    picked: the logprob of a requested token id after a prompt. sampled: by the index of a sample its text and the
+    logprob of its tokens; without streams.
     """
 
     text: str = "Hello, wörld 🙂!"
@@ -103,6 +104,7 @@ class Script:
     cached_tokens: int = 2
     padding_bytes: int = 0
     picked: Callable[[list[int], int], float] = lambda prompt, token: -3.0
+    sampled: Callable[[int], tuple[str, float]] | None = None
 
 
 class FakeWeights:
@@ -270,7 +272,8 @@ class FakeFrontend:
                 await self._pause(script.hold_at or 0)
                 finished = True
                 for i, (prompt, ids, sampling) in enumerate(samples):
-                    made = whole[: sampling.max_new_tokens]
+                    own = whole if script.sampled is None else self.tokenizer.encode(script.sampled(i)[0])
+                    made = own[: sampling.max_new_tokens]
                     yield self._update(i, prompt, ids, made, 0, True, call.is_list)
             finished = True
         finally:
@@ -314,20 +317,20 @@ class FakeFrontend:
             times=SampleTimes(0.5),
             weight_version="default" + "x" * self.script.padding_bytes,
             num_retractions=0,
-            logprobs=self._logprobs(prompt, ids, made[before:], before == 0) if prompt.return_logprob else None,
+            logprobs=self._logprobs(prompt, ids, made[before:], before == 0, index) if prompt.return_logprob else None,
         )
 
     def _text(self, made: list[int], ended: bool) -> str:
         text = self.tokenizer.decode(made)
         return text if ended else text.rstrip("\ufffd")
 
-    def _logprobs(self, prompt: Any, ids: list[int], new: list[int], is_first: bool) -> SampleLogprobs:
+    def _logprobs(self, prompt: Any, ids: list[int], new: list[int], is_first: bool, index: int = 0) -> SampleLogprobs:
         def item(value: float, token_id: int) -> LogprobItem:
             return value, token_id, self.tokenizer.decode([token_id])
 
         k, picked = prompt.top_logprobs_num, prompt.token_ids_logprob
         output = TokenLogprobs(
-            [item(-0.5, i) for i in new],
+            [item(self.script.sampled(index)[1] if self.script.sampled else -0.5, i) for i in new],
             [[item(-0.5 - j, j + 40) for j in range(k)] for _ in new] if k else None,
             [[item(self.script.picked(ids, i), i) for i in picked] for _ in new] if picked else None,
         )

@@ -25,6 +25,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "mcp_servers": [[]],
     "service_tier": ["auto", "standard_only"],
     "speed": ["standard"],
+    "thread": [{"type": "create"}],
     "user_profile_id": ["u"],
     "workspace_id": ["w"],
 }
@@ -38,7 +39,7 @@ REFUSED: dict[str, Any] = {
     "inference_geo": "us",
     "mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}],
     "speed": "fast",
-    "thread": {"type": "create"},
+    "thread": {"type": "continue", "previous_message_id": "msg_1"},
 }
 
 

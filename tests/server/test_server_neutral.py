@@ -140,9 +140,9 @@ def test_a_request_without_a_model_s_name_means_what_is_served(client: httpx.Cli
 
 def test_what_other_apis_define_is_refused_when_it_asks_for_something(client: httpx.Client):
     asking = {
-        "cache_prompt": False, "mirostat": 2, "typical_p": 0.5, "n_predict": 7,
+        "cache_prompt": False, "mirostat": 2, "typical_p": 0.5,
         "return_routed_experts": True, "return_hidden_states": True, "kv_transfer_params": {"a": 1}, "use_beam_search": True,
-        "length_penalty": 2.0, "samplers": ["top_k"], "t_max_predict_ms": 100, "id_slot": 3,
+        "length_penalty": 2.0, "samplers": ["top_k"], "t_max_predict_ms": 100,
     }  # fmt: skip
     for route in ("/v1/chat/completions", "/v1/completions"):
         for name, value in asking.items():
@@ -207,7 +207,7 @@ def test_completions_know_the_output_limit_by_the_name_that_chats_have(client: h
     reply = client.post("/v1/completions", json=body | {"max_completion_tokens": 3, "max_tokens": 3})
     assert reply.json()["usage"]["completion_tokens"] == 3
     assert client.post("/v1/completions", json=body | {"max_completion_tokens": 3, "max_tokens": 4}).status_code == 400
-    reply = client.post("/v1/completions", json=body | {"max_completion_tokens": 10_000})
+    reply = client.post("/v1/completions", json=body | {"max_completion_tokens": -2})
     assert reply.json()["error"]["param"] == "max_completion_tokens"
 
 
@@ -259,3 +259,14 @@ def test_usage_can_be_on_every_chunk(client: httpx.Client, route: str):
     assert counts[-1] == 5
     assert all(frame["usage"]["prompt_tokens"] == frames[-1]["usage"]["prompt_tokens"] for frame in frames)
     assert [frame for frame in frames if not frame["choices"]] == frames[-1:]
+
+
+@pytest.mark.parametrize(
+    "options", [{"continuous_usage_stats": True}, {"continuous_usage_stats": True, "include_usage": False}]
+)
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_on_every_chunk_needs_usage_at_all(client: httpx.Client, route: str, options: dict[str, bool]):
+    reply = client.post(route, json=GOOD[route] | {"stream": True, "stream_options": options, "max_tokens": 5})
+    assert reply.status_code == 200
+    assert "usage" not in reply.text
+    assert client.post(route, json=GOOD[route] | {"stream_options": options}).status_code == 400

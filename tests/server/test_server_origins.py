@@ -179,7 +179,80 @@ def test_loopback_is_told_by_the_address_and_not_by_the_spelling():
         assert not is_loopback(host), host
 
 
-@pytest.mark.parametrize("text", ["https://a.example/", "a.example", "https://", "https://a.example/x", "https://a b"])
+LOCAL = [
+    "http://localhost", "http://localhost:3000", "https://localhost:8443", "HTTP://LocalHost:5173", "http://127.0.0.1:8080", "http://[::1]:5173",
+    "app://obsidian.md", "app://.", "vscode-webview://0m6cl2be0u7hcdhnbm", "chrome-extension://abcdefghijklmnop", "CHROME-EXTENSION://ABCDEF",
+    "moz-extension://3c5a7d3e-0000-4000-8000-000000000000", "tauri://localhost", "http://tauri.localhost", "file://",
+]  # fmt: skip
+NOT_LOCAL = [
+    "http://localhost:*", "http://localhost:*@evil", "http://localhost:3000@evil.example", "http://localhost.evil", "http://evil.localhost",
+    "http://localhost:3000.evil.example", "http://localhost:3000/x", "http://localhost:", "http:// localhost:3000", "http://xlocalhost:3000",
+    "http://127.0.0.1.evil.example", "https://evil.example", "null", "", "*", "localhost:3000", "app:", "app://evil@x", "app://a/b", "xapp://a", "app://*",
+    "file:///etc/passwd", "file://evil", "ftp://localhost:3000", "chrome-extension://a b", "javascript://localhost",
+]  # fmt: skip
+
+
+async def answers(client: httpx.AsyncClient, origin: str) -> list[httpx.Response]:
+    """To a request and to a preflight, also one that asks for the private network."""
+    page = {"origin": origin, "sec-fetch-site": "cross-site"}
+    preflight = page | {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    private = preflight | {"access-control-request-private-network": "true"}
+    options = [await client.options("/generate", headers=headers) for headers in (preflight, private)]
+    return [await client.get("/health", headers=page), await client.post("/flush_cache", headers=page), *options]
+
+
+async def test_local_apps_are_answered_with_their_origin_and_nobody_else_is():
+    async with client_of(allow_origins="local-apps") as (client, _, _):
+        for origin in LOCAL:
+            for reply in await answers(client, origin):
+                assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, origin)
+                assert "Origin" in reply.headers["vary"]
+        for origin in NOT_LOCAL:
+            for reply in await answers(client, origin):
+                assert reply.status_code == 403, origin
+                assert not [name for name in reply.headers if name.startswith("access-control")]
+        twice = [("origin", "app://obsidian.md"), ("origin", "https://evil.example")]
+        assert (await client.get("/health", headers=twice)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "pattern, allowed, refused",
+    [
+        ("http://localhost:*", ["http://localhost", "http://localhost:3000"], ["https://localhost:3000", "http://127.0.0.1:3000", "app://a"]),
+        ("HTTPS://LocalHost:*", ["https://localhost:3000"], ["http://localhost:3000"]),
+        ("http://[::1]:*", ["http://[::1]:5"], ["http://localhost:5", "http://[::2]:5"]),
+        ("app://*", ["app://obsidian.md", "APP://X"], ["capacitor://localhost", "http://app"]),
+        ("capacitor://*, ionic://localhost", ["capacitor://localhost", "ionic://localhost"], ["ionic://other", "app://a"]),
+        ("vscode-webview://*", ["vscode-webview://a1"], ["vscode-webview-x://a1", "vscode-webview:a1"]),
+        ("file://", ["file://"], ["null", "file://x"]),
+        ("null", ["null"], ["file://"]),
+        ("tauri://*,https://chat.example", ["tauri://localhost", "https://chat.example"], ["https://chat.example:444"]),
+    ],
+)  # fmt: skip
+async def test_patterns_allow_what_they_say(pattern: str, allowed: list[str], refused: list[str]):
+    async with client_of(allow_origins=pattern) as (client, _, _):
+        for origin in allowed:
+            assert {reply.status_code for reply in await answers(client, origin)} == {200}, origin
+        for origin in refused:
+            assert {reply.status_code for reply in await answers(client, origin)} == {403}, origin
+
+
+async def test_a_default_server_is_closed_to_local_apps_and_says_how_to_open_it():
+    async with client_of() as (client, _, _):
+        for origin in LOCAL:
+            for reply in await answers(client, origin):
+                assert reply.status_code == 403
+                assert "--allow-origins" in reply.text
+                assert "local-apps" in reply.text
+        for origin in ("https://evil.example", "null"):
+            assert "local-apps" not in (await client.get("/health", headers={"origin": origin})).text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://a.example/", "a.example", "https://", "https://a.example/x", "https://a b", "http://*", "https://*", "*://localhost", "http://*.example",
+     "http://localhost:*@evil", "http://localhost:*/", "http://localhost:3*", "app://*/x", "app://a*", "file:///", "local-app"],
+)  # fmt: skip
 def test_origins_that_no_browser_sends_are_refused_at_start(text: str):
     with pytest.raises(ConfigError, match="--allow-origins"):
         ServerArgs(allow_origins=text)

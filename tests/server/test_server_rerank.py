@@ -116,6 +116,18 @@ def test_long_documents_are_cut_unless_the_client_forbids_it(client: httpx.Clien
     refused(client.post(PATH, json=ASKED | long | {"truncate": False}), "documents", "input 0 has")
 
 
+def test_documents_are_read_up_to_a_number_of_their_tokens(client: httpx.Client, server: Running, judge: Running):
+    documents = ["a dog, a cat", "é a cat", "cat", ""]
+    for most, read in ((1, ["a", "é", "c", ""]), (5, ["a dog", "é a ", "cat", ""]), (500, documents)):
+        reply = client.post(PATH, json=ASKED | {"documents": documents, "max_tokens_per_doc": most})
+        assert sorted(item["document"]["text"] for item in reply.json()["results"]) == sorted(documents)
+        assert [pair[1] for call in server.frontend.encoded[-1:] for pair in call.text] == read
+    cut = {"documents": ["nothing of that: a cat", "the cat"], "max_tokens_per_doc": 7}
+    plain = {"documents": ["nothing", "the cat"]}
+    first, second = (httpx.post(judge.url + PATH, json=ASKED | fields) for fields in (cut, plain))
+    assert ranked(first) == ranked(second)
+
+
 def test_ten_thousand_documents_go_in_chunks(client: httpx.Client, server: Running):
     documents = ["the cat" if number == 7_777 else f"document {number}" for number in range(10_000)]
     reply = client.post(PATH, json=ASKED | {"query": "cat", "documents": documents, "top_n": 3})
@@ -155,7 +167,8 @@ def test_what_clients_send_is_accepted(client: httpx.Client, body: dict[str, Any
         ({"query": None}, "query", ""),
         ({"top_n": 0}, "top_n", "at least 1"),
         ({"top_n": 2, "top_k": 3}, "top_k", "differ"),
-        ({"max_tokens_per_doc": 10}, "max_tokens_per_doc", "at least"),
+        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc", "at least 1"),
+        ({"max_tokens_per_doc": -5}, "max_tokens_per_doc", "at least 1"),
         ({"max_chunks_per_doc": 0}, "max_chunks_per_doc", "at least 1"),
         ({"rank_fields": ["title"]}, "rank_fields", ""),
         ({"instruction": "find cats"}, "instruction", "cross-encoder"),

@@ -266,6 +266,20 @@ def test_what_a_response_says_can_be_sent_back(client: httpx.Client, server: Run
     assert json.dumps({"input": PATCHED_TEXT}, ensure_ascii=False) in prompt
 
 
+def test_a_tool_may_have_keys_of_the_client_s_own(client: httpx.Client, server: Running):
+    labels = {"response": {"type": "object"}, "cache_control": {"type": "ephemeral"}, "surprise": 1}
+    plain: list[dict[str, Any]] = [
+        WEATHER,
+        {"type": "custom", "name": "patch"},
+        {"type": "namespace", "name": "files", "description": "", "tools": [{"type": "function", "name": "read"}]},
+    ]
+    accepted(client, tools=plain)
+    prompt = prompt_of(server)
+    plain[2]["tools"] = [tool | labels for tool in plain[2]["tools"]]
+    accepted(client, tools=[tool | labels for tool in plain])
+    assert prompt_of(server) == prompt
+
+
 def test_tools_of_the_vendor_are_skipped_and_named(
     client: httpx.Client, server: Running, caplog: pytest.LogCaptureFixture
 ):
@@ -334,7 +348,7 @@ def test_the_format_of_the_text(client: httpx.Client, server: Running):
     assert refused(client, "text.format", text={"format": broken}).startswith("text.format has ")
     refused(client, "text.format.schema", text={"format": {"type": "text", "schema": schema}})
     refused(client, "text.format", text={"format": {"type": "json_object"}}, regex="a")
-    refused(client, "text.verbosity", text={"verbosity": "low"})
+    refused(client, "text.verbosity", text={"verbosity": 5})
     refused(client, "text.format.type", text={"format": {"type": "xml"}})
 
 
@@ -413,7 +427,8 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client):
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"moderation": {"model": "m"}}, "moderation"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": 5}, "service_tier"),
+        ({"temperature": 2.5}, "temperature"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"unheard_of": 1}, "unheard_of"),
@@ -462,7 +477,7 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client):
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "x" * 10_000}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": "x"}]}, "tools[0].parameters"),
-        ({"tools": [{"type": "function", "name": "f", "surprise": 1}]}, "tools[0].surprise"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
         (
             {"tools": [{"type": "function", "name": "f", "allowed_callers": ["programmatic"]}]},
             "tools[0].allowed_callers",

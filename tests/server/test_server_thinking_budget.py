@@ -1,6 +1,7 @@
 """A limit of reasoning tokens, by every name that chats have for it."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import httpx
@@ -55,11 +56,27 @@ def test_a_budget_reaches_the_engine_by_each_of_its_names(thinking: Running, cli
     assert resolved[-1].thinking_budget == budget_of(thinking, 1024, False), "the template was told to think"
 
 
-def test_a_budget_that_cannot_be_kept_is_refused():
+def test_a_budget_in_the_objects_of_other_clients(thinking: Running, client: httpx.Client):
+    resolved = thinking.frontend.resolved
+    asking = [{"thinking": {"type": "enabled", "budget_tokens": 7}}, {"reasoning": {"max_tokens": 7}}]
+    for fields in asking:
+        reply = client.post(CHAT, json=ASKED | fields)
+        assert (reply.status_code, reply.headers.get("x-headrace-noted")) == (200, None)
+        assert resolved[-1].thinking_budget == budget_of(thinking, 7, False), "the template was told to think"
+    reply = client.post(CHAT, json=ASKED | asking[0] | {"thinking_budget": 5})
+    assert (reply.status_code, reply.headers["x-headrace-noted"]) == (200, "thinking.budget_tokens=5")
+    assert resolved[-1].thinking_budget.num_tokens == 5
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_and_one_that_clients_always_send_is_noted():
     with running_server() as running, httpx.Client(base_url=running.url) as client:
         reply = client.post(CHAT, json=ASKED | {"thinking_budget": 5})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "thinking_budget")
-        reply = client.post(MESSAGES, json=ASKED | {"thinking": {"type": "enabled", "budget_tokens": 5}})
-        assert reply.status_code == 400
-        assert "thinking.budget_tokens: " in reply.json()["error"]["message"]
+        thinking = {"thinking": {"type": "enabled", "budget_tokens": 5}}
+        hints = [(MESSAGES, thinking), (CHAT, thinking), (CHAT, {"reasoning": {"max_tokens": 5}})]
+        for (path, fields), stream in product(hints, (False, True)):
+            reply = client.post(path, json=ASKED | fields | {"stream": stream})
+            name = "reasoning.max_tokens" if "reasoning" in fields else "thinking.budget_tokens"
+            assert (reply.status_code, reply.headers["x-headrace-noted"]) == (200, name)
+            assert running.frontend.resolved[-1].thinking_budget is None
         assert client.post(MESSAGES, json=ASKED | {"thinking": {"type": "adaptive"}}).status_code == 200

@@ -62,7 +62,7 @@ class ChatOptions(TypedDict, total=False):
     # tools and reasoning
     tool_choice: str | dict[str, object] | None
     parallel_tool_calls: bool | None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "default"] | None
     thinking_budget: int | None
     separate_reasoning: bool | None
     stream_reasoning: bool | None

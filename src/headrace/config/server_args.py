@@ -128,8 +128,8 @@ class ServerArgs:
     allow_origins: str = _opt(
         "",
         _S,
-        "Origins whose web pages may use this server (CORS), comma-separated, e.g. https://chat.example; * = any. "
-        "Default: only the server's own origin.",
+        "Origins whose pages may use this server (CORS), comma-separated: https://chat.example, http://localhost:*, app://*; local-apps = "
+        "desktop applications and extensions; * = any. Default: only the server's own.",
     )
     allowed_hosts: str | None = _opt(
         None,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Lifespan
 
@@ -29,7 +28,6 @@ from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
-from headrace.server.chat.skipped_tools import SKIPPED_HEADER
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome, TreeQuery
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery, StartProfileBody
@@ -40,6 +38,7 @@ from headrace.server.http import Endpoint, ErrorBoundary
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
+from headrace.server.notes import NOTED_HEADER, SKIPPED_HEADER
 from headrace.server.ollama.embed import OllamaEmbedAPI
 from headrace.server.ollama.generation import OllamaGenerationAPI
 from headrace.server.ollama.models import OllamaModelsAPI
@@ -58,7 +57,7 @@ from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
-from headrace.server.origin_gate import HostList, OriginGate, is_loopback
+from headrace.server.origin_gate import HostList, OriginGate, PatternCors, is_loopback
 from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
 from headrace.server.pooling.encode import EncodeAPI
 from headrace.server.pooling.kinds import described, refusing_to_generate
@@ -291,11 +290,9 @@ def _add_middleware(
     origins = parse_origins(args.allow_origins)
     if origins:
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=sorted(origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", SKIPPED_HEADER.decode()],
+            PatternCors,
+            origins=origins,
+            expose_headers=["x-request-id", SKIPPED_HEADER.decode(), NOTED_HEADER.decode()],
         )
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     if not args.disable_metrics:

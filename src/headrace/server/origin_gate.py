@@ -7,14 +7,17 @@ A page can make a browser send requests to any address, including this machine's
 - Origin: a page of another origin is served only if --allow-origins lists it. This applies even if it could not read the reply, because
   a form or a `no-cors` request takes effect without that.
 
-Clients other than browsers send neither Origin nor Sec-Fetch-Site and are not affected. Does not own CORS headers: Starlette's
-middleware, behind this one, adds them for listed origins. Runs in the event loop that serves HTTP.
+Clients other than browsers send neither Origin nor Sec-Fetch-Site and are not affected. CORS headers for the listed origins are added by
+Starlette's middleware, behind this one. Runs in the event loop that serves HTTP.
 """
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 
-from headrace.config.web import ANY, is_same_origin, normal_origin, parse_hosts, split_authority
+from starlette.middleware.cors import CORSMiddleware
+
+from headrace.config.web import ANY, LOCAL_APPS, Origins, is_same_origin, parse_hosts, parse_origins, split_authority
 from headrace.errors import ForbiddenError
 from headrace.log import get_logger
 from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
@@ -23,6 +26,28 @@ log = get_logger(__name__)
 
 MAX_LOGGED = 20
 """Most different refusals to log, since clients choose what they send."""
+
+
+_LOCAL = parse_origins(LOCAL_APPS)
+
+
+class PatternCors(CORSMiddleware):
+    """CORS headers for the origins of --allow-origins. The gate in front has refused all others, also those of private networks."""
+
+    def __init__(self, app: ASGIApp, origins: Origins, expose_headers: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=[ANY] if origins.is_any else [],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=expose_headers,
+            allow_private_network=True,
+        )
+        self._origins = origins
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """See `Origins.allows`."""
+        return self._origins.allows(origin)
 
 
 class HostList:
@@ -48,7 +73,7 @@ class HostList:
 class OriginGate:
     """See the module docstring. origins: those of --allow-origins."""
 
-    def __init__(self, app: ASGIApp, origins: frozenset[str], hosts: HostList) -> None:
+    def __init__(self, app: ASGIApp, origins: Origins, hosts: HostList) -> None:
         self.app = app
         self._origins = origins
         self._hosts = hosts
@@ -86,12 +111,14 @@ class OriginGate:
             return None
         shown = repr(_shown(origins[0])) if origins else "another origin"
         message = f"web pages of {shown} may not use this server; --allow-origins names the origins that may"
+        if origins and all(_LOCAL.allows(origin.decode("latin-1")) for origin in origins):
+            message += f" ({LOCAL_APPS}: applications and extensions on this machine)"
         return ForbiddenError(message, code="origin_not_allowed")
 
     def _allows_page(self, method: str, hosts: list[bytes], origins: list[bytes], fetch: dict[bytes, bytes]) -> bool:
         site = fetch.get(b"sec-fetch-site")
         # Pages cannot set Sec-Fetch headers, and the browser knows the origin even if a proxy has changed the Host.
-        if ANY in self._origins or site == b"same-origin":
+        if self._origins.is_any or site == b"same-origin":
             return True
         if origins:
             return all(self._is_ours(origin.decode("latin-1"), hosts) for origin in origins)
@@ -103,7 +130,7 @@ class OriginGate:
 
     def _is_ours(self, origin: str, hosts: list[bytes]) -> bool:
         """Whether the origin is listed, or is that of our own pages."""
-        if normal_origin(origin) in self._origins:
+        if self._origins.allows(origin):
             return True
         return len(hosts) == 1 and is_same_origin(origin, hosts[0].decode("latin-1"))
 

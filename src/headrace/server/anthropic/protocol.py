@@ -212,7 +212,7 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
     "inference_geo": (),
     "mcp_servers": (),
     "speed": ("standard",),
-    "thread": (),
+    "thread": ({"type": "create"},),
 }
 """Fields that are not supported, each with the non-empty values at which it asks for nothing."""
 

@@ -63,6 +63,7 @@ def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conver
         effort=effort,
         thinking=thinks,
         thinking_budget=thinking.budget_tokens if thinking is not None else None,
+        budget_is_hint=True,
         continues_last=messages[-1]["role"] == "assistant",
     )
     return conversation, skipped

@@ -24,8 +24,9 @@ from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.media import media_renamed
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
-from headrace.server.chat.thinking import check_reasoning, with_thinking_budget
+from headrace.server.chat.thinking import cannot_end, check_reasoning, with_thinking_budget
 from headrace.server.context import Asker, ServingContext
+from headrace.server.output_limit import OutputLimit
 
 CONTEXT_TOKENS = 8
 """Tokens at the end of a prompt on which the text of the first output tokens may depend."""
@@ -35,7 +36,8 @@ CONTEXT_TOKENS = 8
 class ChatCall:
     """A conversation that is ready to be generated.
 
-    call: for the engine. format: how the output is read; None = it is nothing but text. by_grammar: see `BoundReply`.
+    call: for the engine. format: how the output is read; None = it is nothing but text. by_grammar: see `BoundReply`. limit: of output tokens.
+    drops_budget: the conversation's limit of reasoning was a hint, and cannot be kept.
     """
 
     context: ServingContext
@@ -45,6 +47,12 @@ class ChatCall:
     call: GenerateReqInput
     format: OutputFormat | None
     by_grammar: bool
+    limit: OutputLimit
+    drops_budget: bool = False
+
+    def notes(self, limit: str, budget: str) -> list[str]:
+        """What is not honoured as it stands, for the reply's header. limit, budget: what the API calls the limits of output and of reasoning."""
+        return [*self.limit.notes(limit), *([budget] if self.drops_budget else ())]
 
     def choice(self) -> ChoiceStream:
         """The reader of one choice."""
@@ -68,11 +76,12 @@ class ChatCall:
         model = self.context.model
         limit = model.context_length if may_fill_context else model.default_reply_tokens
         updates = self.context.frontend.generate_request(
-            self.call, default_max_new_tokens=limit, in_chat=True, caller=asker.caller
+            self.call, default_max_new_tokens=self.limit.default(limit), in_chat=True, caller=asker.caller
         )
         try:
             async with aclosing(updates):
                 async for update in updates:
+                    self.limit.watch(update)
                     yield update
         except RequestError as exc:
             if self.by_grammar and exc.param == "structural_tag":
@@ -95,21 +104,22 @@ async def chat_call(
     conversation: Conversation,
     sampling: SamplingParams,
     *,
-    clamps_limit: bool = False,
     shorten: Callable[[list[int]], list[int]] | None = None,
     **fields: Any,
 ) -> ChatCall:
     """Render and tokenize a conversation, and say how its reply is sampled.
 
-    clamps_limit: a limit of output tokens beyond the room in the context is lowered, not refused. shorten: makes the prompt's ids fewer.
-    fields: more of `GenerateReqInput`. Raises RequestError.
+    A limit of output tokens beyond the room in the context is lowered. shorten: makes the prompt's ids fewer. fields: more of `GenerateReqInput`.
+    Raises RequestError.
     """
     output_format = _format(context, conversation)
     budget = conversation.thinking_budget
+    if conversation.budget_is_hint and (output_format is None or not output_format.has_reasoning):
+        budget = None  # a model that does not reason stays within every budget
     if budget is not None:
         check_reasoning(output_format)
 
-    def prepared() -> tuple[ChatPrompt, BoundReply]:
+    def prepared() -> tuple[ChatPrompt, BoundReply, bool]:
         prompt = chat_prompt(context, conversation)
         if shorten is not None:
             shorter = shorten(prompt.ids)
@@ -120,20 +130,22 @@ async def chat_call(
                 )
             prompt = dataclasses.replace(prompt, ids=shorter)
         if output_format is None:
-            return prompt, BoundReply(sampling)
+            return prompt, BoundReply(sampling), False
         prompt = prompt.with_marks(output_format.mark_ids)
         start = _parser(output_format, conversation, prompt, reads_reasoning=True)
         bound = bound_reply(sampling, conversation, output_format, start, prompt.tail)
         if budget is None:
-            return prompt, bound
+            return prompt, bound, False
         limited = with_thinking_budget(bound.sampling, budget, output_format, start, context.model.tokenizer)
-        return prompt, BoundReply(limited, bound.by_grammar)
+        if limited is None and not conversation.budget_is_hint:
+            raise cannot_end()
+        return prompt, BoundReply(limited or bound.sampling, bound.by_grammar), limited is None
 
-    prompt, bound = await context.in_text_thread(prepared)
+    prompt, bound, drops_budget = await context.in_text_thread(prepared)
     params = bound.sampling
-    limit, room = params.max_new_tokens, context.model.context_length - len(prompt.ids)
-    if clamps_limit and limit is not None and limit > room > 0:
-        params = msgspec.structs.replace(params, max_new_tokens=room)
+    length = context.model.context_length
+    limit = OutputLimit(params.max_new_tokens, length, 0 if prompt.media else length - len(prompt.ids))
+    params = msgspec.structs.replace(params, max_new_tokens=limit.strict)
     call = GenerateReqInput(
         input_ids=list(prompt.ids),
         image_data=[*prompt.media.images] or None,
@@ -142,7 +154,7 @@ async def chat_call(
         sampling_params=params,
         **fields,
     )
-    return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar)
+    return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar, limit, drops_budget)
 
 
 def _parser(

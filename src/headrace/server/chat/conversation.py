@@ -66,7 +66,7 @@ class Conversation:
 
     parallel: several calls in one reply are allowed. template_kwargs: more variables of the template. effort: how much the model shall think, for
     templates that know it. thinking: whether it shall think; None = as the template does. splits_reasoning: reasoning is kept apart from the content.
-    thinking_budget: most tokens of reasoning; None = no limit.
+    thinking_budget: most tokens of reasoning; None = no limit. budget_is_hint: if it cannot be kept there is none.
     opens_reply: the prompt ends with the beginning of the assistant's message. continues_last: it ends with the unfinished last message.
     """
 
@@ -78,6 +78,7 @@ class Conversation:
     effort: str | None = None
     thinking: bool | None = None
     thinking_budget: int | None = None
+    budget_is_hint: bool = False
     splits_reasoning: bool = True
     opens_reply: bool = True
     continues_last: bool = False

@@ -21,16 +21,18 @@ def check_reasoning(output_format: OutputFormat | None) -> None:
         )
 
 
+def cannot_end() -> RequestError:
+    """The refusal where no single token ends the reasoning."""
+    return RequestError(f"{FIELD}: this model's reasoning does not end with a token of its own", FIELD)
+
+
 def with_thinking_budget(
     sampling: SamplingParams, num_tokens: int, output_format: OutputFormat, start: OutputParser, tokenizer: Tokenizer
-) -> SamplingParams:
-    """The parameters with at most `num_tokens` of reasoning. start: a parser at the beginning of the output.
-
-    Raises RequestError if no single token ends the reasoning.
-    """
+) -> SamplingParams | None:
+    """The parameters with at most `num_tokens` of reasoning; None if no single token ends it. start: a parser at the beginning of the output."""
     found = reasoning_tokens(output_format, lambda text: tokenizer.encode(text, False, True))
     if found is None:
-        raise RequestError(f"{FIELD}: this model's reasoning does not end with a token of its own", FIELD)
+        return None
     budget = ThinkingBudget(
         num_tokens=num_tokens,
         end_id=found.end_id,

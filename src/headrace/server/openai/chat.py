@@ -30,6 +30,7 @@ from headrace.server.openai.base import (
 )
 from headrace.server.openai.chat_request import conversation_of, predicted_text
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, MAX_LOGPROBS, ChatCompletionRequest, refuse_unsupported
+from headrace.server.openai.thinking_fields import AskedThinking, asked_thinking
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 from headrace.text.tokenizers import Tokenizer
 
@@ -39,7 +40,14 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
     """A chat and the readers of its choices."""
 
     chat: ChatCall = field(kw_only=True)
+    asked: AskedThinking = field(kw_only=True)
     choices: dict[int, ChoiceStream] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """See Generation."""
+        budget = "reasoning.max_tokens" if self.request.thinking is None else "thinking.budget_tokens"
+        return [*self.request.noted, *self.asked.notes, *self.chat.notes(self.request.limit_field, budget)]
 
     def events(self, update: SampleUpdate) -> list[Event]:
         """What an update adds to its choice."""
@@ -76,6 +84,9 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
                 "add_special_tokens",
                 "unsupported_parameter",
             )
+        if request.continue_final_message and request.add_generation_prompt:
+            message = "add_generation_prompt and continue_final_message exclude each other: the last message goes on, or a new one begins"
+            raise RequestError(message, "add_generation_prompt")
         if request.top_logprobs is not None:
             if request.top_logprobs and not request.logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -87,10 +98,11 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         """Render and tokenize the messages."""
         context_length = self.context.model.context_length
         generation_id = self.new_id(request)
+        asked = asked_thinking(request)
         chat = await chat_call(
             self.context,
-            conversation_of(request, context_length),
-            request.sampling_params(request.output_limit),
+            conversation_of(request, context_length, asked),
+            request.sampling_params(request.max_new_tokens),
             shorten=lambda ids: truncated(ids, request, context_length),
             rid=generation_id,
             stream=bool(request.stream),
@@ -104,7 +116,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             routed_dp_rank=request.routed_dp_rank,
             data_parallel_rank=request.data_parallel_rank,
         )
-        return ChatGeneration(request, chat.call, generation_id, chat=chat)
+        return ChatGeneration(request, chat.call, generation_id, chat.limit, chat=chat, asked=asked)
 
     def response(self, generation: ChatGeneration, updates: list[SampleUpdate], usage: Usage) -> object:
         """A `chat.completion` object."""
@@ -142,7 +154,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, request))
         message = chat_message(
             fold(generation.events(update)),
-            request.include_reasoning is not False,
+            request.shows_reasoning,
             generation.chat.conversation.custom_names,
         )
         choice = {
@@ -196,7 +208,7 @@ class ChatChunks(ChunkWriter):
         self.request = generation.request
         self.prompt_ids = generation.call.input_ids
         self.started: set[int] = set()
-        self.shows_reasoning = generation.request.include_reasoning is not False
+        self.shows_reasoning = generation.request.shows_reasoning
         # Reasoning that is kept until it is complete, by choice.
         self.kept: dict[int, list[str]] | None = {} if generation.request.stream_reasoning is False else None
         self.custom_names = generation.chat.conversation.custom_names

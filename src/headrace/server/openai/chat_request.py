@@ -22,16 +22,18 @@ from headrace.server.chat.conversation import (
 from headrace.server.chat.custom_tools import check_definitions, custom_call, custom_tool
 from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
+from headrace.server.openai.thinking_fields import AskedThinking, asked_thinking
 
 _MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial", "images", "audios", "videos")
-_BUDGETS = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
-"""The limit of reasoning, as we, vLLM and llama.cpp call it."""
-
 _OTHER_PART_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "file")
 
 
-def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conversation:
-    """The conversation of a request. Raises RequestError that names the unsupported or invalid field."""
+def conversation_of(
+    request: ChatCompletionRequest, context_length: int, asked: AskedThinking | None = None
+) -> Conversation:
+    """The conversation of a request. asked: what its fields of thinking mean, if that is known. Raises RequestError that names the unsupported or
+    invalid field."""
+    asked = asked_thinking(request) if asked is None else asked
     messages = template_messages(request.messages, context_length)
     if request.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
@@ -45,25 +47,14 @@ def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conv
         choice=choice,
         parallel=request.parallel_tool_calls is not False,
         template_kwargs=request.chat_template_kwargs or {},
-        effort=request.reasoning_effort,
-        thinking_budget=_thinking_budget(request),
+        effort=asked.effort,
+        thinking=asked.thinking,
+        thinking_budget=asked.budget,
+        budget_is_hint=asked.is_hint,
         splits_reasoning=request.separate_reasoning is not False,
         opens_reply=request.add_generation_prompt is not False,
         continues_last=bool(request.continue_final_message),
     )
-
-
-def _thinking_budget(request: ChatCompletionRequest) -> int | None:
-    """The limit of reasoning; None = no limit. Raises RequestError."""
-    given = {name: value for name in _BUDGETS if (value := getattr(request, name)) is not None}
-    for name, value in given.items():
-        if value < -1:
-            raise RequestError(f"{name} must be -1 (no limit) or at least 0, got {value}", name)
-    if len(set(given.values())) > 1:
-        names = list(given)
-        raise RequestError(f"{names[0]} and {names[1]} differ: give one of them", names[1])
-    value = next(iter(given.values()), -1)
-    return None if value == -1 else value
 
 
 def template_messages(messages: Sequence[ChatMessage], context_length: int) -> list[Message]:

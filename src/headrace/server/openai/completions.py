@@ -4,9 +4,13 @@ Owns the legacy logprobs shape, echo and the text chunks. Runs in the event loop
 to a thread.
 """
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
+
+import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import LogprobItem, SampleUpdate
@@ -23,7 +27,9 @@ from headrace.server.openai.base import (
     Usage,
 )
 from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
+from headrace.server.openai.structured_outputs import AskedGrammar
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
+from headrace.server.output_limit import OutputLimit
 from headrace.text.incremental import IncrementalDecoder
 from headrace.text.tokenizers import Tokenizer
 
@@ -39,7 +45,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         super().__init__(context, CompletionRequest)
 
     def validate(self, request: CompletionRequest) -> None:
-        """Raises RequestError for suffix, best_of and logprobs beyond what is possible."""
+        """Raises RequestError for a suffix, and for best_of and logprobs out of their ranges."""
         if split_prompt(request.prompt)[0] is not None:
             self.context.check_tokenizer("prompt")
         if request.echo:
@@ -48,11 +54,14 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             self.context.check_tokenizer("logprobs")
         if request.suffix:
             raise RequestError("suffix is not supported", "suffix", "unsupported_parameter")
-        if request.best_of not in (None, 1, request.num_samples):
+        if request.num_candidates < request.num_samples:
+            message = f"best_of must be at least n ({request.num_samples}), got {request.num_candidates}"
+            raise RequestError(message, "best_of")
+        if request.num_candidates > request.num_samples and request.stream:
             message = (
-                f"best_of must equal n ({request.num_samples}): choosing the best of more samples is not supported"
+                f"best_of must equal n ({request.num_samples}) in a stream: the best is known only when all have ended"
             )
-            raise RequestError(message, "best_of", "unsupported_parameter")
+            raise RequestError(message, "best_of")
         if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
             raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {request.logprobs}", "logprobs")
 
@@ -72,14 +81,19 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             ids = self._truncated([*rows[0]] if isinstance(text, str) else [*rows], request)
             text = None
         generation_id = self.new_id(request)
+        length = self.context.model.context_length
+        limit = OutputLimit(request.max_new_tokens, length, length - _most_tokens(text, ids))
+        logprobs = logprob_options(request, whole_prompt=bool(request.echo))
+        if request.num_candidates > request.num_samples:
+            logprobs["return_logprob"] = True
         call = GenerateReqInput(
             text=text,
             input_ids=ids,
-            sampling_params=request.sampling_params(request.output_limit),
+            sampling_params=request.sampling_params(limit.strict),
             rid=generation_id,
             stream=bool(request.stream),
             return_progress=bool(request.return_progress),
-            **logprob_options(request, whole_prompt=bool(request.echo)),
+            **logprobs,
             priority=request.priority,
             cache_salt=request.cache_salt,
             lora_path=request.lora_path,
@@ -87,7 +101,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             routed_dp_rank=request.routed_dp_rank,
             data_parallel_rank=request.data_parallel_rank,
         )
-        return Generation(request, call, generation_id)
+        return Generation(request, call, generation_id, limit)
 
     def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
         """Each prompt truncated as requested."""
@@ -95,6 +109,22 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         if not isinstance(ids[0], list):
             return [*truncated(cast("list[int]", ids), request, length)]
         return [truncated(row, request, length) if isinstance(row, list) else row for row in ids]
+
+    def chosen(self, generation: Generation[CompletionRequest], updates: list[SampleUpdate]) -> list[SampleUpdate]:
+        """The best samples of each prompt, the best first."""
+        made, wanted = generation.request.num_candidates, generation.request.num_samples
+        if made == wanted:
+            return updates
+        best: list[SampleUpdate] = []
+        for start in range(0, len(updates), made):
+            best += sorted(updates[start : start + made], key=_mean_logprob, reverse=True)[:wanted]
+        return [msgspec.structs.replace(update, index=index) for index, update in enumerate(best)]
+
+    def renamed(self, exc: RequestError, request: CompletionRequest, grammar: AskedGrammar | None) -> RequestError:
+        """See OpenAIServingBase. The number of samples is that of best_of, if it is given."""
+        if exc.param == "n" and request.num_candidates != request.num_samples:
+            exc.message, exc.param = re.sub(r"\bn\b", "best_of", exc.message, count=1), "best_of"
+        return super().renamed(exc, request, grammar)
 
     def prompt_ids(self, generation: Generation[CompletionRequest], index: int) -> list[int]:
         """The tokens of the prompt of choice `index`, given as tokens or tokenized here."""
@@ -286,6 +316,23 @@ class LegacyLogprobs:
         }
         self.tokens, self._values, self._tops, self._offsets = [], [], [], []
         return result
+
+
+def _mean_logprob(update: SampleUpdate) -> float:
+    """Per token, as OpenAI compares samples; one that was aborted comes last."""
+    assert update.logprobs is not None, "they were requested"
+    assert update.finish is not None, "it has ended"
+    if update.finish.type == "abort":
+        return -math.inf
+    values = [value for value, _, _ in update.logprobs.output.tokens if value is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _most_tokens(text: str | list[str] | None, ids: list[int | list[int]] | None) -> int:
+    """More tokens than the longest of the prompts has: of a text twice its bytes, and some special ones."""
+    texts = [text] if isinstance(text, str) else text or []
+    rows = [len(row) for row in ids or () if isinstance(row, list)] or [len(ids or ())]
+    return max(*rows, *(2 * len(one.encode()) + 8 for one in texts), 0)
 
 
 def split_prompt(

@@ -1,9 +1,9 @@
 """Request bodies of the OpenAI routes: every field of OpenAI's API, and additional ones, e.g. `top_k`.
 
-A field is supported, or refused by name if it requests something that is not supported; `refuse_unsupported` and
-`NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they request nothing
-(`messages/neutral.py`). Bounds in `extra_json_schema` are for openapi.json; they are checked elsewhere, with better messages.
-Runs in the event loop that serves HTTP.
+A field is supported, noted as without effect (`noted`), or refused by name if it requests something that is not supported
+(`refuse_unsupported`); docs/fields.md has them all. Fields that are not listed here are refused by the decoder, unless they request nothing
+(`messages/neutral.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Bounds in `extra_json_schema` are for
+openapi.json; they are checked elsewhere, with better messages. Runs in the event loop that serves HTTP.
 """
 
 from typing import Annotated, Literal
@@ -15,7 +15,9 @@ from headrace.errors import RequestError
 from headrace.messages.neutral import asks_for_nothing
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
+from headrace.server.notes import NO_EFFECT, without_effect
 from headrace.server.openai.structured_outputs import StructuredFields
+from headrace.server.openai.thinking_fields import AskedEffort, ReasoningEffort, ReasoningFields, ThinkingFields
 
 MAX_LOGPROBS = 20
 """Most alternatives per token on the OpenAI routes, the same as OpenAI's."""
@@ -24,11 +26,6 @@ AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
-"""Accepted without effect: labels for OpenAI's bookkeeping, which do not change a reply."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,10 +39,24 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool | None = None
 
 
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict")
+"""Names of the limit of output tokens."""
+
+MAX_TEMPERATURE = 2.0
+"""Of OpenAI's API; `/generate` has no such limit."""
+
+
+def check_temperature(temperature: float | None) -> None:
+    """Raises RequestError for one that OpenAI's API does not have. Negative ones are refused with the other parameters."""
+    if temperature is not None and temperature > MAX_TEMPERATURE:
+        raise RequestError(f"temperature must be between 0 and {MAX_TEMPERATURE:g}, got {temperature}", "temperature")
+
+
 class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of both completions and chat completions, beside those of `StructuredFields`; None = not set.
 
-    model: "" and "default" mean the served model. max_tokens: -1 = as many as fit.
+    model: "" and "default" mean the served model. max_tokens: -1 = as many as fit; n_predict and num_predict are llama.cpp's and Ollama's names of
+    it. repeat_penalty: Ollama's name of repetition_penalty.
     """
 
     model: str = ""
@@ -54,7 +65,9 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     n: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
     max_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     max_completion_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
+    n_predict: Annotated[int | None, Meta(extra_json_schema={"minimum": -2})] = None
+    num_predict: Annotated[int | None, Meta(extra_json_schema={"minimum": -2})] = None
+    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 2})] = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
     presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
@@ -68,6 +81,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
     min_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
     repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
+    repeat_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
     stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
     bad_words: list[str] | None = None
@@ -92,6 +106,24 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     return_token_ids: bool | None = None
     # llama.cpp's.
     return_progress: bool | None = None
+    # Ollama's and llama.cpp's; noted.
+    options: object | None = None
+    num_ctx: object | None = None
+    num_keep: object | None = None
+    num_batch: object | None = None
+    num_gpu: object | None = None
+    num_thread: object | None = None
+    main_gpu: object | None = None
+    low_vram: object | None = None
+    numa: object | None = None
+    use_mmap: object | None = None
+    use_mlock: object | None = None
+    keep_alive: object | None = None
+    timings_per_token: object | None = None
+    request_id: object | None = None
+    id_slot: object | None = None
+    service_tier: str | None = None
+    think: bool | ReasoningEffort | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -105,8 +137,14 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def output_limit(self) -> int | None:
-        """Most output tokens, from either field name."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """Most output tokens, from whichever field names them; -2 of Ollama fills the context, too."""
+        value: int | None = getattr(self, self.limit_field)
+        return AS_MANY_AS_FIT if value == -2 and self.limit_field in ("n_predict", "num_predict") else value
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The limit under the runtime's name; None = none given, or as many as fit."""
+        return None if self.output_limit == AS_MANY_AS_FIT else self.output_limit
 
     @property
     def wants_usage(self) -> bool:
@@ -116,24 +154,34 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     @property
     def wants_usage_everywhere(self) -> bool:
         """Whether every chunk has the counts of its choice."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def limit_field(self) -> str:
         """Name of the field that limits the output in this request."""
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return next((name for name in _LIMITS if getattr(self, name) is not None), "max_tokens")
+
+    @property
+    def noted(self) -> list[str]:
+        """Fields that have no effect."""
+        return without_effect(self, NO_EFFECT)
 
     @property
     def num_samples(self) -> int:
         """Choices per prompt; its range is checked with the other sampling parameters."""
         return 1 if self.n is None else self.n
 
+    @property
+    def num_candidates(self) -> int:
+        """Samples per prompt, of which `num_samples` become choices."""
+        return self.num_samples
+
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
         """The sampling parameters of the request under the runtime's names. Raises RequestError, see `asked_grammar`."""
         asked = self.asked_grammar()
         sampling = SamplingParams(
             grammar_after=self.grammar_after,
-            max_new_tokens=None if max_new_tokens == AS_MANY_AS_FIT else max_new_tokens,
+            max_new_tokens=max_new_tokens,
             min_new_tokens=self.min_tokens or 0,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -144,8 +192,8 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
             min_p=self.min_p,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            n=self.num_samples,
+            repetition_penalty=self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
+            n=self.num_candidates,
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
@@ -159,25 +207,49 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
         return sampling if asked is None else msgspec.structs.replace(sampling, **{asked.kind: asked.value})
 
     def check_output_limit(self) -> None:
-        """Raises RequestError if both names of the output limit are given with different values."""
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise RequestError("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        """Raises RequestError if names of the output limit are given with different values."""
+        given = {name: value for name in reversed(_LIMITS) if (value := getattr(self, name)) is not None}
+        if len(set(given.values())) > 1:
+            first, *_, last = sorted(given, key=("max_tokens", *_LIMITS).index)
+            raise RequestError(f"{first} and {last} differ: give one of them", first)
+
+    def check_sampling(self) -> None:
+        """Raises RequestError for what only these routes refuse, and for two names with different values."""
+        check_temperature(self.temperature)
+        if (
+            None not in (self.repeat_penalty, self.repetition_penalty)
+            and self.repeat_penalty != self.repetition_penalty
+        ):
+            raise RequestError("repeat_penalty and repetition_penalty differ: give one of them", "repeat_penalty")
 
     def check_stream_options(self) -> None:
         """Raises RequestError for stream options without a stream."""
-        if not self.stream and (self.wants_usage or self.wants_usage_everywhere):
+        options = self.stream_options
+        if not self.stream and options is not None and (options.include_usage or options.continuous_usage_stats):
             raise RequestError("stream_options is only allowed when stream is true", "stream_options")
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+    """Body of /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids.
+
+    best_of: so many samples are made of each prompt, and the n with the highest mean logprob are the choices.
+    """
 
     prompt: str | list[str | int | list[int]]
-    best_of: int | None = None
+    best_of: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     suffix: str | None = None
+
+    @property
+    def noted(self) -> list[str]:
+        """Fields that have no effect."""
+        return without_effect(self, (*NO_EFFECT, "think"))
+
+    @property
+    def num_candidates(self) -> int:
+        """Samples per prompt."""
+        return self.num_samples if self.best_of is None else self.best_of
 
     @property
     def wants_logprobs(self) -> bool:
@@ -258,7 +330,9 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     thinking_token_budget: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     thinking_budget_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     reasoning_budget_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    reasoning_effort: ReasoningEffort | None = None
+    reasoning_effort: AskedEffort | None = None
+    reasoning: ReasoningFields | None = None
+    thinking: ThinkingFields | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     include_reasoning: bool | None = None
@@ -274,7 +348,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     web_search_options: object | None = None
     verbosity: str | None = None
     store: bool | None = None
-    service_tier: str | None = None
     prompt_cache_options: object | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None
@@ -291,6 +364,16 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
         """Alternatives per output token."""
         return self.top_logprobs or 0
 
+    @property
+    def noted(self) -> list[str]:
+        """Fields that have no effect."""
+        return without_effect(self, (*NO_EFFECT, "verbosity"))
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the reply has the reasoning."""
+        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
+
 
 _NOT_YET = (
     "functions",
@@ -299,8 +382,6 @@ _NOT_YET = (
     "audio",
     "moderation",
     "web_search_options",
-    "verbosity",
-    "service_tier",
     "prompt_cache_options",
     "prompt_cache_retention",
 )

@@ -74,11 +74,12 @@ class AskedGrammar:
 class StructuredFields(GrammarFields, frozen=True, kw_only=True):
     """Every field that says what the output must match; at most one may ask for something.
 
-    grammar: GBNF (llama.cpp). The names with `guided_` are those of older versions of vLLM.
+    format: Ollama's, "json" or a schema. grammar: GBNF (llama.cpp). The names with `guided_` are those of older versions of vLLM.
     """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    format: str | Schema | None = None
     grammar: str | None = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
@@ -102,6 +103,7 @@ class StructuredFields(GrammarFields, frozen=True, kw_only=True):
         """Every field that could ask, some with empty values. Raises RequestError."""
         for kind in GRAMMAR_KINDS:
             yield AskedGrammar(kind, kind, getattr(self, kind))
+        yield AskedGrammar("format", "json_schema", _ollamas_format(self.format))
         yield AskedGrammar("grammar", "ebnf", self.grammar)
         yield AskedGrammar("guided_json", "json_schema", self.guided_json)
         yield AskedGrammar("guided_regex", "regex", self.guided_regex)
@@ -123,6 +125,13 @@ class StructuredFields(GrammarFields, frozen=True, kw_only=True):
         if self.guided_whitespace_pattern:
             return "guided_whitespace_pattern", {"whitespace_pattern": self.guided_whitespace_pattern}
         return None
+
+
+def _ollamas_format(given: str | Schema | None) -> object:
+    """The schema that `format` means. Raises RequestError."""
+    if isinstance(given, str) and given not in ("", "json"):
+        raise RequestError(f'format must be "json" or a JSON schema (an object), got {given[:50]!r}', "format")
+    return _JSON_OBJECT if given == "json" else given
 
 
 def _asked_by_vllm(given: StructuredOutputs) -> Iterator[AskedGrammar]:

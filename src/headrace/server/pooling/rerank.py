@@ -11,6 +11,7 @@ from msgspec import Meta
 from headrace.errors import RequestError
 from headrace.server.context import Asker, ServingContext
 from headrace.server.http import Exchange
+from headrace.server.pooling.calls import check_num_inputs
 from headrace.server.pooling.pairs import PairRequest, score_pairs
 from headrace.server.pooling.protocol import PooledUsage
 from headrace.server.pooling.replies import object_pieces, reply_in_pieces
@@ -20,8 +21,8 @@ class RerankRequest(PairRequest, frozen=True, kw_only=True, forbid_unknown_field
     """Body of these routes.
 
     documents: texts, or objects with a `text` and more fields that are returned as they are. top_n: only the best so many; top_k: Voyage's name
-    of it. return_documents: None = true. max_chunks_per_doc, max_tokens_per_doc, rank_fields: Cohere's; a document is one chunk, cut to what the
-    model reads.
+    of it. return_documents: None = true. max_chunks_per_doc, max_tokens_per_doc, rank_fields: Cohere's; a document is one chunk, cut to its first
+    `max_tokens_per_doc` tokens and to what the model reads.
     """
 
     query: str
@@ -41,9 +42,6 @@ class RerankResult(msgspec.Struct, frozen=True, omit_defaults=True):
     relevance_score: float
     document: dict[str, object] | None = None
 
-
-COHERE_TOKENS_PER_DOC = 4096
-"""Cohere's default of `max_tokens_per_doc`: who sends it asks for nothing."""
 
 _DECODER = msgspec.json.Decoder(RerankRequest)
 
@@ -86,8 +84,14 @@ class Ranking:
 async def ranked(context: ServingContext, asker: Asker, request: RerankRequest, rid: str) -> Ranking:
     """Score and sort the documents; equal ones stay in their order. Raises RequestError, and the errors of `score_pairs`."""
     top_n = _top_n(request)
-    _check_cohere(context, request)
+    _check_cohere(request)
     texts = [_text_of(place, document) for place, document in enumerate(request.documents)]
+    if (most := request.max_tokens_per_doc) is not None and most < context.model.context_length:
+        context.check_tokenizer("max_tokens_per_doc")
+        check_num_inputs(context, "documents", len(texts))
+        for text in texts:
+            context.check_text_length("documents", len(text))
+        texts = await context.in_text_thread(lambda: context.model.tokenizer.beginnings(texts, most))
     pairs = [(request.query, text) for text in texts]
     found = await score_pairs(
         context, asker, request, pairs, rid, param="documents", cannot="does not rerank", truncates=True
@@ -97,20 +101,12 @@ async def ranked(context: ServingContext, asker: Asker, request: RerankRequest, 
     return Ranking(request, scores, order[:top_n], found.usage)
 
 
-def _check_cohere(context: ServingContext, request: RerankRequest) -> None:
+def _check_cohere(request: RerankRequest) -> None:
     """Raises RequestError for those of Cohere's fields that ask for something else than what is done."""
-    if request.max_chunks_per_doc is not None and request.max_chunks_per_doc < 1:
-        message = f"max_chunks_per_doc must be at least 1, got {request.max_chunks_per_doc}"
-        raise RequestError(message, "max_chunks_per_doc")
-    most, pooling = context.model.context_length, context.model.pooling
-    if pooling is not None and pooling.max_tokens is not None:
-        most = min(most, pooling.max_tokens)
-    if request.max_tokens_per_doc not in (None, COHERE_TOKENS_PER_DOC) and request.max_tokens_per_doc < most:
-        message = (
-            f"max_tokens_per_doc must be at least {most}, what this model reads of a query and a document together, "
-            f"got {request.max_tokens_per_doc}; truncate_prompt_tokens cuts both to fewer"
-        )
-        raise RequestError(message, "max_tokens_per_doc")
+    for name in ("max_chunks_per_doc", "max_tokens_per_doc"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise RequestError(f"{name} must be at least 1, got {value}", name)
     if request.rank_fields not in (None, [], ["text"]):
         message = 'rank_fields must be ["text"]: no other field of a document is read'
         raise RequestError(message, "rank_fields", "unsupported_parameter")

@@ -12,6 +12,8 @@ from msgspec import Meta
 from headrace.errors import RequestError
 from headrace.messages.neutral import asks_for_nothing
 from headrace.sampling.grammar_fields import GrammarFields, Schema
+from headrace.server.notes import NO_EFFECT, without_effect
+from headrace.server.openai.protocol import check_temperature
 
 MAX_LOGPROBS = 20
 """Most alternatives per token."""
@@ -86,7 +88,7 @@ class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
     max_tool_calls: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
-    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
+    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 2})] = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})] = None
     include: list[str] | None = None
@@ -113,6 +115,22 @@ class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_
     prompt_cache_retention: str | None = None
     access_programs: object | None = None
     image: object | None = None
+    # Ollama's and llama.cpp's; noted.
+    options: object | None = None
+    num_ctx: object | None = None
+    num_keep: object | None = None
+    num_batch: object | None = None
+    num_gpu: object | None = None
+    num_thread: object | None = None
+    main_gpu: object | None = None
+    low_vram: object | None = None
+    numa: object | None = None
+    use_mmap: object | None = None
+    use_mlock: object | None = None
+    keep_alive: object | None = None
+    timings_per_token: object | None = None
+    request_id: object | None = None
+    id_slot: object | None = None
     # Ours.
     stop: str | list[str] | None = None
     seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
@@ -141,7 +159,6 @@ _NOT_SUPPORTED = (
     "prompt",
     "context_management",
     "moderation",
-    "service_tier",
     "prompt_cache_options",
     "prompt_cache_retention",
     "access_programs",
@@ -156,14 +173,21 @@ _INSTEAD = {
 }
 
 
+def noted_in(request: ResponsesRequest) -> list[str]:
+    """The fields that have no effect."""
+    noted = without_effect(request, NO_EFFECT)
+    if request.text is not None and not asks_for_nothing("verbosity", request.text.verbosity):
+        noted.append("text.verbosity")
+    return noted
+
+
 def refuse_unsupported(request: ResponsesRequest) -> None:
     """Raises RequestError naming the first field that asks for something this server does not do."""
     for name in _NOT_SUPPORTED:
         if not asks_for_nothing(name, getattr(request, name)):
             instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise RequestError(f"{name} is not supported{instead}", name, "unsupported_parameter")
-    if request.text is not None and not asks_for_nothing("verbosity", request.text.verbosity):
-        raise RequestError("text.verbosity is not supported", "text.verbosity", "unsupported_parameter")
+    check_temperature(request.temperature)
     reasoning = request.reasoning
     if reasoning is not None:
         for name, neutral in (("context", "auto"), ("mode", "standard")):

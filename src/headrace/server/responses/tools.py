@@ -36,13 +36,6 @@ SERVER_RUN = frozenset(
 )
 """Types of tools that only their vendor can run. They are not offered to the model; the reply's header and the log name them."""
 
-_FIELDS = {
-    "function": {"name", "description", "parameters", "strict", "output_schema"},
-    "custom": {"name", "description", "format"},
-    "namespace": {"name", "description", "tools"},
-}
-_COMMON = {"type", "defer_loading", "allowed_callers"}
-
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
@@ -114,7 +107,7 @@ def _tool(where: str, given: Mapping[str, object], namespace: str | None = None,
             f"{where}.type",
             "unsupported_parameter",
         )
-    _check_fields(where, given, kind)
+    _check_callers(where, given)
     name, description = given.get("name"), given.get("description")
     if isinstance(name, str) and name:
         name = shown_name(namespace, name)
@@ -127,7 +120,7 @@ def _tool(where: str, given: Mapping[str, object], namespace: str | None = None,
 
 def _in_namespace(where: str, given: Mapping[str, object]) -> Iterator[Tool]:
     """The tools of a namespace; the first one carries its description."""
-    _check_fields(where, given, "namespace")
+    _check_callers(where, given)
     name, about, tools = given.get("name"), given.get("description"), given.get("tools")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where}.name is missing", f"{where}.name")
@@ -141,12 +134,9 @@ def _in_namespace(where: str, given: Mapping[str, object]) -> Iterator[Tool]:
         yield _tool(f"{where}.tools[{number}]", tool, name, about or "" if number == 0 else "")
 
 
-def _check_fields(where: str, given: Mapping[str, object], kind: str) -> None:
-    """Raises RequestError for a field that asks for something unknown. A deferred tool is offered at once."""
-    for name, value in given.items():
-        if name not in _FIELDS[kind] and name not in _COMMON and not is_empty(value):
-            shown = f"{where}.{name[:100]}"
-            raise RequestError(f"{shown} is not supported", shown, "unsupported_parameter")
+def _check_callers(where: str, given: Mapping[str, object]) -> None:
+    """Raises RequestError for a tool that only a program may call. A deferred tool is offered at once; other keys are the client's own labels, as in
+    the other APIs: what a function returns, cache marks."""
     callers = given.get("allowed_callers")
     if not is_empty(callers) and (not isinstance(callers, list) or "direct" not in callers):
         raise RequestError(

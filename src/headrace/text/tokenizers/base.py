@@ -162,6 +162,16 @@ class Tokenizer:
             raise
         return [(item.ids, item.type_ids) for item in encoded]
 
+    def beginnings(self, texts: Sequence[str], most_tokens: int) -> list[str]:
+        """Each text up to the end of its token number `most_tokens`, special tokens not counted. Raises RequestError as `encode`."""
+        for text in texts:
+            check_unicode(text)
+        encoded = self._plain.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            text if len(item) <= most_tokens else text[: item.offsets[most_tokens - 1][1]]
+            for text, item in zip(texts, encoded, strict=True)
+        ]
+
     def _cut(self, text: str | tuple[str, str], most_tokens: int, side: str) -> tokenizers.Encoding:
         """The text, or the pair, in at most `most_tokens` tokens."""
         parts = [text] if isinstance(text, str) else list(text)
