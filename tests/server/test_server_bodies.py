@@ -74,7 +74,7 @@ def test_what_is_not_a_json_object_is_refused(client: httpx.Client, server: Runn
 @pytest.mark.parametrize("name", INTEGERS + FLOATS)
 def test_numbers_that_are_none_are_refused(client: httpx.Client, server: Running, route: str, name: str):
     good = json.dumps(GOOD[route])[:-1]
-    for number in [*BAD_NUMBERS, *(["1.5", "1.0"] if name in INTEGERS else [])]:
+    for number in [*BAD_NUMBERS, *(["1.5"] if name in INTEGERS else [])]:
         error = check_error(client.post(route, content=f'{good}, "{name}": {number}}}', headers=JSON))
         assert error["param"] in (name, None)
     assert not server.frontend.calls

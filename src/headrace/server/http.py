@@ -20,6 +20,7 @@ from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
+from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.server.body import Bodies, has_long_number
 from headrace.server.error_forms import ApiError, form_of
 
@@ -99,7 +100,7 @@ async def send_error(send: Send, scope: Scope, exc: BaseException) -> None:
 
 
 def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """`body` as the decoder's type; strict: no coercion, no NaN, integers within 64 bits, no unknown fields that ask for something.
+    """`body` as the decoder's type; strict: no coercion but of `8.0` to 8, no NaN, integers within 64 bits, no unknown fields that ask for something.
 
     Raises RequestError naming the field at fault.
     """
@@ -107,7 +108,7 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         try:
             value = decoder.decode(body)
         except msgspec.ValidationError:
-            # Only a body that does not decode as it is pays for removing the fields that ask for nothing.
+            # Only a body that does not decode as it is pays for looking at each of its fields.
             value = _decode_what_asks(body, decoder)
         if has_long_number(body):
             _refuse_wide_integers(msgspec.json.decode(body))
@@ -123,11 +124,12 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 
 def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """Like `decode_json`, after removing the fields that ask for nothing."""
+    """Like `decode_json`, with integers for whole numbers and without the fields that ask for nothing."""
     try:
         given = msgspec.json.decode(body)
     except msgspec.ValidationError:
         return decoder.decode(body)  # a number that no type can hold; the error says where it is
+    given = with_whole_numbers(given, decoder.type)
     _refuse_wide_integers(given)
     return decoder.decode(encode_json(without_neutral(given, decoder.type)))
 
