@@ -82,7 +82,7 @@ class ServerCommand(TyperCommand):
         }
         if (word := asked_page(args, own)) is not None:
             self._show_help(ctx, word)
-        translation = translate(args, own)
+        translation = translate(args, own, any(param.param_type_name == "argument" for param in params))
         offered = {param.name for param in params}
         settings = from_environment({name: os.environ[name] for name in os.environ if name.startswith(PREFIX)}, offered)
         ctx.meta[_SETTINGS] = settings

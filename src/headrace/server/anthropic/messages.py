@@ -85,8 +85,7 @@ class MessagesServing:
             )
             exchange.name_request(message_id)
             headers = self._skipped_tools.headers(skipped)
-            model = request.model if adapter is not None else self.context.model.name
-            answer = _Answer(message_id, model, request.shows_thinking, chat)
+            answer = _Answer(message_id, self.context.shown_model(request.model), request.shows_thinking, chat)
             if request.stream:
                 await _stream(exchange, answer, headers, lambda exc: _renamed(exc, request))
             else:

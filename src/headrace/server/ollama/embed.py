@@ -11,7 +11,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
-from headrace.server.ollama.models import adapter_of, full_name
+from headrace.server.ollama.models import full_name
 from headrace.server.ollama.options import check_keep_alive, check_options
 from headrace.server.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest, OllamaOptions
 from headrace.server.pooling.calls import results_of
@@ -60,7 +60,7 @@ class OllamaEmbedAPI:
 
     def _check(self, body: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> None:
         embedding_of(self.context.model)
-        adapter_of(self.context, body.model)
+        self.context.adapter_of(body.model)
         check_keep_alive(body.keep_alive)
         check_options(body.options or OllamaOptions(), self.context.model.context_length)
 
@@ -82,7 +82,7 @@ class OllamaEmbedAPI:
                 dimensions=dimensions,
                 truncate_prompt_tokens=-1 if truncates else None,
                 rid=rid,
-                lora_path=adapter_of(self.context, model),
+                lora_path=self.context.adapter_of(model),
             )
             self.context.check_tokenizer(param)
             check_num_numbers(self.context, call, param)

@@ -18,7 +18,7 @@ from headrace.server.chat.choice_stream import ChoiceStream
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 from headrace.server.ollama.chat_request import checked_think, conversation_of
-from headrace.server.ollama.models import adapter_of, full_name
+from headrace.server.ollama.models import full_name
 from headrace.server.ollama.options import check_keep_alive, sampling_params
 from headrace.server.ollama.protocol import (
     OllamaChatRequest,
@@ -106,7 +106,7 @@ class OllamaGenerationAPI:
 
     async def _unasked(self, exchange: Exchange, body: OllamaGeneration, kind: Kind) -> None:
         """A request for nothing loads a model in Ollama, or unloads it with keep_alive 0. Here it is always loaded."""
-        adapter_of(self.context, body.model)
+        self.context.adapter_of(body.model)
         check_keep_alive(body.keep_alive)
         unloads = body.keep_alive in (0, "0", "0s", "0m", "0h")
         await exchange.reply_json(
@@ -117,7 +117,7 @@ class OllamaGenerationAPI:
         self, exchange: Exchange, body: OllamaGeneration, messages: list[OllamaMessage], tools: list[dict[str, object]]
     ) -> _Run:
         model, run_id = self.context.model, _new_id()
-        adapter = adapter_of(self.context, body.model)
+        adapter = self.context.adapter_of(body.model)
         reasons = model.output_format is not None and model.output_format.has_reasoning
         think = checked_think(body.think, reasons)
         call = await chat_call(
@@ -139,7 +139,7 @@ class OllamaGenerationAPI:
             raise RequestError("system: a raw prompt has no system message", "system")
         if body.think:
             raise RequestError("think: a raw prompt decides itself whether the model reasons", "think")
-        adapter = adapter_of(context, body.model)
+        adapter = context.adapter_of(body.model)
         context.check_text_length("prompt", len(prompt))
         sampling = self._sampling(body)
         ids = await context.in_text_thread(lambda: context.model.tokenizer.encode_batch([prompt], True, True)[0])

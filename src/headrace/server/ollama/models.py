@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.config.served_names import LATEST
 from headrace.errors import NotFoundError, RequestError
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
@@ -15,7 +16,6 @@ from headrace.server.ui.pages import redirect_to_ui
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is: some clients demand a recent one."""
 
-LATEST = ":latest"
 _NEVER = "2318-01-01T00:00:00Z"
 _OPTIONS = {"repetition_penalty": "repeat_penalty"}
 _SHOW = msgspec.json.Decoder(OllamaShowRequest)
@@ -30,16 +30,6 @@ _PAGE: Final = (
 def full_name(name: str) -> str:
     """The name as Ollama writes names, with a tag."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
-
-
-def adapter_of(context: ServingContext, name: str) -> str | None:
-    """The adapter that a name means, with or without `:latest`; None for the served model. Raises NotFoundError."""
-    try:
-        return context.adapter_of(name)
-    except NotFoundError:
-        if not name.endswith(LATEST):
-            raise
-        return context.adapter_of(name.removesuffix(LATEST))
 
 
 class OllamaModelsAPI:
@@ -64,7 +54,7 @@ class OllamaModelsAPI:
 
     async def tags(self, exchange: Exchange) -> None:
         """The served model and its adapters."""
-        await exchange.reply_json({"models": [self._card(name) for name in self._names()]})
+        await exchange.reply_json({"models": [self._card(name) for name in self.context.listed_names]})
 
     async def ps(self, exchange: Exchange) -> None:
         """The same: they are all loaded, for ever."""
@@ -74,7 +64,7 @@ class OllamaModelsAPI:
             "size_vram": 0 if ready.device == "cpu" else ready.weight_bytes + ready.kv_bytes,
             "context_length": self.context.model.context_length,
         }
-        cards = [self._card(name) for name in self._names()]
+        cards = [self._card(name) for name in self.context.listed_names]
         for card in cards:
             del card["modified_at"]
         await exchange.reply_json({"models": [card | loaded for card in cards]})
@@ -83,7 +73,7 @@ class OllamaModelsAPI:
         """What the model is and can do."""
         body = await exchange.read_json(_SHOW, any_content_type=True)
         context, model = self.context, self.context.model
-        adapter = adapter_of(context, _one_name(body.model, body.name))
+        adapter = context.adapter_of(_one_name(body.model, body.name))
         defaults = model.sampling_defaults
         brought = {name: value for name, value in defaults.values().items() if getattr(defaults, name) is not None}
         template = "" if model.chat_template is None else model.chat_template.source
@@ -111,7 +101,7 @@ class OllamaModelsAPI:
     async def pull(self, exchange: Exchange) -> None:
         """Success for a model that is served; there is no other."""
         body = await exchange.read_json(_PULL, any_content_type=True)
-        adapter_of(self.context, _one_name(body.model, body.name))
+        self.context.adapter_of(_one_name(body.model, body.name))
         if body.stream is False:
             await exchange.reply_json({"status": "success"})
             return
@@ -125,9 +115,6 @@ class OllamaModelsAPI:
             code="unsupported_route",
         )
 
-    def _names(self) -> list[str]:
-        return [self.context.model.name, *self.context.frontend.adapters.names]
-
     def _card(self, name: str) -> dict[str, object]:
         model = self.context.model
         shown = full_name(name)
@@ -137,7 +124,7 @@ class OllamaModelsAPI:
             "modified_at": timestamp(model.created),
             "size": model.ready.weight_bytes,
             "digest": hashlib.sha256(f"{name}\n{model.ready.fingerprint}".encode()).hexdigest(),
-            "details": self._details(None if name == model.name else name),
+            "details": self._details(None if name in model.names else name),
         }
 
     def _details(self, adapter: str | None) -> dict[str, object]:
