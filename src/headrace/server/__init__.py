@@ -5,7 +5,8 @@ a server needs of an engine).
 
 - The socket: address.py, listener.py, connection.py, tls.py
 - Around a handler: routes.py (a row of the table), auth.py, keys.py, origin_gate.py (web pages, Host), request_id.py,
-  request_counter.py, body.py (limits of a body), embeds_body.py, sse.py, error_forms.py (what errors look like in each API),
+  request_counter.py, body.py (limits of a body), embeds_body.py, output_limit.py, sse.py,
+  notes.py (headers about how a request was read), error_forms.py (what errors look like in each API),
   openapi.py (/openapi.json), examples.py (its example bodies)
 - Chats of any API: chat/
 - Handlers: native.py, control.py, settings.py, lora.py, weights.py, sessions.py, diagnostics.py, experts.py; those of

@@ -29,7 +29,6 @@ from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
-from headrace.server.chat.skipped_tools import SKIPPED_HEADER
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome, TreeQuery
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery, StartProfileBody
@@ -40,6 +39,7 @@ from headrace.server.http import Endpoint, ErrorBoundary
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
+from headrace.server.notes import NOTED_HEADER, SKIPPED_HEADER
 from headrace.server.ollama.embed import OllamaEmbedAPI
 from headrace.server.ollama.generation import OllamaGenerationAPI
 from headrace.server.ollama.models import OllamaModelsAPI
@@ -295,7 +295,7 @@ def _add_middleware(
             allow_origins=sorted(origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", SKIPPED_HEADER.decode()],
+            expose_headers=["x-request-id", SKIPPED_HEADER.decode(), NOTED_HEADER.decode()],
         )
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     if not args.disable_metrics:

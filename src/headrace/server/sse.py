@@ -4,7 +4,7 @@ Runs in the event loop that serves HTTP. Frames are bytes made by the caller; no
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
@@ -47,7 +47,7 @@ class _Reply:
     """A reply as it is written. It begins with what is written first, which may be a ping: `ping` is sent whenever nothing else has been for
     `exchange.ping_interval_s` seconds (0 = never), the first time after `exchange.first_ping_s`."""
 
-    def __init__(self, exchange: Exchange, headers: Headers, ping: bytes) -> None:
+    def __init__(self, exchange: Exchange, headers: Callable[[], Headers], ping: bytes) -> None:
         self.has_begun = False
         self._exchange = exchange
         self._headers = headers
@@ -66,7 +66,7 @@ class _Reply:
         if not self.has_begun:
             self.has_begun = True
             self._due_s = self._loop.time() + self._exchange.ping_interval_s
-            await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers()})
 
     async def write(self, frames: bytes) -> None:
         """Send whole events."""
@@ -108,7 +108,9 @@ class _Reply:
                 self._due_s = self._loop.time() + self._exchange.ping_interval_s
                 if not self.has_begun:
                     self.has_begun = True
-                    await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                    await self._exchange.send(
+                        {"type": "http.response.start", "status": 200, "headers": self._headers()}
+                    )
                 await self._exchange.write(self._ping)
         finally:
             self._pinging = None
@@ -123,19 +125,19 @@ async def stream_reply(
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = error_frame,
     renamed: Callable[[RequestError], RequestError] | None = None,
-    headers: Sequence[tuple[bytes, bytes]] = (),
+    headers: Callable[[], Headers] = list,
     content_type: bytes = EVENT_STREAM,
     ping: bytes = COMMENT,
 ) -> None:
-    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: more of the reply's. ping: the
-    keep-alive; empty = none.
+    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: makes more of the reply's, when it
+    begins. ping: the keep-alive; empty = none.
 
     A failure before the reply begins, with the first item or a ping, raises, so that it has an error status; a later one becomes the frames that
     `failed` makes of it. `renamed` puts the API's field names into such an error; one that raises is left to the caller. `done` ends the stream
     exactly once in both cases. The generator is closed before this returns or raises.
     """
     async with exchange.until_client_leaves(), aclosing(items):
-        reply = _Reply(exchange, [(b"content-type", content_type), *_HEADERS, *headers], ping)
+        reply = _Reply(exchange, lambda: [(b"content-type", content_type), *_HEADERS, *headers()], ping)
         try:
             try:
                 first = await anext(items, None)

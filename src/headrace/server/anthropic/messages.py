@@ -26,9 +26,9 @@ from headrace.server.anthropic.request import conversation_of, sampling_of
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
-from headrace.server.chat.skipped_tools import SkippedTools
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
+from headrace.server.notes import noted_fields, skipped_tools
 from headrace.server.sse import stream_reply
 
 _THEIR_NAMES = {
@@ -61,7 +61,7 @@ class MessagesServing:
     def __init__(self, context: ServingContext) -> None:
         self.context = context
         self._messages: msgspec.json.Decoder[MessagesRequest] = msgspec.json.Decoder(MessagesRequest)
-        self._skipped_tools = SkippedTools()
+        self._skipped_tools, self._noted = skipped_tools(), noted_fields()
         self._counts: msgspec.json.Decoder[CountTokensRequest] = msgspec.json.Decoder(CountTokensRequest)
 
     async def create(self, exchange: Exchange) -> None:
@@ -75,7 +75,6 @@ class MessagesServing:
                 self.context,
                 conversation,
                 sampling_of(request),
-                clamps_limit=True,
                 rid=message_id,
                 stream=bool(request.stream),
                 priority=request.priority,
@@ -84,7 +83,11 @@ class MessagesServing:
                 session_params=request.session_params,
             )
             exchange.name_request(message_id)
-            headers = self._skipped_tools.headers(skipped)
+
+            def headers() -> Headers:
+                noted = chat.limit.notes("max_tokens")
+                return self._skipped_tools.headers(skipped) + self._noted.headers(noted)
+
             answer = _Answer(message_id, self.context.shown_model(request.model), request.shows_thinking, chat)
             if request.stream:
                 await _stream(exchange, answer, headers, lambda exc: _renamed(exc, request))
@@ -126,7 +129,7 @@ class _Answer:
     chat: ChatCall
 
 
-async def _reply(exchange: Exchange, answer: _Answer, headers: Headers) -> None:
+async def _reply(exchange: Exchange, answer: _Answer, headers: Callable[[], Headers]) -> None:
     choice = answer.chat.choice()
     events: list[Event] = []
     last: SampleUpdate | None = None
@@ -146,11 +149,14 @@ async def _reply(exchange: Exchange, answer: _Answer, headers: Headers) -> None:
         "stop_sequence": sequence,
         "usage": usage_of(last.usage, choice.num_reasoning_tokens),
     }
-    await exchange.reply_json(message, headers=headers)
+    await exchange.reply_json(message, headers=headers())
 
 
 async def _stream(
-    exchange: Exchange, answer: _Answer, headers: Headers, renamed: Callable[[RequestError], RequestError]
+    exchange: Exchange,
+    answer: _Answer,
+    headers: Callable[[], Headers],
+    renamed: Callable[[RequestError], RequestError],
 ) -> None:
     writer = MessageEvents(answer.id, answer.model, answer.chat.choice(), answer.shows_thinking)
     await stream_reply(

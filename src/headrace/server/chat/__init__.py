@@ -8,6 +8,5 @@
 - thinking.py: a limit of reasoning.
 - calls.py: a conversation as a call of the engine.
 - choice_stream.py: the output of one choice as events.
-- skipped_tools.py: tools that a request offers and the model is not shown.
 - logprobs.py: logprobs of tokens.
 """

@@ -26,6 +26,7 @@ from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
 from headrace.server.chat.thinking import check_reasoning, with_thinking_budget
 from headrace.server.context import Asker, ServingContext
+from headrace.server.output_limit import OutputLimit
 
 CONTEXT_TOKENS = 8
 """Tokens at the end of a prompt on which the text of the first output tokens may depend."""
@@ -35,7 +36,7 @@ CONTEXT_TOKENS = 8
 class ChatCall:
     """A conversation that is ready to be generated.
 
-    call: for the engine. format: how the output is read; None = it is nothing but text. by_grammar: see `BoundReply`.
+    call: for the engine. format: how the output is read; None = it is nothing but text. by_grammar: see `BoundReply`. limit: of output tokens.
     """
 
     context: ServingContext
@@ -45,6 +46,7 @@ class ChatCall:
     call: GenerateReqInput
     format: OutputFormat | None
     by_grammar: bool
+    limit: OutputLimit
 
     def choice(self) -> ChoiceStream:
         """The reader of one choice."""
@@ -68,11 +70,12 @@ class ChatCall:
         model = self.context.model
         limit = model.context_length if may_fill_context else model.default_reply_tokens
         updates = self.context.frontend.generate_request(
-            self.call, default_max_new_tokens=limit, in_chat=True, caller=asker.caller
+            self.call, default_max_new_tokens=self.limit.default(limit), in_chat=True, caller=asker.caller
         )
         try:
             async with aclosing(updates):
                 async for update in updates:
+                    self.limit.watch(update)
                     yield update
         except RequestError as exc:
             if self.by_grammar and exc.param == "structural_tag":
@@ -95,14 +98,13 @@ async def chat_call(
     conversation: Conversation,
     sampling: SamplingParams,
     *,
-    clamps_limit: bool = False,
     shorten: Callable[[list[int]], list[int]] | None = None,
     **fields: Any,
 ) -> ChatCall:
     """Render and tokenize a conversation, and say how its reply is sampled.
 
-    clamps_limit: a limit of output tokens beyond the room in the context is lowered, not refused. shorten: makes the prompt's ids fewer.
-    fields: more of `GenerateReqInput`. Raises RequestError.
+    A limit of output tokens beyond the room in the context is lowered. shorten: makes the prompt's ids fewer. fields: more of `GenerateReqInput`.
+    Raises RequestError.
     """
     output_format = _format(context, conversation)
     budget = conversation.thinking_budget
@@ -131,9 +133,9 @@ async def chat_call(
 
     prompt, bound = await context.in_text_thread(prepared)
     params = bound.sampling
-    limit, room = params.max_new_tokens, context.model.context_length - len(prompt.ids)
-    if clamps_limit and limit is not None and limit > room > 0:
-        params = msgspec.structs.replace(params, max_new_tokens=room)
+    length = context.model.context_length
+    limit = OutputLimit(params.max_new_tokens, length, 0 if prompt.media else length - len(prompt.ids))
+    params = msgspec.structs.replace(params, max_new_tokens=limit.strict)
     call = GenerateReqInput(
         input_ids=list(prompt.ids),
         image_data=[*prompt.media.images] or None,
@@ -142,7 +144,7 @@ async def chat_call(
         sampling_params=params,
         **fields,
     )
-    return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar)
+    return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar, limit)
 
 
 def _parser(

@@ -124,7 +124,6 @@ class OllamaGenerationAPI:
             self.context,
             conversation_of(messages, tools, think, model.context_length),
             self._sampling(body),
-            clamps_limit=True,
             rid=run_id,
             stream=body.stream is not False,
             lora_path=adapter,

@@ -20,10 +20,12 @@ from headrace.frontend.sample_update import LogprobItem, PromptProgress, SampleU
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Asker, ServingContext
-from headrace.server.http import Exchange, encode_json
+from headrace.server.http import Exchange, Headers, encode_json
+from headrace.server.notes import noted_fields
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
 from headrace.server.openai.structured_outputs import AskedGrammar
 from headrace.server.openai.token_details import check_token_details
+from headrace.server.output_limit import OutputLimit
 from headrace.server.sse import failure_frames, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -169,6 +171,7 @@ class Generation(Generic[R]):
     request: R
     call: GenerateReqInput
     id: str
+    limit: OutputLimit
     created: int = field(default_factory=lambda: int(time.time()))
 
     def ending(self, update: SampleUpdate) -> Ending:
@@ -188,6 +191,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         self.context = context
         self.decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(request_type)
         self.fingerprint = "fp_headrace"
+        self._noted = noted_fields()
 
     async def handle_request(self, exchange: Exchange) -> None:
         """Answer one request. Errors name the fields as this API spells them."""
@@ -244,13 +248,21 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         """The completion's id, which is also the rid of the call."""
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
-    def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
+    async def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
         """Generate. Raises the errors of the engine."""
         unbounded = generation.request.output_limit == AS_MANY_AS_FIT
         limit = self.context.model.context_length if unbounded else self.default_max_tokens
-        return self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=limit, caller=asker.caller
+        news = self.context.frontend.generate_request(
+            generation.call, default_max_new_tokens=generation.limit.default(limit), caller=asker.caller
         )
+        async with aclosing(news):
+            async for update in news:
+                generation.limit.watch(update)
+                yield update
+
+    def headers(self, generation: G) -> Headers:
+        """Of a reply that begins: the fields that are not honoured as they stand."""
+        return self._noted.headers(generation.limit.notes(generation.request.limit_field))
 
     def usage_count(self, generation: G) -> UsageCount:
         """Counts the tokens of the reply's choices."""
@@ -262,7 +274,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         count = self.usage_count(generation)
         for update in updates:
             count.add(update)
-        await exchange.reply_json(self.response(generation, updates, count.total()))
+        await exchange.reply_json(self.response(generation, updates, count.total()), headers=self.headers(generation))
 
     async def _stream(self, exchange: Exchange, generation: G, renamed: Callable[[RequestError], RequestError]) -> None:
         writer = self.chunk_writer(generation)
@@ -280,7 +292,14 @@ class OpenAIServingBase(ABC, Generic[R, G]):
             usage = writer.usage(self.total_usage(generation, count.total())) if wanted else b""
             return usage + next(filter(None, failures), b"")
 
-        await stream_reply(exchange, self.updates(exchange, generation), render, tail, renamed=renamed)
+        await stream_reply(
+            exchange,
+            self.updates(exchange, generation),
+            render,
+            tail,
+            renamed=renamed,
+            headers=lambda: self.headers(generation),
+        )
 
     def renamed(self, exc: RequestError, request: R, grammar: AskedGrammar | None) -> RequestError:
         """The error with our own parameter names replaced by this API's."""

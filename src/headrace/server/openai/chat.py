@@ -90,7 +90,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         chat = await chat_call(
             self.context,
             conversation_of(request, context_length),
-            request.sampling_params(request.output_limit),
+            request.sampling_params(request.max_new_tokens),
             shorten=lambda ids: truncated(ids, request, context_length),
             rid=generation_id,
             stream=bool(request.stream),
@@ -104,7 +104,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             routed_dp_rank=request.routed_dp_rank,
             data_parallel_rank=request.data_parallel_rank,
         )
-        return ChatGeneration(request, chat.call, generation_id, chat=chat)
+        return ChatGeneration(request, chat.call, generation_id, chat.limit, chat=chat)
 
     def response(self, generation: ChatGeneration, updates: list[SampleUpdate], usage: Usage) -> object:
         """A `chat.completion` object."""

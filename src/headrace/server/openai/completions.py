@@ -24,6 +24,7 @@ from headrace.server.openai.base import (
 )
 from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
+from headrace.server.output_limit import OutputLimit
 from headrace.text.incremental import IncrementalDecoder
 from headrace.text.tokenizers import Tokenizer
 
@@ -72,10 +73,12 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             ids = self._truncated([*rows[0]] if isinstance(text, str) else [*rows], request)
             text = None
         generation_id = self.new_id(request)
+        length = self.context.model.context_length
+        limit = OutputLimit(request.max_new_tokens, length, length - _most_tokens(text, ids))
         call = GenerateReqInput(
             text=text,
             input_ids=ids,
-            sampling_params=request.sampling_params(request.output_limit),
+            sampling_params=request.sampling_params(limit.strict),
             rid=generation_id,
             stream=bool(request.stream),
             return_progress=bool(request.return_progress),
@@ -87,7 +90,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             routed_dp_rank=request.routed_dp_rank,
             data_parallel_rank=request.data_parallel_rank,
         )
-        return Generation(request, call, generation_id)
+        return Generation(request, call, generation_id, limit)
 
     def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
         """Each prompt truncated as requested."""
@@ -286,6 +289,13 @@ class LegacyLogprobs:
         }
         self.tokens, self._values, self._tops, self._offsets = [], [], [], []
         return result
+
+
+def _most_tokens(text: str | list[str] | None, ids: list[int | list[int]] | None) -> int:
+    """More tokens than the longest of the prompts has: of a text twice its bytes, and some special ones."""
+    texts = [text] if isinstance(text, str) else text or []
+    rows = [len(row) for row in ids or () if isinstance(row, list)] or [len(ids or ())]
+    return max(*rows, *(2 * len(one.encode()) + 8 for one in texts), 0)
 
 
 def split_prompt(

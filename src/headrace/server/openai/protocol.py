@@ -109,6 +109,11 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def max_new_tokens(self) -> int | None:
+        """The limit under the runtime's name; None = none given, or as many as fit."""
+        return None if self.output_limit == AS_MANY_AS_FIT else self.output_limit
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a usage chunk ends the stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -133,7 +138,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
         asked = self.asked_grammar()
         sampling = SamplingParams(
             grammar_after=self.grammar_after,
-            max_new_tokens=None if max_new_tokens == AS_MANY_AS_FIT else max_new_tokens,
+            max_new_tokens=max_new_tokens,
             min_new_tokens=self.min_tokens or 0,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,

@@ -33,13 +33,15 @@ def check_token_details(request: GenerationRequest) -> None:
 def truncated(ids: list[int], request: GenerationRequest, context_length: int) -> list[int]:
     """The prompt's tokens that `truncate_prompt_tokens` keeps: the last ones, or the first with truncation_side "right".
 
-    -1 keeps as many as fit into the context beside the requested output (one token if it is not limited).
+    -1 keeps as many as fit into the context beside the requested output (one token if it is not limited; at most half of the context if that
+    would leave the prompt nothing).
     """
     count = request.truncate_prompt_tokens
     if count is None:
         return ids
     if count == AS_MANY_AS_FIT:
-        count = max(1, context_length - max(1, request.output_limit or 1))
+        output = max(1, request.output_limit or 1)
+        count = context_length - (output if output < context_length else context_length // 2)
     return ids[:count] if request.truncation_side == "right" else ids[-count:]
 
 

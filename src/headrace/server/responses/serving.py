@@ -14,9 +14,9 @@ import msgspec
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.failures import failure_of
 from headrace.server.chat.calls import ChatCall, chat_call
-from headrace.server.chat.skipped_tools import SkippedTools
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
+from headrace.server.notes import noted_fields, skipped_tools
 from headrace.server.responses.items import Item
 from headrace.server.responses.protocol import ResponsesRequest, refuse_unsupported
 from headrace.server.responses.reply import ResponseReply
@@ -60,7 +60,7 @@ class ResponsesAPI:
         self.context = context
         self.store = ResponseStore(context.args.max_stored_responses)
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
-        self._skipped_tools = SkippedTools()
+        self._skipped_tools, self._noted = skipped_tools(), noted_fields()
 
     async def create(self, exchange: Exchange) -> None:
         """Make a response. Errors name the fields as this API spells them."""
@@ -95,7 +95,10 @@ class ResponsesAPI:
                     self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
                 return frames
 
-            headers = self._skipped_tools.headers(asked.tools.skipped)
+            def headers() -> Headers:
+                noted = chat.limit.notes("max_output_tokens")
+                return self._skipped_tools.headers(asked.tools.skipped) + self._noted.headers(noted)
+
             if request.stream:
                 updates = chat.updates(exchange)
                 await stream_reply(
@@ -221,10 +224,15 @@ class ResponsesAPI:
         conversation = asked.conversation
         if request.truncation == "auto":
             conversation = await fitting(self.context, conversation, request.max_output_tokens, exchange)
-        return await chat_call(self.context, conversation, asked.sampling, clamps_limit=True, **fields)
+        return await chat_call(self.context, conversation, asked.sampling, **fields)
 
     async def _whole(
-        self, exchange: Exchange, chat: ChatCall, reply: ResponseReply, end: Callable[[], bytes], headers: Headers
+        self,
+        exchange: Exchange,
+        chat: ChatCall,
+        reply: ResponseReply,
+        end: Callable[[], bytes],
+        headers: Callable[[], Headers],
     ) -> None:
         async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
             async for update in updates:
@@ -232,7 +240,7 @@ class ResponsesAPI:
                     raise failure
                 reply.push(update)
         end()
-        await exchange.reply_json(reply.response(), headers=headers)
+        await exchange.reply_json(reply.response(), headers=headers())
 
 
 def owner_of(exchange: Exchange) -> str:

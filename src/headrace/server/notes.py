@@ -1,0 +1,58 @@
+"""What a reply says in a header about how its request was read: fields without an effect or with another value, and tools that are not offered.
+
+Owns these headers and the lines of the log; the APIs say what is noted. Runs in the event loop that serves HTTP.
+"""
+
+from collections.abc import Sequence
+
+from headrace.log import get_logger
+from headrace.server.http import Headers
+
+log = get_logger(__name__)
+
+SKIPPED_HEADER = b"x-headrace-skipped-tools"
+"""Header of a reply with the names of the tools that the model was not offered."""
+
+NOTED_HEADER = b"x-headrace-noted"
+"""Header of a reply with the fields of its request that had no effect (`verbosity`), or another value (`max_tokens=495`)."""
+
+MAX_LOGGED = 1000
+"""Most names that are logged; they are the clients' own."""
+
+
+class HeaderNotes:
+    """One header of one API. line: for the log, with %s for names that are met for the first time."""
+
+    def __init__(self, header: bytes, line: str) -> None:
+        self._header = header
+        self._line = line
+        self._logged: set[str] = set()
+
+    def headers(self, notes: Sequence[str]) -> Headers:
+        """The header for a reply; nothing without notes, which are names or `name=value`."""
+        if not notes:
+            return []
+        names = dict.fromkeys(note.partition("=")[0] for note in notes)
+        new = [name for name in names if name not in self._logged]
+        if new and len(self._logged) < MAX_LOGGED:
+            self._logged.update(new)
+            log.info(self._line, header_value(new).decode())
+        return [(self._header, header_value(notes))]
+
+
+def skipped_tools() -> HeaderNotes:
+    """Of the tools that a request offers and the model is not shown."""
+    return HeaderNotes(SKIPPED_HEADER, "tools that only their vendor can run are not offered to the model: %s")
+
+
+def noted_fields() -> HeaderNotes:
+    """Of the fields of a request that are not honoured as they stand."""
+    return HeaderNotes(
+        NOTED_HEADER, f"fields without an effect here or with another value, see {NOTED_HEADER.decode()}: %s"
+    )
+
+
+def header_value(names: Sequence[str]) -> bytes:
+    """The names as printable ASCII, at most 1,000 characters."""
+    shown = ", ".join(names).encode("ascii", "replace")[:1000]
+    return bytes(byte if 32 <= byte < 127 else ord("?") for byte in shown)
