@@ -9,6 +9,8 @@ from headrace.config.served_names import LATEST
 from headrace.errors import NotFoundError, RequestError
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
+from headrace.server.notes import HeaderNotes
+from headrace.server.ollama.bodies import read_body
 from headrace.server.ollama.protocol import OllamaPullRequest, OllamaShowRequest
 from headrace.server.ollama.reply import NDJSON, timestamp
 from headrace.server.ui.pages import redirect_to_ui
@@ -35,8 +37,9 @@ def full_name(name: str) -> str:
 class OllamaModelsAPI:
     """Handlers that say what is served."""
 
-    def __init__(self, context: ServingContext) -> None:
+    def __init__(self, context: ServingContext, noted: HeaderNotes) -> None:
         self.context = context
+        self._noted = noted
 
     async def root(self, exchange: Exchange) -> None:
         """The line by which Ollama's clients recognise a server; browsers are sent to the web pages."""
@@ -71,7 +74,7 @@ class OllamaModelsAPI:
 
     async def show(self, exchange: Exchange) -> None:
         """What the model is and can do."""
-        body = await exchange.read_json(_SHOW, any_content_type=True)
+        body, unknown = await read_body(exchange, _SHOW)
         context, model = self.context, self.context.model
         adapter = context.adapter_of(_one_name(body.model, body.name))
         defaults = model.sampling_defaults
@@ -95,18 +98,20 @@ class OllamaModelsAPI:
                 "model_info": info,
                 "capabilities": self._capabilities(),
                 "modified_at": timestamp(model.created),
-            }
+            },
+            headers=self._noted.headers(unknown),
         )
 
     async def pull(self, exchange: Exchange) -> None:
         """Success for a model that is served; there is no other."""
-        body = await exchange.read_json(_PULL, any_content_type=True)
+        body, unknown = await read_body(exchange, _PULL)
         self.context.adapter_of(_one_name(body.model, body.name))
+        headers = self._noted.headers(unknown)
         if body.stream is False:
-            await exchange.reply_json({"status": "success"})
+            await exchange.reply_json({"status": "success"}, headers=headers)
             return
         lines = [encode_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
-        await send_response(exchange.send, 200, b"".join(lines), NDJSON)
+        await send_response(exchange.send, 200, b"".join(lines), NDJSON, headers)
 
     async def refuse(self, exchange: Exchange) -> None:
         """Refused: this server has the models that it was started with."""
