@@ -447,6 +447,7 @@ def served_model(
         max_total_tokens=1024, max_running_requests=8, context_length=context_length, vocab_size=tokenizer.vocab_size,
         hidden_size=8, page_size=1, dtype="float32", kv_cache_dtype="float32", device="cpu", attention_backend="torch_native",
         model_class="Fake", weight_bytes=1, kv_bytes=1, load_s=0.1,
+        num_parameters=134_515_008, file_format="gguf", stored_precision="Q4_K_M",
     )  # fmt: skip
     chat = None if template is None else ChatTemplate(template, tokenizer.special_texts)
     output_format = choose(

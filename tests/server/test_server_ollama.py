@@ -14,6 +14,7 @@ from fake_frontend import MODEL, Running, running_server
 from headrace.errors import ExecutionError
 from headrace.messages.outputs import FinishReason
 from headrace.sampling.params import SamplingParams
+from headrace.server.ollama.models import human_number
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = {"role": "user", "content": "a"}
@@ -584,8 +585,28 @@ def test_what_is_served(client: httpx.Client):
         family = shown["model_info"]["general.architecture"]
         assert shown["model_info"][f"{family}.context_length"] == 4096
         assert shown["parameters"] == "temperature 0.25"
+        for details in (card["details"], loaded["details"], shown["details"]):
+            assert (details["format"], details["parameter_size"]) == ("gguf", "134.52M")
+            assert (details["quantization_level"], details["family"]) == ("Q4_K_M", "fake")
+        assert shown["model_info"]["general.parameter_count"] == 134_515_008
     refused(client.post("/api/show", json={"model": "other"}), "other", 404)
     refused(client.post("/api/show", json={}), "model")
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, ""),
+        (512, "512"),
+        (22_713_216, "22.71M"),
+        (494_032_768, "494.03M"),
+        (1_000_000, "1M"),
+        (1_235_814_400, "1.2B"),
+        (8 * 10**9, "8B"),
+    ],
+)
+def test_numbers_of_parameters_look_as_ollamas(count: int, shown: str):
+    assert human_number(count) == shown
 
 
 def test_a_pull_succeeds_for_what_is_there(client: httpx.Client):

@@ -34,6 +34,17 @@ def full_name(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
+def human_number(count: int) -> str:
+    """A number of parameters as Ollama writes it: 134.52M, 8B, 1.5B; "" for none."""
+    if count >= 10**9:
+        return f"{count // 10**9}B" if count % 10**9 == 0 else f"{count / 1e9:.1f}B"
+    if count >= 10**6:
+        return f"{count // 10**6}M" if count % 10**6 == 0 else f"{count / 1e6:.2f}M"
+    if count >= 1000:
+        return f"{count / 1000:.0f}K"
+    return str(count) if count else ""
+
+
 class OllamaModelsAPI:
     """Handlers that say what is served."""
 
@@ -86,6 +97,7 @@ class OllamaModelsAPI:
             "general.basename": model.name,
             f"{family}.context_length": model.context_length,
             f"{family}.embedding_length": model.ready.hidden_size,
+            "general.parameter_count": model.ready.num_parameters,
             f"{family}.vocab_size": model.ready.vocab_size,
         }
         await exchange.reply_json(
@@ -134,14 +146,15 @@ class OllamaModelsAPI:
 
     def _details(self, adapter: str | None) -> dict[str, object]:
         model = self.context.model
-        precision = model.ready.quantization if model.ready.quantization != "none" else model.ready.dtype
+        ready = model.ready
+        precision = ready.quantization if ready.quantization != "none" else ready.dtype
         return {
             "parent_model": "" if adapter is None else full_name(model.name),
-            "format": "",
+            "format": ready.file_format,
             "family": model.model_type,
             "families": [model.model_type],
-            "parameter_size": "",
-            "quantization_level": precision,
+            "parameter_size": human_number(ready.num_parameters),
+            "quantization_level": ready.stored_precision or precision,
         }
 
     def _capabilities(self) -> list[str]:
