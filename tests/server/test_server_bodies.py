@@ -95,6 +95,7 @@ def test_native_numbers_that_are_none_are_refused(client: httpx.Client, server: 
         ("top_p", [0.01, 1], [0, 1.01, -1]),
         ("top_k", [-1, 0, 1], [-2]),
         ("min_p", [0, 1], [-0.1, 1.1]),
+        ("typical_p", [0.01, 1], [0, 1.1]),
         ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
         ("presence_penalty", [-2, 2], [-2.1, 2.1]),
         ("repetition_penalty", [0.1, 2], [0, 2.1]),

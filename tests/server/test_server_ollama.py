@@ -404,13 +404,13 @@ def test_the_format_binds_the_output(client: httpx.Client, server: Running):
 def test_options_are_sampling_parameters(client: httpx.Client, server: Running):
     options = {
         "seed": 5, "stop": ["x"], "temperature": 0.5, "top_k": 3, "top_p": 0.4, "min_p": 0.1, "repeat_penalty": 1.5,
-        "presence_penalty": 0.25, "frequency_penalty": 0.5, "num_predict": 7, "repeat_last_n": -1,
+        "presence_penalty": 0.25, "frequency_penalty": 0.5, "num_predict": 7, "repeat_last_n": -1, "typical_p": 0.75,
     }  # fmt: skip
     for path in GOOD:
         assert client.post(path, json=GOOD[path] | {"options": options}).status_code == 200
         sampling = sampling_of(server)
         assert (sampling.seed, sampling.stop, sampling.temperature) == (5, ["x"], 0.5)
-        assert (sampling.top_k, sampling.top_p, sampling.min_p) == (3, 0.4, 0.1)
+        assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p) == (3, 0.4, 0.1, 0.75)
         assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.25, 0.5)
         assert sampling.max_new_tokens == 7
     assert client.post(CHAT, json=ASKED | {"options": options | {"repeat_last_n": 0}}).status_code == 200
@@ -436,7 +436,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"num_gqa": 8}, {"rope_frequency_base": 0}, {"rope_frequency_scale": 1.0},
 ]  # fmt: skip
 REFUSED: list[dict[str, Any]] = [
-    {"num_ctx": "4097"}, {"typical_p": 0.5}, {"mirostat": 1}, {"mirostat": 2.0},
+    {"num_ctx": "4097"}, {"typical_p": 0}, {"typical_p": 1.5}, {"mirostat": 1}, {"mirostat": 2.0},
     {"repeat_last_n": 63, "repeat_penalty": 1.1}, {"repeat_last_n": -2, "repeat_penalty": 1.1},
     {"penalize_newline": False, "presence_penalty": 1.0}, {"vocab_only": True}, {"embedding_only": True}, {"num_predict": -3},
     {"repeat_penalty": 3.0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"min_p": 2}, {"seed": -2}, {"stop": ["a"] * 99},

@@ -18,7 +18,6 @@ _REPEAT_LAST_N = 64
 """Ollama's default. It means all tokens here, and so do larger numbers."""
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "typical_p": (None, 1.0),
     "mirostat": (None, 0),
     "vocab_only": (None, False),
     "embedding_only": (None, False),
@@ -46,6 +45,7 @@ def sampling_params(
         top_k=int(_first(options.top_k, defaults.top_k, TOP_K)),
         top_p=_first(options.top_p, defaults.top_p, TOP_P),
         min_p=options.min_p,
+        typical_p=options.typical_p,
         repetition_penalty=options.repeat_penalty if penalised else 1.0,
         presence_penalty=(options.presence_penalty or 0.0) if penalised else 0.0,
         frequency_penalty=(options.frequency_penalty or 0.0) if penalised else 0.0,
