@@ -32,7 +32,7 @@ def typical_logits(logits: torch.Tensor, top_k: torch.Tensor, typical_p: torch.T
     if logits.device.type == "cpu":
         rows = zip(logits.numpy(), top_k.tolist(), typical_p.tolist(), strict=True)
         return torch.from_numpy(np.stack([_typical_row(*row) for row in rows]))
-    parts = zip(*(each.split(_ROWS_AT_ONCE) for each in (logits, top_k, typical_p)), strict=True)
+    parts = zip(*(torch.split(each, _ROWS_AT_ONCE) for each in (logits, top_k, typical_p)), strict=True)
     return torch.cat([typical_rows(*part) for part in parts])
 
 
