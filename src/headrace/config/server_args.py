@@ -41,7 +41,7 @@ class ServerArgs:
     served_model_name: str | None = _opt(
         None,
         _M,
-        "Names of the model, with commas or spaces between; replies have the first; default: the last part of --model-path, without .gguf.",
+        "Name of the model, or several words, or names with commas; replies have the first; default: last part of --model-path, without .gguf.",
     )
     chat_template: str | None = _opt(None, _M, "A Jinja file or text that replaces the model's chat template.")
     tool_call_parser: str = _opt(

@@ -15,7 +15,7 @@ import torch
 from headrace.kernels import ops
 from headrace.kernels.drawing import ONE, masked
 from headrace.sampling.random import uniform
-from headrace.sampling.typical import typical_logits
+from headrace.sampling.typical import ROWS_AT_ONCE, typical_logits
 
 TEMPERATURES: Final = (1e-30, 1e30)
 """Beyond these a token is sampled in the same way (the largest ones; uniformly), and float32 would come to its end."""
@@ -118,13 +118,18 @@ class DrawTable:
         self, logits: torch.Tensor, index: npt.NDArray[np.integer], rows: Int64Array, masks: MaskTensors | tuple[()]
     ) -> torch.Tensor:
         """A copy of `logits` with -inf for the tokens of `rows` that are not typical of what their masks allow. index: the sequence of each row."""
-        at = torch.from_numpy(rows)
-        own = logits.index_select(0, at.to(logits.device, non_blocking=True))
-        if masks:
-            own = masked(own, masks[0], masks[1][at])
-        seqs = index[rows]
-        own = typical_logits(own, torch.from_numpy(self._top_k[seqs]), torch.from_numpy(self._typical_p[seqs]))
-        return logits.index_copy(0, at.to(logits.device, non_blocking=True), own)
+        logits = logits.clone()
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[start : start + ROWS_AT_ONCE]
+            at = torch.from_numpy(part).to(logits.device, non_blocking=True)
+            own = logits.index_select(0, at)
+            if masks:
+                words, mask_rows = masks
+                own = masked(own, words, mask_rows.index_select(0, at.to(mask_rows.device)))
+            seqs = index[part]
+            own = typical_logits(own, torch.from_numpy(self._top_k[seqs]), torch.from_numpy(self._typical_p[seqs]))
+            logits.index_copy_(0, at, own)
+        return logits
 
 
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:

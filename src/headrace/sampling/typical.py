@@ -17,8 +17,8 @@ import torch
 
 from headrace.kernels.drawing import weights_of
 
-_ROWS_AT_ONCE: Final = 4
-"""Each takes some 80 bytes for each id meanwhile."""
+ROWS_AT_ONCE: Final = 4
+"""Rows for one call on a device: each takes some 80 bytes for each id meanwhile."""
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
@@ -32,8 +32,7 @@ def typical_logits(logits: torch.Tensor, top_k: torch.Tensor, typical_p: torch.T
     if logits.device.type == "cpu":
         rows = zip(logits.numpy(), top_k.tolist(), typical_p.tolist(), strict=True)
         return torch.from_numpy(np.stack([_typical_row(*row) for row in rows]))
-    parts = zip(*(torch.split(each, _ROWS_AT_ONCE) for each in (logits, top_k, typical_p)), strict=True)
-    return torch.cat([typical_rows(*part) for part in parts])
+    return typical_rows(logits, top_k, typical_p)
 
 
 def typical_rows(logits: torch.Tensor, top_k: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
