@@ -126,6 +126,15 @@ def test_names_of_a_model_do_not_swallow_the_model(monkeypatch, argv, model, nam
     assert [(args.model_path, args.served_names, args.served_name) for args in served] == [(model, names, names[0])]
 
 
+def test_a_model_in_the_environment_needs_no_word(monkeypatch):
+    served = []
+    monkeypatch.setattr("headrace.serve.launch_server", lambda args: served.append(args) or 0)
+    monkeypatch.setenv("HEADRACE_MODEL_PATH", "m")
+    with pytest.raises(SystemExit):
+        main(["serve", "--served-model-name", "a", "b"])
+    assert [(args.model_path, args.served_names) for args in served] == [("m", ("a", "b"))]
+
+
 def test_a_python_program_and_a_file_may_name_a_model_several_times(tmp_path):
     assert option_values("m", {"served_model_name": ["a", "b"]})["served_model_name"] == "a,b"
     file = tmp_path / "server.yaml"
