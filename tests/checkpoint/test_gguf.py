@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize
+from headrace.checkpoint.gguf_checkpoint import precision_of
 from headrace.errors import ModelError
 
 QUANTISED = [block.name for block in BLOCK_TYPES.values() if block.block_values > 1]
@@ -165,3 +166,19 @@ def test_an_unsupported_block_type_is_refused_by_name(tmp_path):
 
     with pytest.raises(ModelError, match=r"w\.weight has type Q8_K; supported: F32, .*IQ4_XS"):
         GgufFile(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "want"),
+    [
+        ({"general.file_type": 15}, "Q4_K_M"),
+        ({"general.file_type": 7}, "Q8_0"),
+        ({"general.file_type": 1}, "F16"),
+        ({"general.file_type": 1024}, "Q4_0"),
+        ({"general.file_type": "all"}, "Q4_0"),
+        ({}, "Q4_0"),
+    ],
+)
+def test_the_precision_is_that_of_the_file_or_of_most_of_its_values(tmp_path, metadata, want):
+    tensors = {"a.weight": (np.zeros((8, 18), np.uint8), "Q4_0"), "b.weight": np.ones(32, np.float16)}
+    assert precision_of(GgufFile(write_gguf(tmp_path / "a.gguf", tensors, metadata))) == want

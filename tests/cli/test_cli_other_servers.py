@@ -7,6 +7,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
+from headrace.api.options import option_values
 from headrace.cli.app import main
 from headrace.config.cli import parse
 from headrace.config.other_servers import LISTS, TABLE, VALUES, Alias, Already
@@ -67,6 +68,11 @@ def changed(argv):
         ("--no-async-scheduling -q int8", {"disable_overlap_schedule": True, "quantization": "int8"}),
         ("--quantization awq --kv-cache-dtype fp8 -dp 2", {"kv_cache_dtype": "fp8_e4m3", "dp_size": 2}),
         ("--enable-lora --lora-modules a=x b=y --max-cpu-loras 4", {"lora_paths": "a=x,b=y", "max_loras": 4}),
+        (
+            "--model m --served-model-name a org/b --port 1",
+            {"model_path": "m", "served_model_name": "a,org/b", "port": 1},
+        ),
+        ('--served-model-name ["a","b"]', {"served_model_name": "a,b"}),
         ("--cudagraph-capture-sizes 1 2 4 --port 1", {"cuda_graph_bs": "1,2,4", "port": 1}),
         (
             '--allowed-origins ["http://a.example","http://b.example"]',
@@ -96,6 +102,44 @@ def changed(argv):
 )
 def test_command_lines_of_other_servers_are_understood(argv, fields_set):
     assert changed(argv) == fields_set
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "names"),
+    [
+        ("m --served-model-name a b", "m", ("a", "b")),
+        ("--served-model-name a b --port 1 m", "m", ("a", "b")),
+        ("--served-model-name a m", "m", ("a",)),
+        ("--served-model-name a b m --port 1", "m", ("a", "b")),
+        ("--served-model-name a,b m", "m", ("a", "b")),
+        ("--served-model-name a b --model m", "m", ("a", "b")),
+        ("--served-model-name=a -m m", "m", ("a",)),
+        ("org/m", "org/m", ("m",)),
+    ],
+)
+def test_names_of_a_model_do_not_swallow_the_model(monkeypatch, argv, model, names):
+    """As vLLM has it, but for a model that comes last: `serve --served-model-name a MODEL` has one name."""
+    served = []
+    monkeypatch.setattr("headrace.serve.launch_server", lambda args: served.append(args) or 0)
+    with pytest.raises(SystemExit):
+        main(["serve", *argv.split()])
+    assert [(args.model_path, args.served_names, args.served_name) for args in served] == [(model, names, names[0])]
+
+
+def test_a_model_in_the_environment_needs_no_word(monkeypatch):
+    served = []
+    monkeypatch.setattr("headrace.serve.launch_server", lambda args: served.append(args) or 0)
+    monkeypatch.setenv("HEADRACE_MODEL_PATH", "m")
+    with pytest.raises(SystemExit):
+        main(["serve", "--served-model-name", "a", "b"])
+    assert [(args.model_path, args.served_names) for args in served] == [("m", ("a", "b"))]
+
+
+def test_a_python_program_and_a_file_may_name_a_model_several_times(tmp_path):
+    assert option_values("m", {"served_model_name": ["a", "b"]})["served_model_name"] == "a,b"
+    file = tmp_path / "server.yaml"
+    file.write_text("served-model-name: [a, b]")
+    assert parse(["--config", str(file)]).served_names == ("a", "b")
 
 
 @pytest.mark.parametrize(

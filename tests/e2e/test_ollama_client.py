@@ -84,10 +84,14 @@ def test_a_turn_with_tools_is_a_prompt(client: ollama.Client) -> None:
 
 
 def test_what_is_there(client: ollama.Client, server: ServerProcess) -> None:
-    assert [model.model for model in client.list().models] == [f"{MODEL}:latest"]
-    (loaded,) = client.ps().models
+    (listed,), (loaded,) = client.list().models, client.ps().models
+    assert listed.model == f"{MODEL}:latest"
     assert (loaded.name, loaded.context_length) == (f"{MODEL}:latest", 8192)
     shown = client.show(MODEL)
+    for details in (listed.details, loaded.details, shown.details):
+        assert details is not None
+        assert (details.format, details.parameter_size) == ("gguf", "134.52M")
+        assert details.quantization_level == "Q4_1"
     assert shown.capabilities == ["completion", "tools"]
     assert (shown.modelinfo or {})["llama.context_length"] == 8192
     assert client.pull(MODEL).status == "success"
@@ -101,8 +105,8 @@ def test_errors_are_the_client_s_own(client: ollama.Client, server: ServerProces
         with pytest.raises(ollama.ResponseError, match="not served here") as caught:
             call()
         assert caught.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="num_ctx"):
-        list(client.chat(MODEL, QUESTION, options={"num_ctx": 1 << 20}, stream=True))
+    with pytest.raises(ollama.ResponseError, match="mirostat"):
+        list(client.chat(MODEL, QUESTION, options={"mirostat": 1}, stream=True))
     with pytest.raises(ollama.ResponseError, match="embeddings"):
         client.embed(MODEL, "hi")
     with ollama.Client(host=server.url) as stranger, pytest.raises(ollama.ResponseError, match="key") as caught:

@@ -320,7 +320,9 @@ def test_ready_info_says_what_was_built(checkpoint):
     assert info.max_total_tokens == 4 * 64, "no more than four sequences of 64 tokens can use"
     assert info.kv_bytes == 4 * 64 * 2 * 2 * 2 * 16 * 4
     assert info.model_class == "llama"
-    assert info.weight_bytes == 4 * sum(p.numel() for p in checkpoint[1].parameters())
+    assert info.num_parameters == sum(p.numel() for p in checkpoint[1].parameters())
+    assert info.weight_bytes == 4 * info.num_parameters
+    assert (info.file_format, info.stored_precision) == ("safetensors", "")
     assert any("max_total_tokens" in decision for decision in info.decisions)
 
 

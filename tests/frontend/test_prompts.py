@@ -248,6 +248,7 @@ SAMPLING = {
     "top_p": (0.5, 0.5),
     "top_k": (9, 9),
     "min_p": (0.1, 0.1),
+    "typical_p": (0.2, 0.2),
     "frequency_penalty": (0.5, 0.5),
     "presence_penalty": (-0.5, -0.5),
     "repetition_penalty": (1.5, 1.5),

@@ -61,6 +61,8 @@ EVERY_KIND = [
     {"temperature": 1.5, "top_p": 0.8},
     {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 0.9, "top_k": 100, "min_p": 0.01},
+    {"temperature": 1.0, "typical_p": 0.5},
+    {"temperature": 0.8, "typical_p": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
     {"repetition_penalty": 1.3, "temperature": 1.0},
     {"frequency_penalty": 0.5, "presence_penalty": 0.2},
     {"logit_bias": ((3, 4.0), (9, -100.0)), "temperature": 1.0},

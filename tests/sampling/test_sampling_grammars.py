@@ -121,6 +121,7 @@ KINDS = [
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.0, "typical_p": 0.3},
     {"repetition_penalty": 1.3, "temperature": 1.0},
     {"logit_bias": ((3, 4.0), (9, 6.0)), "bad_words": ((21,),), "temperature": 1.0},
     {"logprobs": LogprobSpec(0, 3)},

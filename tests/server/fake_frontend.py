@@ -443,12 +443,14 @@ def served_model(
     pooling: PoolingConfig | None = None,
     senses: Senses = NO_SENSES,
     reply_limit: int = 0,
+    aliases: tuple[str, ...] = (),
 ) -> ServedModel:
     """The fake model as the server knows it. pooling: what it makes of a text instead of more text. senses: the media that it takes."""
     ready = ReadyInfo(
         max_total_tokens=1024, max_running_requests=8, context_length=context_length, vocab_size=tokenizer.vocab_size,
         hidden_size=8, page_size=1, dtype="float32", kv_cache_dtype="float32", device="cpu", attention_backend="torch_native",
         model_class="Fake", weight_bytes=1, kv_bytes=1, load_s=0.1,
+        num_parameters=134_515_008, file_format="gguf", stored_precision="Q4_K_M",
     )  # fmt: skip
     chat = None if template is None else ChatTemplate(template, tokenizer.special_texts)
     output_format = choose(
@@ -457,7 +459,7 @@ def served_model(
     return ServedModel(
         output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
         model_type="fake", architectures=("FakeForCausalLM" if pooling is None else "FakeModel",), pooling=pooling,
-        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"), senses=senses, reply_limit=reply_limit,
+        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"), senses=senses, reply_limit=reply_limit, aliases=aliases,
     )  # fmt: skip
 
 
@@ -488,7 +490,9 @@ def make_app(
     reasoning_parser = "think" if args.reasoning_parser == "auto" else args.reasoning_parser
     context_length = getattr(frontend, "context_length", CONTEXT_LENGTH)
     limit = args.default_max_tokens or 0
-    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser, pooling, senses, limit)
+    model = served_model(
+        frontend.tokenizer, template, context_length, reasoning_parser, pooling, senses, limit, args.served_names[1:]
+    )
     return create_app(frontend, args, model, status), args
 
 

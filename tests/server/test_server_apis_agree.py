@@ -74,7 +74,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def shared_server() -> Iterator[Running]:
     with running_server(fake_context_length=4096) as running:
         yield running
 
@@ -92,4 +92,23 @@ def test_the_prompt_is_the_same(server: Running, tools: bool):
     assert server.frontend.in_chats[-len(prompts) :] == [True] * len(prompts)  # the end of a turn ends them
     for path, prompt in zip(REQUESTS, prompts, strict=True):
         assert prompt == prompts[0], path
-    server.frontend.calls.clear()
+
+
+TYPICAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "a"}]}, {"typical_p": 0.25}),
+    "/v1/completions": ({"prompt": "a"}, {"typical_p": 0.25}),
+    "/v1/responses": ({"input": "a"}, {"typical_p": 0.25}),
+    "/generate": ({"text": "a"}, {"sampling_params": {"typical_p": 0.25}}),
+    "/api/chat": ({"messages": [{"role": "user", "content": "a"}], "stream": False}, {"options": {"typical_p": 0.25}}),
+    "/api/generate": ({"prompt": "a", "stream": False}, {"options": {"typical_p": 0.25}}),
+}
+
+
+@pytest.mark.parametrize("route", TYPICAL)
+def test_typical_p_is_sampled_with_on_every_api_that_has_it(server: Running, route: str):
+    body, asked = TYPICAL[route]
+    with httpx.Client(base_url=server.url) as client:
+        for more, want in ((asked, 0.25), ({}, 1.0)):
+            server.frontend.resolved.clear()
+            assert client.post(route, json=body | more).status_code == 200
+            assert [one.typical_p for one in server.frontend.resolved] == [want]

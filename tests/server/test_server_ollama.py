@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -13,6 +14,7 @@ from fake_frontend import MODEL, Running, running_server
 from headrace.errors import ExecutionError
 from headrace.messages.outputs import FinishReason
 from headrace.sampling.params import SamplingParams
+from headrace.server.ollama.models import human_number
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = {"role": "user", "content": "a"}
@@ -248,6 +250,14 @@ def call(name: str, **more: Any) -> dict[str, Any]:
     return {"function": {"name": name, "arguments": {}}} | more
 
 
+@pytest.mark.parametrize("answer", [{}, {"content": None}, {"content": ""}, {"content": None, "thinking": "t"}])
+def test_an_assistant_that_said_nothing_has_no_content(client: httpx.Client, server: Running, answer: dict[str, Any]):
+    """Home Assistant keeps an empty answer in the history without its content."""
+    turn = [USER, {"role": "assistant"} | answer, USER]
+    assert client.post(CHAT, json=ASKED | {"messages": turn}).status_code == 200
+    assert prompt_of(server) == "<|user|>a\n<|assistant|>\n<|user|>a\n<|assistant|>"
+
+
 def test_a_tool_turn_without_ids_reaches_the_prompt(client: httpx.Client, server: Running):
     turn = [
         USER,
@@ -284,6 +294,7 @@ RESULT = {"role": "tool", "content": "x"}
         ([{"role": "wizard", "content": "a"}], "messages[0].role"),
         ([{"role": "", "content": "a"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "system"}], "messages[0].content"),
         ([USER | {"images": ["aGk="]}], "does not see images"),
         ([USER | {"images": [5]}], "messages[0].images[0]"),
         ([USER | {"thinking": "t"}], "messages[0].thinking"),
@@ -393,13 +404,13 @@ def test_the_format_binds_the_output(client: httpx.Client, server: Running):
 def test_options_are_sampling_parameters(client: httpx.Client, server: Running):
     options = {
         "seed": 5, "stop": ["x"], "temperature": 0.5, "top_k": 3, "top_p": 0.4, "min_p": 0.1, "repeat_penalty": 1.5,
-        "presence_penalty": 0.25, "frequency_penalty": 0.5, "num_predict": 7, "repeat_last_n": -1,
+        "presence_penalty": 0.25, "frequency_penalty": 0.5, "num_predict": 7, "repeat_last_n": -1, "typical_p": 0.75,
     }  # fmt: skip
     for path in GOOD:
         assert client.post(path, json=GOOD[path] | {"options": options}).status_code == 200
         sampling = sampling_of(server)
         assert (sampling.seed, sampling.stop, sampling.temperature) == (5, ["x"], 0.5)
-        assert (sampling.top_k, sampling.top_p, sampling.min_p) == (3, 0.4, 0.1)
+        assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p) == (3, 0.4, 0.1, 0.75)
         assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.25, 0.5)
         assert sampling.max_new_tokens == 7
     assert client.post(CHAT, json=ASKED | {"options": options | {"repeat_last_n": 0}}).status_code == 200
@@ -417,17 +428,19 @@ def test_without_options_the_model_s_values_hold_and_then_ollama_s(client: httpx
 ACCEPTED: list[dict[str, Any]] = [
     {"num_ctx": 4096}, {"num_ctx": 1}, {"num_gpu": 99}, {"num_gpu": 0}, {"num_thread": 8}, {"num_batch": 512}, {"main_gpu": 1},
     {"use_mmap": True}, {"use_mmap": False}, {"use_mlock": True}, {"numa": True}, {"low_vram": True}, {"f16_kv": True},
-    {"logits_all": True}, {"num_keep": 24}, {"seed": -1}, {"typical_p": 1.0}, {"tfs_z": 1}, {"mirostat": 0},
+    {"logits_all": True}, {"num_keep": 24}, {"seed": -1}, {"typical_p": 1.0}, {"tfs_z": 1}, {"mirostat": 0}, {"mirostat": 0.0},
     {"mirostat_tau": 5.0, "mirostat_eta": 0.1}, {"penalize_newline": False}, {"penalize_newline": True, "repeat_penalty": 1.1},
     {"repeat_last_n": 64, "repeat_penalty": 1.1}, {"repeat_last_n": 33}, {"repeat_last_n": 33, "repeat_penalty": 1},
     {"vocab_only": False}, {"embedding_only": None}, {"stop": "x"}, {"stop": []}, {"nobody_knows_this": None}, {}, {"top_k": 0},
+    *({"repeat_last_n": count, "repeat_penalty": 1.1} for count in (65, 64.0, 256, 100_000)),
     {"num_gqa": 8}, {"rope_frequency_base": 0}, {"rope_frequency_scale": 1.0},
 ]  # fmt: skip
 REFUSED: list[dict[str, Any]] = [
-    {"num_ctx": 4097}, {"typical_p": 0.5}, {"tfs_z": 2.0}, {"mirostat": 1}, {"repeat_last_n": 33, "repeat_penalty": 1.1},
+    {"num_ctx": "4097"}, {"typical_p": 0}, {"typical_p": 1.5}, {"mirostat": 1}, {"mirostat": 2.0},
+    {"repeat_last_n": 63, "repeat_penalty": 1.1}, {"repeat_last_n": -2, "repeat_penalty": 1.1},
     {"penalize_newline": False, "presence_penalty": 1.0}, {"vocab_only": True}, {"embedding_only": True}, {"num_predict": -3},
     {"repeat_penalty": 3.0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"min_p": 2}, {"seed": -2}, {"stop": ["a"] * 99},
-    {"temperature": "hot"}, {"num_predict": 1.5}, {"nobody_knows_this": 1}, {"presence_penalty": 3},
+    {"temperature": "hot"}, {"num_predict": 1.5}, {"presence_penalty": 3},
     {"rope_frequency_base": 10000.0}, {"rope_frequency_scale": 0.5},
 ]  # fmt: skip
 
@@ -454,7 +467,7 @@ def test_other_fields(client: httpx.Client):
             for value in values:
                 reply = client.post(path, json=GOOD[path] | {name: value})
                 assert reply.status_code == 200, (name, value, reply.text)
-        for name, wrong in {"keep_alive": "soon", "shift": 1, "raw_": 1, "stream": "yes"}.items():
+        for name, wrong in {"keep_alive": "soon", "shift": 1, "stream": "yes"}.items():
             refused(client.post(path, json=GOOD[path] | {name: wrong}), name)
         refused(client.post(path, json=GOOD[path] | {"model": "other:latest"}), "other", 404)
         refused(client.post(path, json=GOOD[path] | {"model": f"{MODEL}:8b"}), "8b", 404)
@@ -469,6 +482,71 @@ def test_other_fields(client: httpx.Client):
         "steps": 5,
     }.items():
         refused(client.post(GENERATE, json=PROMPT | {name: value}), name)
+
+
+NOTED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0.7, "max_output_tokens": 256}, "temperature, max_output_tokens"),
+    ({"options": {"reasoning_effort": "low"}}, "options.reasoning_effort"),
+    ({"options": {"logit_bias": {"5": 1}, "useMLock": True}}, "options.logit_bias, options.useMLock"),
+    (
+        {"options": {"draft_num_predict": 4, "tfs_z": 0.5, "temperature": 0.5}},
+        "options.draft_num_predict, options.tfs_z",
+    ),
+    ({"top_p": 2, "options": {"nobody_knows_this": [1]}}, "top_p, options.nobody_knows_this"),
+    ({"nobody": {"options": {"x": 1}}}, "nobody"),
+    ({"options": {"num_ctx": 32768}}, "options.num_ctx=4096"),
+    ({"options": {"num_ctx": 131072.0, "xtc_probability": 0.5}}, "options.xtc_probability, options.num_ctx=4096"),
+    ({"options": {"num_ctx": 4096}}, ""),
+    ({"nobody": None, "options": {"nobody": False, "tfs_z": 1.0}}, ""),
+    ({"ü\n" * 200: 1}, "?" * 100),
+]
+
+
+@pytest.mark.parametrize(("fields", "noted"), NOTED)
+def test_what_nobody_knows_is_ignored_and_noted(
+    client: httpx.Client, server: Running, fields: dict[str, Any], noted: str
+):
+    for path in GOOD:
+        for stream in (True, False):
+            plain = client.post(path, json=GOOD[path] | {"stream": stream})
+            reply = client.post(path, json=GOOD[path] | {"stream": stream} | fields)
+            assert reply.status_code == 200, reply.text
+            assert reply.headers.get("x-headrace-noted", "") == noted
+            assert folded(lines(reply)) == folded(lines(plain)) if stream else reply.json()["done"]
+    for path in ("/api/show", "/api/pull"):
+        about_options = "num_ctx" in str(fields) and path == "/api/show"
+        reply = client.post(path, json={"model": MODEL} | fields)
+        assert reply.status_code == 200, reply.text
+        assert about_options or bool(reply.headers.get("x-headrace-noted")) == bool(noted or "options" in fields)
+
+
+def test_a_limit_that_is_lowered_is_noted(client: httpx.Client):
+    for path, more in ((CHAT, {}), (GENERATE, {}), (GENERATE, {"raw": True})):
+        for stream in (True, False):
+            body = GOOD[path] | more | {"stream": stream, "options": {"num_predict": 100_000, "num_ctx": 8192}}
+            noted = client.post(path, json=body).headers["x-headrace-noted"]
+            assert re.fullmatch(r"options\.num_ctx=4096, options\.num_predict=40\d\d", noted), noted
+
+
+def test_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture):
+    with running_server() as server, httpx.Client(base_url=server.url) as client, caplog.at_level("INFO"):
+        for options in ({"useMLock": True}, {"useMLock": False}, {"useMLock": True, "useMmap": True}):
+            for path in GOOD:
+                assert client.post(path, json=GOOD[path] | {"options": options}).status_code == 200
+    said = [
+        record.getMessage().rpartition(": ")[2]
+        for record in caplog.records
+        if "x-headrace-noted" in record.getMessage()
+    ]
+    assert said == ["options.useMLock", "options.useMmap"]
+
+
+def test_many_unknown_fields_are_read_in_one_pass(client: httpx.Client):
+    options = {f"unknown_{number}": number for number in range(2_000)}
+    reply = client.post(CHAT, json=ASKED | {"options": options | {"temperature": 0.5}})
+    assert reply.status_code == 200
+    assert len(reply.headers["x-headrace-noted"]) <= 1000
+    refused(client.post(CHAT, json=ASKED | {"options": options | {"temperature": "hot"}}), "options.temperature")
 
 
 def test_a_prompt_that_is_too_long_is_refused(client: httpx.Client):
@@ -507,8 +585,28 @@ def test_what_is_served(client: httpx.Client):
         family = shown["model_info"]["general.architecture"]
         assert shown["model_info"][f"{family}.context_length"] == 4096
         assert shown["parameters"] == "temperature 0.25"
+        for details in (card["details"], loaded["details"], shown["details"]):
+            assert (details["format"], details["parameter_size"]) == ("gguf", "134.52M")
+            assert (details["quantization_level"], details["family"]) == ("Q4_K_M", "fake")
+        assert shown["model_info"]["general.parameter_count"] == 134_515_008
     refused(client.post("/api/show", json={"model": "other"}), "other", 404)
     refused(client.post("/api/show", json={}), "model")
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, ""),
+        (512, "512"),
+        (22_713_216, "22.71M"),
+        (494_032_768, "494.03M"),
+        (1_000_000, "1M"),
+        (1_235_814_400, "1.2B"),
+        (8 * 10**9, "8B"),
+    ],
+)
+def test_numbers_of_parameters_look_as_ollamas(count: int, shown: str):
+    assert human_number(count) == shown
 
 
 def test_a_pull_succeeds_for_what_is_there(client: httpx.Client):

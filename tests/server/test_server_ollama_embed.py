@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import ollama
 import pytest
-from fake_frontend import MODEL, Running
+from fake_frontend import CONTEXT_LENGTH, MODEL, Running
 from fake_pooling import CROSS_ENCODER, EMBEDDING, MAX_TOKENS, pooling_server, vector_of
 
 PATH = "/api/embed"
@@ -85,12 +85,28 @@ def test_the_official_client(server: Running):
         ({"dimensions": 5}, "dimensions", 400),
         ({"model": "other"}, "other", 404),
         ({"keep_alive": "soon"}, "keep_alive", 400),
-        ({"options": {"num_ctx": 100_000}}, "num_ctx", 400),
-        ({"format": "json"}, "format", 400),
+        ({"options": {"mirostat": 1}}, "mirostat", 400),
     ],
 )
 def test_other_requests_are_refused(client: httpx.Client, fields: dict[str, Any], words: str, status: int):
     refused(client.post(PATH, json=ASKED | fields), words, status)
+
+
+@pytest.mark.parametrize(
+    ("fields", "noted"),
+    [
+        ({"options": {"num_ctx": 1000}}, f"options.num_ctx={CONTEXT_LENGTH}"),  # AnythingLLM with minilm
+        ({"options": {"num_ctx": 1000.0, "useMLock": True}}, f"options.useMLock, options.num_ctx={CONTEXT_LENGTH}"),
+        ({"format": "json"}, "format"),
+        ({"options": {"num_ctx": 1}}, ""),
+    ],
+)
+def test_what_has_no_effect_is_noted(client: httpx.Client, fields: dict[str, Any], noted: str):
+    for path, body in ((PATH, ASKED), ("/api/embeddings", {"model": MODEL, "prompt": "hello"})):
+        reply = client.post(path, json=body | fields)
+        assert (reply.status_code, reply.headers.get("x-headrace-noted", "")) == (200, noted)
+    many = client.post(PATH, json={"model": MODEL, "input": ["hello"] * 5000} | fields)
+    assert (len(many.json()["embeddings"]), many.headers.get("x-headrace-noted", "")) == (5000, noted)
 
 
 def test_other_models_say_what_they_are(client: httpx.Client):

@@ -21,6 +21,7 @@ from headrace.launch import RunningEngine
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import EmbeddingReqInput
+from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.processes.model_files import served_model
 from headrace.server.context import ServerStatus, ServingContext
 from headrace.server.openai.chat import ChatGeneration, ChatServing
@@ -109,7 +110,10 @@ class EngineChat:
 def _request(fields: dict[str, Any]) -> ChatCompletionRequest:
     """The request, with checked types. Raises RequestError that names the field."""
     try:
-        return msgspec.convert(without_neutral(fields, ChatCompletionRequest), ChatCompletionRequest)
+        return msgspec.convert(
+            without_neutral(with_whole_numbers(fields, ChatCompletionRequest), ChatCompletionRequest),
+            ChatCompletionRequest,
+        )
     except msgspec.ValidationError as error:
         raise field_error(str(error), ChatCompletionRequest) from None
 

@@ -11,6 +11,7 @@ from headrace.frontend.tenants import Caller
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import EmbeddingReqInput
+from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.server.context import Asker, ServingContext
 from headrace.server.pooling.calls import results_of
 from headrace.server.pooling.kinds import pooling_of
@@ -51,6 +52,6 @@ async def scored(context: ServingContext, route: Route, fields: dict[str, Any]) 
 def _request(fields: dict[str, Any], kind: type[T]) -> T:
     """The request, with checked types. Raises RequestError that names the field."""
     try:
-        return msgspec.convert(without_neutral(fields, kind), kind)
+        return msgspec.convert(without_neutral(with_whole_numbers(fields, kind), kind), kind)
     except msgspec.ValidationError as error:
         raise field_error(str(error), kind) from None

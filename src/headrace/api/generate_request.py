@@ -10,6 +10,7 @@ from headrace.errors import RequestError
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
+from headrace.messages.whole_numbers import with_whole_numbers
 
 
 @runtime_checkable
@@ -35,7 +36,9 @@ def generate_request(
     given = {name: value for name, value in given.items() if value is not None}
     given = media_structs(given)
     try:
-        return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
+        return msgspec.convert(
+            without_neutral(with_whole_numbers(given, GenerateReqInput), GenerateReqInput), GenerateReqInput
+        )
     except msgspec.ValidationError as error:
         raise field_error(str(error), GenerateReqInput) from None
 
@@ -57,7 +60,9 @@ def encode_request(prompt: object, input_ids: object, others: dict[str, Any]) ->
     given = {"text": prompt, "input_ids": input_ids, **others}
     given = {name: value for name, value in given.items() if value is not None}
     try:
-        return msgspec.convert(without_neutral(given, EmbeddingReqInput), EmbeddingReqInput)
+        return msgspec.convert(
+            without_neutral(with_whole_numbers(given, EmbeddingReqInput), EmbeddingReqInput), EmbeddingReqInput
+        )
     except msgspec.ValidationError as error:
         raise field_error(str(error), EmbeddingReqInput) from None
 

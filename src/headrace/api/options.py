@@ -37,6 +37,7 @@ class ChatOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    typical_p: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
     repetition_penalty: float | None
@@ -319,6 +320,7 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    typical_p: float | None
     frequency_penalty: float
     presence_penalty: float
     repetition_penalty: float | None

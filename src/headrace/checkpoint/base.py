@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.checkpoint.gguf import Bytes
+from headrace.checkpoint.gguf import Bytes, is_gguf
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.errors import ModelError
@@ -30,6 +30,16 @@ class Checkpoint(ABC):
         self.path = path
         self.config = config
         self.notes: tuple[str, ...] = ()
+
+    @property
+    def file_format(self) -> Literal["gguf", "safetensors"]:
+        """Of the files that it is in, or would be."""
+        return "gguf" if self.path.is_file() and is_gguf(self.path) else "safetensors"
+
+    @property
+    def stored_precision(self) -> str:
+        """What a GGUF file calls the precision of its weights, such as Q4_K_M; "" elsewhere."""
+        return ""
 
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ Runs in the process that loads the model.
 """
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 
+_FILE_TYPES: dict[object, str] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L",
+    14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
+    23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16",
+    36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4",
+}  # fmt: skip
+"""Values of `general.file_type`, as llama.cpp numbers its mixtures of types."""
+
+
 class GgufCheckpoint(Checkpoint):
     """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
 
@@ -39,6 +49,10 @@ class GgufCheckpoint(Checkpoint):
             math.prod(source.shape) * (2 if self.file.tensors[source.gguf_name].type.name in ("F16", "BF16") else 4)
             for source in self._sources.values()
         )
+
+    @property
+    def stored_precision(self) -> str:
+        return precision_of(self.file)
 
     def files(self) -> list[Path]:
         return [self.path]
@@ -96,6 +110,17 @@ class GgufCheckpoint(Checkpoint):
         if name not in self._sources:
             raise ModelError(f"{self.path.name} has no tensor {name}")
         return self._sources[name]
+
+
+def precision_of(file: GgufFile) -> str:
+    """The name of its `general.file_type`; without a known one, the type of most of its values."""
+    named = _FILE_TYPES.get(file.get("general.file_type"))
+    if named is not None:
+        return named
+    counts: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.type.name] += math.prod(tensor.shape)
+    return max(counts, key=counts.__getitem__, default="")
 
 
 def config_of(file: GgufFile) -> ModelConfig:

@@ -82,9 +82,10 @@ class ServerCommand(TyperCommand):
         }
         if (word := asked_page(args, own)) is not None:
             self._show_help(ctx, word)
-        translation = translate(args, own)
         offered = {param.name for param in params}
         settings = from_environment({name: os.environ[name] for name in os.environ if name.startswith(PREFIX)}, offered)
+        takes_word = any(param.param_type_name == "argument" for param in params)
+        translation = translate(args, own, takes_word and "model_path" not in settings.values)
         ctx.meta[_SETTINGS] = settings
         ctx.default_map = dict(settings.values)
         rest: list[str] = super().parse_args(ctx, translation.words)

@@ -519,7 +519,12 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 CHECKPOINT_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors")
 """Values of --quantization that say what a checkpoint is: accepted, since checkpoints are served in the format that they have."""
 
-LISTS: Mapping[str, str] = {"lora_paths": r"[^-].*=.*", "cuda_graph_bs": r"\d+", "allow_origins": r"https?://.*"}
+LISTS: Mapping[str, str] = {
+    "lora_paths": r"[^-].*=.*",
+    "cuda_graph_bs": r"\d+",
+    "allow_origins": r"https?://.*",
+    "served_model_name": r"[^-].*",
+}
 """Fields whose option takes several words or a JSON list elsewhere, and one word with commas here; and what further words look like."""
 
 

@@ -4,10 +4,8 @@
 """
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal
 
-from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config import media_options
 from headrace.config.bounds import Bounds, check_option
@@ -16,6 +14,7 @@ from headrace.config.media_args import parse_media_domains
 from headrace.config.option import COUNT, FILLED, POSITIVE, SECONDS
 from headrace.config.option import option as _opt
 from headrace.config.process_options import check_processes
+from headrace.config.served_names import served_names
 from headrace.config.speculation import check_speculation
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
@@ -42,7 +41,7 @@ class ServerArgs:
     served_model_name: str | None = _opt(
         None,
         _M,
-        "Name of the model in /v1/models and in replies; default: the last part of --model-path, without .gguf.",
+        "Name of the model, or several words, or names with commas; replies have the first; default: last part of --model-path, without .gguf.",
     )
     chat_template: str | None = _opt(None, _M, "A Jinja file or text that replaces the model's chat template.")
     tool_call_parser: str = _opt(
@@ -574,13 +573,14 @@ class ServerArgs:
         return self.tp_size if self.enable_dp_attention else 1
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names in the API; never a path."""
+        return served_names(self.served_model_name, self.model_path)
+
+    @property
     def served_name(self) -> str:
-        """The model's name in the API; never a path."""
-        if self.served_model_name:
-            return self.served_model_name
-        name = HubName.parse(self.model_path)
-        path = Path(self.model_path if name is None else name.repo)
-        return path.stem if path.suffix == ".gguf" else path.name or "model"
+        """The model's name in replies and metrics."""
+        return self.served_names[0]
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model or a device. Raises ConfigError."""

@@ -141,7 +141,7 @@ def _words(option: str, value: Any) -> list[str]:
     elif isinstance(value, dict):
         value = json.dumps(value)
     elif isinstance(value, list):
-        if takes_value and "comma-separated" not in _FIELDS[_field_of(option)[0]].metadata["help"]:
+        if takes_value and not _takes_list(_FIELDS[_field_of(option)[0]]):
             raise ConfigError(f"{option} takes one value, not a list")
         value = ",".join(map(str, value))
     elif takes_value and not isinstance(value, str):
@@ -149,6 +149,10 @@ def _words(option: str, value: Any) -> list[str]:
         if str in (f.type, *get_args(f.type)) and "comma-separated" not in f.metadata["help"]:
             raise ConfigError(f"{option} must be text, got {value}; put it in quotes")
     return [f"{option}={value}"]
+
+
+def _takes_list(f: Field[Any]) -> bool:
+    return f.name in LISTS or "comma-separated" in f.metadata["help"]
 
 
 def _switch(option: str, value: Any) -> list[str]:

@@ -18,11 +18,25 @@ _FALSE = ("false", "0", "no", "off")
 
 @dataclass(slots=True)
 class Translation:
-    """words: ours. notes: lines to log. unless: (option, field, value) of accepted options that a value of ours contradicts."""
+    """words: ours. notes: lines to log. unless: (option, field, value) of accepted options that a value of ours contradicts. names: further words of
+    --served-model-name."""
 
     words: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unless: list[tuple[str, str, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether an option names the model."""
+        return not {"--model-path", "--model", "-m"}.isdisjoint(self.words)
+
+    def free_last_name(self) -> None:
+        """The last of several words of --served-model-name is the command's argument: `serve --served-model-name a MODEL`."""
+        if self.names:
+            at = self.words.index(_flag("served_model_name")) + 1
+            self.words[at] = self.words[at].removesuffix("," + self.names[-1])
+            self.words.append(self.names.pop())
 
     def check(self, chosen: Mapping[str, Any]) -> None:
         """Raises ConfigError when an option that was accepted as already so is contradicted. chosen: our fields."""
@@ -32,20 +46,22 @@ class Translation:
                 raise ConfigError(f"{option} cannot be combined with {given}")
 
 
-def translate(words: Sequence[str], own: Mapping[str, bool]) -> Translation:
+def translate(words: Sequence[str], own: Mapping[str, bool], takes_word: bool = False) -> Translation:
     """The words of a command line in our options.
 
-    own: our options as typed, and whether each takes a value. Unknown options stay as they are. Raises ConfigError for an option that
-    is known not to be supported.
+    own: our options as typed, and whether each takes a value. takes_word: the command has an argument that is no option, such as a model. Unknown
+    options stay as they are. Raises ConfigError for an option that is known not to be supported.
     """
     done = Translation()
     rest = _Words(words)
+    has_word = False
     for word in rest:
         if word == "--":
             done.words += [word, *rest]
             break
         if not word.startswith("-") or word == "-":
             done.words.append(word)
+            has_word = True
             continue
         name, equals, value = word.partition("=")
         if name not in own and name.startswith("--"):
@@ -54,6 +70,8 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> Translation:
             _own(name, value if equals else None, own[name], rest, done)
         elif not _translated(name, value if equals else None, rest, own, done):
             done.words.append(word)
+    if takes_word and not has_word and not done.has_model:
+        done.free_last_name()
     return done
 
 
@@ -97,6 +115,8 @@ def _set(field_name: str, option: str, value: str, rest: _Words, done: Translati
         value = _joined(option, value)
         while (more := rest.take(LISTS[field_name])) is not None:
             value += "," + more
+            if field_name == "served_model_name":
+                done.names.append(more)
     value = VALUES.get(field_name, {}).get(value, value)
     done.words += [option, value]
 

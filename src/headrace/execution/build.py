@@ -3,6 +3,7 @@
 Owns the order of start-up in the scheduler's process, and `ReadyInfo`. Runs once, in the scheduler's process.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -454,6 +455,9 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
         attention_backend=config.attention_backend,
         model_class=setup.spec.name,
         weight_bytes=round(sum(weight.whole_bytes for weight in built.runner.model.weights())),
+        num_parameters=sum(math.prod(weight.shape) for weight in built.runner.model.weights()),
+        file_format=setup.file_format,
+        stored_precision=setup.stored_precision,
         kv_bytes=num_parts * memory.pool.num_bytes * of_all // of_this,
         load_s=load_s,
         quantization=config.quantization,

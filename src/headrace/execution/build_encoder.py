@@ -3,6 +3,7 @@
 Runs once, in the scheduler's process.
 """
 
+import math
 import time
 from contextlib import ExitStack
 
@@ -87,6 +88,9 @@ def _ready_info(setup: Setup, model: EncoderModel, decisions: list[str], fingerp
         attention_backend=config.attention_backend,
         model_class=setup.spec.name,
         weight_bytes=round(sum(weight.whole_bytes for weight in model.weights())),
+        num_parameters=sum(math.prod(weight.shape) for weight in model.weights()),
+        file_format=setup.file_format,
+        stored_precision=setup.stored_precision,
         kv_bytes=0,
         load_s=load_s,
         quantization=config.quantization,

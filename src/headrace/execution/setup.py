@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,7 @@ from headrace.models.spec import FamilySpec, Model, kv_shape
 class Setup:
     """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs.
 
-    pooling: what it makes of a text; None = it generates.
+    pooling: what it makes of a text; None = it generates. file_format, stored_precision: of its checkpoint.
     """
 
     args: ServerArgs
@@ -47,6 +47,8 @@ class Setup:
     spec: FamilySpec[Any]
     config: Config
     placement: Placement
+    file_format: Literal["gguf", "safetensors"]
+    stored_precision: str
 
     @property
     def is_cpu(self) -> bool:
@@ -87,7 +89,8 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_attention=args.enable_dp_attention,
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
     )
-    setup = Setup(args, model_config, pooling, spec, config, placement)
+    stored = checkpoint.file_format, checkpoint.stored_precision
+    setup = Setup(args, model_config, pooling, spec, config, placement, *stored)
     if model_config.encoder is None:
         check_asked_pool(setup, rank)
     return setup

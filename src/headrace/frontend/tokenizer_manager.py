@@ -105,7 +105,7 @@ class TokenizerManager:
         self.ready = ready
         self.tokenizer = tokenizer
         self.media = media
-        self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
+        self.metrics = metrics or Metrics(args.served_name)
         self.on_broken: Callable[[], None] = lambda: None
         self._clock = clock
         self._accepting = True

@@ -10,5 +10,5 @@ the steps), rank_group.py (how they come together over a network).
 - The prefix cache: namespaces.py (what keeps KV apart), kv_events.py (what changes, for routers)
 - Transport: channel.py (every message that a channel carries; queues within a process), sockets.py (between processes),
   fan_out.py, dispatch.py, packing.py, safetensors_bytes.py
-- Fields of bodies: neutral.py (those that request nothing), allowed_values.py, field_errors.py
+- Fields of bodies: neutral.py (those that request nothing), whole_numbers.py (`8.0` for `8`), allowed_values.py, field_errors.py
 """

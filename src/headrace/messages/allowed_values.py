@@ -20,7 +20,7 @@ def field_names(kind: object, path: str) -> list[str]:
     inner = [
         f"{field.encode_name}.{held.encode_name}"
         for field in own
-        for each in _alternatives(field.type)
+        for each in alternatives(field.type)
         if isinstance(each, inspect.StructType)
         for held in each.fields
     ]
@@ -28,9 +28,9 @@ def field_names(kind: object, path: str) -> list[str]:
 
 
 def _at(kind: object, path: str) -> list[inspect.Type]:
-    found = list(_alternatives(inspect.type_info(kind)))
+    found = list(alternatives(inspect.type_info(kind)))
     for step in _STEP.findall(path):
-        found = [alternative for each in found for inner in _inside(each, step) for alternative in _alternatives(inner)]
+        found = [alternative for each in found for inner in _inside(each, step) for alternative in alternatives(inner)]
     return found
 
 
@@ -43,11 +43,12 @@ def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
         yield from (field.type for field in kind.fields if field.encode_name == step)
 
 
-def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+def alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """The types of a union, or the one type; without their bounds."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if isinstance(kind, inspect.UnionType):
         for each in kind.types:
-            yield from _alternatives(each)
+            yield from alternatives(each)
     else:
         yield kind

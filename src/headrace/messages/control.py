@@ -233,6 +233,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
 
     lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a model that sees. weight_bytes,
     kv_bytes: of all ranks. kv_cache_added_error: what a quantised KV cache adds to the error of a token's logprob, taken or not; None = unknown.
+    stored_precision: what a GGUF file calls its own, such as Q4_K_M; "" elsewhere.
     """
 
     max_total_tokens: int
@@ -258,6 +259,9 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     lora_fingerprints: tuple[str, ...] = ()
     kv_cache_added_error: float | None = None
+    num_parameters: int = 0
+    file_format: Literal["gguf", "safetensors"] = "safetensors"
+    stored_precision: str = ""
 
     @property
     def attention(self) -> str:

@@ -15,6 +15,9 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
 _WRONG_VALUE = re.compile(r"invalid enum value (.*)", re.DOTALL)
 
+_FRACTION = re.compile(r"(`(?=[^`]*\bint\b)(?![^`]*\bfloat\b)[^`]*`), got `float`")
+"""Where an integer is taken, `with_whole_numbers` has left only floats that are none."""
+
 _LIMITS = (
     "max_new_tokens",
     "max_tokens",
@@ -42,7 +45,7 @@ def field_error(text: str, kind: object) -> RequestError:
     if (value := _WRONG_VALUE.fullmatch(reason)) and (allowed := allowed_values(kind, path)):
         reason = f"{_shorten(value[1])} is not one of {', '.join(map(repr, allowed))}"
     else:
-        reason = plain_types(reason)
+        reason = plain_types(_FRACTION.sub(r"\1, got a number with a fraction", reason))
     where = _shorten(path)
     return RequestError(f"{where}: {reason}" if where else f"the body is not as expected: {reason}", where or None)
 

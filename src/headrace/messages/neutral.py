@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from msgspec import inspect
 
+from headrace.messages.allowed_values import alternatives
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # SGLang
     "log_metrics": (True,),
@@ -202,11 +204,11 @@ def _shape_of(kind: Hashable) -> _Shape:
 
 
 def _field(field: inspect.Field) -> _Field:
-    kinds = _alternatives(field.type)
+    kinds = list(alternatives(field.type))
     structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
     lists = [kind for kind in kinds if isinstance(kind, inspect.ListType)]
     for items in lists:
-        structs += [item for item in _alternatives(items.item_type) if isinstance(item, inspect.StructType)]
+        structs += [item for item in alternatives(items.item_type) if isinstance(item, inspect.StructType)]
     return _Field(
         required=field.required,
         takes_null=any(isinstance(kind, (inspect.NoneType, inspect.AnyType)) for kind in kinds),
@@ -216,12 +218,6 @@ def _field(field: inspect.Field) -> _Field:
         and not any(isinstance(kind, (inspect.StrType, inspect.AnyType)) for kind in kinds),
         inner=_shape_of(structs[0].cls) if structs else None,
     )
-
-
-def _alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    while isinstance(kind, inspect.Metadata):
-        kind = kind.type
-    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
 
 
 def _same(value: object, neutral: object) -> bool:

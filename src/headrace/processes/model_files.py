@@ -228,6 +228,7 @@ def served_model(
     media.close()
     return ServedModel(
         name=args.served_name,
+        aliases=args.served_names[1:],
         context_length=ready.context_length,
         tokenizer=tokenizer,
         chat_template=template,

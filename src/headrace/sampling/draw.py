@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from headrace.kernels import ops
-from headrace.kernels.drawing import ONE
+from headrace.kernels.drawing import ONE, masked
 from headrace.sampling.random import uniform
+from headrace.sampling.typical import ROWS_AT_ONCE, typical_logits
 
 TEMPERATURES: Final = (1e-30, 1e30)
 """Beyond these a token is sampled in the same way (the largest ones; uniformly), and float32 would come to its end."""
@@ -31,12 +32,13 @@ MaskTensors = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Checked parameters of one row. temperature > 0; top_k 0 = off; top_p 1 = off; min_p 0 = off."""
+    """Checked parameters of one row. temperature > 0; top_k 0 = off; top_p 1 = off; min_p 0 = off; typical_p 1 = off."""
 
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class DrawTable:
         self._top_k = np.zeros(max_seqs, dtype=np.int64)
         self._top_p = np.ones(max_seqs, dtype=np.float64)
         self._min_weights = np.zeros(max_seqs, dtype=np.int64)
+        self._typical_p = np.ones(max_seqs, dtype=np.float64)
 
     def set(self, seq: int, filters: Filters | None, seed: int) -> None:
         """Row `seq` from now on; filters None: greedy."""
@@ -75,6 +78,7 @@ class DrawTable:
         self._top_k[seq] = filters.top_k
         self._top_p[seq] = filters.top_p
         self._min_weights[seq] = math.ceil(filters.min_p * ONE)
+        self._typical_p[seq] = filters.typical_p
 
     def all_greedy(self, seqs: Int32Array) -> bool:
         """Whether each of these sequences takes its most likely token."""
@@ -105,7 +109,27 @@ class DrawTable:
             u[drawn] = uniform(self._seeds[index[drawn]], np.array(positions)[drawn])
         parameters = (temperatures, self._top_k[index], self._top_p[index], self._min_weights[index], u)
         own = masks.tensors() if isinstance(masks, TokenMasks) else masks or ()
+        typical = drawn[self._typical_p[index[drawn]] < 1.0]
+        if len(typical):
+            logits = self._only_typical(logits, index, typical, own)
         return ops.draw(logits, *(torch.from_numpy(values) for values in parameters), *own)
+
+    def _only_typical(
+        self, logits: torch.Tensor, index: npt.NDArray[np.integer], rows: Int64Array, masks: MaskTensors | tuple[()]
+    ) -> torch.Tensor:
+        """A copy of `logits` with -inf for the tokens of `rows` that are not typical of what their masks allow. index: the sequence of each row."""
+        logits = logits.clone()
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[start : start + ROWS_AT_ONCE]
+            at = torch.from_numpy(part).to(logits.device, non_blocking=True)
+            own = logits.index_select(0, at)
+            if masks:
+                words, mask_rows = masks
+                own = masked(own, words, mask_rows.index_select(0, at.to(mask_rows.device)))
+            seqs = index[part]
+            own = typical_logits(own, torch.from_numpy(self._top_k[seqs]), torch.from_numpy(self._typical_p[seqs]))
+            logits.index_copy_(0, at, own)
+        return logits
 
 
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:

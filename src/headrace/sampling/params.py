@@ -62,6 +62,7 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float | None = None
@@ -161,7 +162,9 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
         top_k = _first(self.top_k, defaults.top_k, -1) or -1  # 0 is off, too
         min_p = _first(self.min_p, defaults.min_p, 0.0)
         repetition_penalty = _first(self.repetition_penalty, defaults.repetition_penalty, 1.0)
+        typical_p = _first(self.typical_p, 1.0)
         _check_distribution(temperature, top_p, top_k, min_p)
+        _between("typical_p", typical_p, 0.0, 1.0, low_open=True)
         _check_penalties(self.frequency_penalty, self.presence_penalty, repetition_penalty)
         _require(1 <= self.n <= max_n, "n", f"n must be between 1 and {max_n}, got {self.n}")
         max_new_tokens = self._checked_max_new_tokens(default_max_new_tokens, room_tokens)
@@ -189,6 +192,7 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
             top_p=top_p,
             top_k=min(top_k, vocab_size),
             min_p=min_p,
+            typical_p=typical_p,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             repetition_penalty=repetition_penalty,
@@ -223,6 +227,7 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    typical_p: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0

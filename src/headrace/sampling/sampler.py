@@ -1,9 +1,9 @@
 """The sampler: one id for each row of logits.
 
-Owns the table of sampling state by sequence (row `seq` of the worker's tables) and the order of operations: custom logit processor -> NaN
-check -> bias, penalties and masks -> the mask of the grammar -> greedy, or temperature, top-k, top-p, min-p and a seeded draw -> logprobs (of the
-model's own logits). Does not own the draw (`draw`), the edits (`penalties`), the grammars' masks (`grammar_rows`) or which positions are sampled (the
-plan). One instance, used by one thread at a time.
+Owns the table of sampling state by sequence (row `seq` of the worker's tables) and the order of operations: custom logit processor -> NaN check ->
+bias, penalties and masks -> the mask of the grammar -> greedy, or typical-p, temperature, top-k, top-p, min-p and a seeded draw -> logprobs (of the
+model's own logits). Does not own the draw (`draw`), the edits (`penalties`), the grammars' masks (`grammar_rows`) or which positions are sampled
+(the plan). One instance, used by one thread at a time.
 
 A row's token is a function of its logits, its parameters, its own tokens and (seed, position), never of other rows.
 `sample` does not change the logits that it gets.
@@ -106,7 +106,7 @@ class Sampler:
             self._penalties.set(seq, params, new.num_prompt_tokens)
         elif edits_logits(params) or task.custom_logit_processor:
             history = TokenHistory(new.token_ids, new.num_prompt_tokens)
-        filters = Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+        filters = Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p, params.typical_p)
         self._draws.set(seq, None if params.is_greedy else filters, params.seed)
         self._table[seq] = _Sequence(
             is_greedy=params.is_greedy,

@@ -38,7 +38,7 @@ from headrace.server.http import Endpoint, ErrorBoundary
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
-from headrace.server.notes import NOTED_HEADER, SKIPPED_HEADER
+from headrace.server.notes import NOTED_HEADER, SKIPPED_HEADER, noted_fields
 from headrace.server.ollama.embed import OllamaEmbedAPI
 from headrace.server.ollama.generation import OllamaGenerationAPI
 from headrace.server.ollama.models import OllamaModelsAPI
@@ -186,7 +186,9 @@ def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
 
 
 def _ollama_routes(context: ServingContext) -> list[RouteSpec]:
-    generation, models, embed = OllamaGenerationAPI(context), OllamaModelsAPI(context), OllamaEmbedAPI(context)
+    noted = noted_fields()
+    generation, embed = OllamaGenerationAPI(context, noted), OllamaEmbedAPI(context, noted)
+    models = OllamaModelsAPI(context, noted)
     get, post = ("GET",), ("POST",)
     # fmt: off
     return [

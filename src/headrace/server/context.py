@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.media_args import most_media
+from headrace.config.served_names import spellings
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
@@ -47,6 +48,7 @@ USUAL_CHARS_PER_TOKEN = 8
 class ServedModel:
     """The model as clients see it.
 
+    name: in replies. aliases: other names that clients may call it.
     chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
     calls and reasoning; None = it writes neither. senses: which media it takes. pooling: what it makes of a text instead of more text; None = it
     generates. model_type, architectures: as the checkpoint's config.json says. reply_limit: most tokens of a chat's reply whose request gives no
@@ -66,7 +68,13 @@ class ServedModel:
     pooling: PoolingConfig | None = None
     senses: Senses = NO_SENSES
     reply_limit: int = 0
+    aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients call it."""
+        return (self.name, *self.aliases)
 
     @property
     def default_reply_tokens(self) -> int:
@@ -118,21 +126,39 @@ class ServingContext:
         return adapter or lora_path
 
     def adapter_of(self, name: str) -> str | None:
-        """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself.
+        """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself. Raises NotFoundError."""
+        listed = self.listed_name(name)
+        return None if listed in self.model.names else listed
 
-        "" and "default" (unless an adapter has this name) mean the served model. Raises NotFoundError.
+    def listed_name(self, name: str) -> str:
+        """The one of `listed_names` that a model's name in a request means: the one rule for names, on every route.
+
+        An adapter may also be called `model:adapter`, anything with or without the tag `:latest`. "" and "default" (unless an adapter has this name)
+        mean the served model. Raises NotFoundError.
         """
-        if name in ("", self.model.name):
-            return None
-        adapters = self.frontend.adapters.names
-        if name == DEFAULT_MODEL and name not in adapters:
-            return None
-        for adapter in (name, name.removeprefix(f"{self.model.name}:")):
-            if adapter in adapters:
-                return adapter
+        own, adapters = self.model.names, self.frontend.adapters.names
+        if not name:
+            return self.model.name
+        for spelled in spellings(name):
+            if spelled in own:
+                return spelled
+            for adapter in (spelled, *(spelled.removeprefix(f"{model}:") for model in own)):
+                if adapter in adapters:
+                    return adapter
+            if spelled == DEFAULT_MODEL:
+                return self.model.name
         shown = name if len(name) <= 100 else name[:100] + "..."
-        message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
+        message = f"the model {shown!r} is not served here; this server has {', '.join(map(repr, own))}"
         raise NotFoundError(message, "model", "model_not_found")
+
+    def shown_model(self, name: str) -> str:
+        """The model's name in the reply to a request for `name`: an adapter's as requested, or the served model's first. Raises NotFoundError."""
+        return self.model.name if self.adapter_of(name) is None else name
+
+    @property
+    def listed_names(self) -> list[str]:
+        """The names of the served model, then those of its adapters."""
+        return [*self.model.names, *self.frontend.adapters.names]
 
     @property
     def max_text_chars(self) -> int:

@@ -20,6 +20,7 @@ from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
+from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.server.body import Bodies, has_long_number
 from headrace.server.error_forms import ApiError, form_of
 
@@ -98,8 +99,12 @@ async def send_error(send: Send, scope: Scope, exc: BaseException) -> None:
     await send_response(send, status, body, b"application/json", headers)
 
 
-def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """`body` as the decoder's type; strict: no coercion, no NaN, integers within 64 bits, no unknown fields that ask for something.
+Prepare = Callable[[object], object]
+"""What an API makes of a body that does not decode as it is, before it is decoded again: given and returned as JSON types."""
+
+
+def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepare | None = None) -> T:
+    """`body` as the decoder's type; strict: no coercion but of `8.0` to 8, no NaN, integers within 64 bits, no unknown fields that ask for something.
 
     Raises RequestError naming the field at fault.
     """
@@ -107,8 +112,8 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         try:
             value = decoder.decode(body)
         except msgspec.ValidationError:
-            # Only a body that does not decode as it is pays for removing the fields that ask for nothing.
-            value = _decode_what_asks(body, decoder)
+            # Only a body that does not decode as it is pays for looking at each of its fields.
+            value = _decode_what_asks(body, decoder, prepare)
         if has_long_number(body):
             _refuse_wide_integers(msgspec.json.decode(body))
     except msgspec.ValidationError as exc:
@@ -122,12 +127,13 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     return value
 
 
-def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """Like `decode_json`, after removing the fields that ask for nothing."""
+def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepare | None) -> T:
+    """Like `decode_json`, with integers for whole numbers and without the fields that ask for nothing."""
     try:
         given = msgspec.json.decode(body)
     except msgspec.ValidationError:
         return decoder.decode(body)  # a number that no type can hold; the error says where it is
+    given = with_whole_numbers(given if prepare is None else prepare(given), decoder.type)
     _refuse_wide_integers(given)
     return decoder.decode(encode_json(without_neutral(given, decoder.type)))
 
@@ -221,17 +227,18 @@ class Exchange:
         shorten: Callable[[bytes], bytes] | None = None,
         *,
         any_content_type: bool = False,
+        prepare: Prepare | None = None,
     ) -> T:
         """The body decoded, see `decode_json` and `Bodies.decode`. Raises RequestError, TooLargeError, CapacityError, ClientGone.
 
-        any_content_type: the header is not looked at. Web pages of other origins are refused in any case (`origin_gate`).
+        any_content_type: the header is not looked at. Web pages of other origins are refused in any case (`origin_gate`). prepare: see `Prepare`.
         """
         content_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if content_type != b"application/json" and not any_content_type:
             raise RequestError("send the body as JSON with the header Content-Type: application/json")
         body = await self.read_body()
         try:
-            return await self.bodies.decode(body, lambda text: decode_json(text, decoder), shorten)
+            return await self.bodies.decode(body, lambda text: decode_json(text, decoder, prepare), shorten)
         finally:
             del body
             self.forget_body()

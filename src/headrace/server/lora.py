@@ -5,6 +5,7 @@ Runs in the event loop that serves HTTP. Who may call the routes is declared in 
 
 import msgspec
 
+from headrace.config.served_names import spellings
 from headrace.errors import RequestError
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
@@ -37,7 +38,7 @@ class LoraAPI:
     async def load(self, exchange: Exchange) -> None:
         """Load an adapter; 400 with the reason if it is refused, 503 if there is no room."""
         body = await exchange.read_json(_LOAD)
-        if body.lora_name == self.context.model.name:
+        if any(name in self.context.model.names for name in spellings(body.lora_name)):
             raise RequestError(f"{body.lora_name!r} is the model's own name", "lora_name")
         async with exchange.until_client_leaves():
             await self.context.frontend.adapters.load(body.lora_name, body.lora_path, body.pinned)

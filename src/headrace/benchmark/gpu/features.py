@@ -16,7 +16,7 @@ _KERNELS = ("attention", "rows", "draw", "token_mask", "experts", "linear", "rou
 _TESTS = (
     ("a runner on the device: overlap, graphs, grammars, drafts", ["tests/execution/test_execution_cuda.py"]),
     ("a whole model on Triton", ["tests/execution/test_execution_triton.py"]),
-    ("the sampler's draws", ["tests/sampling/test_sampling_draw.py"]),
+    ("the sampler's draws", ["tests/sampling/test_sampling_draw.py", "tests/sampling/test_sampling_typical.py"]),
     ("kernels, compiled", [f"tests/kernels/test_triton_{name}.py" for name in _KERNELS]),
 )
 

@@ -87,8 +87,7 @@ class MessagesServing:
                 noted = chat.notes("max_tokens", "thinking.budget_tokens")
                 return self._skipped_tools.headers(skipped) + self._noted.headers(noted)
 
-            model = request.model if adapter is not None else self.context.model.name
-            answer = _Answer(message_id, model, request.shows_thinking, chat)
+            answer = _Answer(message_id, self.context.shown_model(request.model), request.shows_thinking, chat)
             if request.stream:
                 await _stream(exchange, answer, headers, lambda exc: _renamed(exc, request))
             else:

@@ -33,7 +33,7 @@ class AnthropicModels:
     async def list_models(self, exchange: Exchange) -> None:
         """A page of the served model and its adapters."""
         query = exchange.read_query(ModelsQuery)
-        ids = [self.context.model.name, *self.context.frontend.adapters.names]
+        ids = self.context.listed_names
         page, has_more = _page(ids, query)
         await exchange.reply_json(
             {
@@ -47,12 +47,12 @@ class AnthropicModels:
     async def get_model(self, exchange: Exchange) -> None:
         """One model or adapter by its id; 404 when it is not served here."""
         try:
-            adapter = self.context.adapter_of(exchange.path_param("id"))
+            name = self.context.listed_name(exchange.path_param("id"))
         except NotFoundError as exc:
             status, headers, error = describe_error(exc)
             await send_response(exchange.send, status, anthropic_error(status, error), b"application/json", headers)
             return
-        await exchange.reply_json(self._info(self.context.model.name if adapter is None else adapter))
+        await exchange.reply_json(self._info(name))
 
     def _info(self, name: str) -> dict[str, object]:
         model = self.context.model

@@ -10,9 +10,11 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange
-from headrace.server.ollama.models import adapter_of, full_name
-from headrace.server.ollama.options import check_keep_alive, check_options
+from headrace.server.http import Exchange, Headers
+from headrace.server.notes import HeaderNotes
+from headrace.server.ollama.bodies import read_body
+from headrace.server.ollama.models import full_name
+from headrace.server.ollama.options import check_keep_alive, check_options, option_notes
 from headrace.server.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest, OllamaOptions
 from headrace.server.pooling.calls import results_of
 from headrace.server.pooling.encode import check_num_numbers
@@ -27,8 +29,9 @@ _EMBEDDINGS = msgspec.json.Decoder(OllamaEmbeddingsRequest)
 class OllamaEmbedAPI:
     """Handlers of the two routes."""
 
-    def __init__(self, context: ServingContext) -> None:
+    def __init__(self, context: ServingContext, noted: HeaderNotes) -> None:
         self.context = context
+        self._noted = noted
 
     async def embed(self, exchange: Exchange) -> None:
         """The embeddings of a text or of several, with length 1 as Ollama's always are. Longer texts are cut unless the client forbids it.
@@ -36,8 +39,8 @@ class OllamaEmbedAPI:
         Without an input the reply has no embeddings: so clients of Ollama have a model loaded.
         """
         start_ns = time.monotonic_ns()
-        body = await exchange.read_json(_EMBED, any_content_type=True)
-        self._check(body)
+        body, unknown = await read_body(exchange, _EMBED)
+        headers = self._checked(body, unknown)
         updates: list[SampleUpdate] = []
         async with exchange.until_client_leaves():
             texts = [body.input] if isinstance(body.input, str) else body.input
@@ -45,24 +48,27 @@ class OllamaEmbedAPI:
                 updates = await self._results(
                     exchange, body.model, texts, "input", body.dimensions or None, body.truncate is not False
                 )
-            await reply_in_pieces(exchange, self._reply(body, updates, start_ns))
+            await reply_in_pieces(exchange, self._reply(body, updates, start_ns), headers)
 
     async def embeddings(self, exchange: Exchange) -> None:
         """The embedding of a text; none for no text."""
-        body = await exchange.read_json(_EMBEDDINGS, any_content_type=True)
-        self._check(body)
+        body, unknown = await read_body(exchange, _EMBEDDINGS)
+        headers = self._checked(body, unknown)
         vector: object = []
         async with exchange.until_client_leaves():
             if body.prompt:
                 (update,) = await self._results(exchange, body.model, [body.prompt], "prompt")
                 vector = vector_json(update.pooled or b"")
-        await exchange.reply_json({"embedding": vector})
+        await exchange.reply_json({"embedding": vector}, headers=headers)
 
-    def _check(self, body: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> None:
+    def _checked(self, body: OllamaEmbedRequest | OllamaEmbeddingsRequest, unknown: list[str]) -> Headers:
+        """The headers of the reply. Raises RequestError."""
         embedding_of(self.context.model)
-        adapter_of(self.context, body.model)
+        self.context.adapter_of(body.model)
         check_keep_alive(body.keep_alive)
-        check_options(body.options or OllamaOptions(), self.context.model.context_length)
+        options = body.options or OllamaOptions()
+        check_options(options)
+        return self._noted.headers([*unknown, *option_notes(options, self.context.model.context_length)])
 
     async def _results(
         self,
@@ -82,7 +88,7 @@ class OllamaEmbedAPI:
                 dimensions=dimensions,
                 truncate_prompt_tokens=-1 if truncates else None,
                 rid=rid,
-                lora_path=adapter_of(self.context, model),
+                lora_path=self.context.adapter_of(model),
             )
             self.context.check_tokenizer(param)
             check_num_numbers(self.context, call, param)

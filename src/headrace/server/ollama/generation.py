@@ -16,10 +16,12 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.choice_stream import ChoiceStream
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, Headers
+from headrace.server.notes import HeaderNotes
+from headrace.server.ollama.bodies import read_body
 from headrace.server.ollama.chat_request import checked_think, conversation_of
-from headrace.server.ollama.models import adapter_of, full_name
-from headrace.server.ollama.options import check_keep_alive, sampling_params
+from headrace.server.ollama.models import full_name
+from headrace.server.ollama.options import check_keep_alive, option_notes, sampling_params
 from headrace.server.ollama.protocol import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -28,6 +30,7 @@ from headrace.server.ollama.protocol import (
     OllamaOptions,
 )
 from headrace.server.ollama.reply import NDJSON, Kind, ReplyWriter, error_line
+from headrace.server.output_limit import OutputLimit
 from headrace.server.sse import stream_reply
 
 MAX_LOGPROBS = 20
@@ -53,41 +56,43 @@ _JSON_OBJECT: dict[str, object] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A request that is ready to be generated. choice: the reader of its output."""
+    """A request that is ready to be generated. choice: the reader of its output. limit: of its tokens."""
 
     id: str
     updates: AsyncGenerator[SampleUpdate, None]
     choice: ChoiceStream
+    limit: OutputLimit
 
 
 class OllamaGenerationAPI:
     """Handlers of the two routes."""
 
-    def __init__(self, context: ServingContext) -> None:
+    def __init__(self, context: ServingContext, noted: HeaderNotes) -> None:
         self.context = context
+        self._noted = noted
 
     async def chat(self, exchange: Exchange) -> None:
         """The next message of a conversation."""
-        body = await exchange.read_json(_CHAT, any_content_type=True)
+        body, unknown = await read_body(exchange, _CHAT)
         if not body.messages:
-            await self._unasked(exchange, body, "chat")
+            await self._unasked(exchange, body, "chat", unknown)
             return
         try:
             self.context.check_tokenizer("messages")
             run = await self._chat_run(exchange, body, body.messages, body.tools or [])
-            await self._answer(exchange, body, "chat", run)
+            await self._answer(exchange, body, "chat", run, unknown)
         except RequestError as error:
             raise _renamed(error) from None
 
     async def generate(self, exchange: Exchange) -> None:
         """What follows a prompt: as the user's only message, or with `raw` as it is. So it is for models without a chat template, too."""
-        body = await exchange.read_json(_GENERATE, any_content_type=True)
+        body, unknown = await read_body(exchange, _GENERATE)
         for name in _NOT_SUPPORTED:
             if getattr(body, name) not in (None, "", [], 0):
                 message = f"{name} is not supported{_INSTEAD.get(name, '')}"
                 raise RequestError(message, name, "unsupported_parameter")
         if not body.prompt:
-            await self._unasked(exchange, body, "generate")
+            await self._unasked(exchange, body, "generate", unknown)
             return
         is_raw = body.raw or (self.context.model.chat_template is None and not body.system)
         try:
@@ -100,24 +105,23 @@ class OllamaGenerationAPI:
                 messages = [OllamaMessage(role="system", content=body.system)] if body.system else []
                 messages.append(OllamaMessage(role="user", content=body.prompt, images=body.images))
                 run = await self._chat_run(exchange, body, messages, [])
-            await self._answer(exchange, body, "generate", run)
+            await self._answer(exchange, body, "generate", run, unknown)
         except RequestError as error:
             raise _renamed(error) from None
 
-    async def _unasked(self, exchange: Exchange, body: OllamaGeneration, kind: Kind) -> None:
+    async def _unasked(self, exchange: Exchange, body: OllamaGeneration, kind: Kind, unknown: list[str]) -> None:
         """A request for nothing loads a model in Ollama, or unloads it with keep_alive 0. Here it is always loaded."""
-        adapter_of(self.context, body.model)
+        self.context.adapter_of(body.model)
         check_keep_alive(body.keep_alive)
         unloads = body.keep_alive in (0, "0", "0s", "0m", "0h")
-        await exchange.reply_json(
-            self._writer(body, kind, ChoiceStream(None, None)).unasked("unload" if unloads else "load")
-        )
+        reply = self._writer(body, kind, ChoiceStream(None, None)).unasked("unload" if unloads else "load")
+        await exchange.reply_json(reply, headers=self._noted.headers([*unknown, *self._option_notes(body)]))
 
     async def _chat_run(
         self, exchange: Exchange, body: OllamaGeneration, messages: list[OllamaMessage], tools: list[dict[str, object]]
     ) -> _Run:
         model, run_id = self.context.model, _new_id()
-        adapter = adapter_of(self.context, body.model)
+        adapter = self.context.adapter_of(body.model)
         reasons = model.output_format is not None and model.output_format.has_reasoning
         think = checked_think(body.think, reasons)
         call = await chat_call(
@@ -130,7 +134,7 @@ class OllamaGenerationAPI:
             **_logprob_options(body),
         )
         has_no_limit = body.options is not None and body.options.num_predict is not None
-        return _Run(run_id, call.updates(exchange, may_fill_context=has_no_limit), call.choice())
+        return _Run(run_id, call.updates(exchange, may_fill_context=has_no_limit), call.choice(), call.limit)
 
     async def _raw_run(self, exchange: Exchange, body: OllamaGenerateRequest, prompt: str) -> _Run:
         context, run_id = self.context, _new_id()
@@ -138,13 +142,17 @@ class OllamaGenerationAPI:
             raise RequestError("system: a raw prompt has no system message", "system")
         if body.think:
             raise RequestError("think: a raw prompt decides itself whether the model reasons", "think")
-        adapter = adapter_of(context, body.model)
+        adapter = context.adapter_of(body.model)
         context.check_text_length("prompt", len(prompt))
         sampling = self._sampling(body)
         ids = await context.in_text_thread(lambda: context.model.tokenizer.encode_batch([prompt], True, True)[0])
-        limit, room = sampling.max_new_tokens, context.model.context_length - len(ids)
-        if limit is not None and limit > room > 0:
+        limit, room = (
+            OutputLimit(sampling.max_new_tokens, context.model.context_length),
+            context.model.context_length - len(ids),
+        )
+        if limit.asked is not None and limit.asked > room > 0:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
+            limit.lowered_to = room
         call = GenerateReqInput(
             input_ids=list(ids),
             sampling_params=sampling,
@@ -156,17 +164,26 @@ class OllamaGenerationAPI:
         updates = context.frontend.generate_request(
             call, default_max_new_tokens=context.model.context_length, caller=exchange.caller
         )
-        return _Run(run_id, updates, ChoiceStream(None, None))
+        return _Run(run_id, updates, ChoiceStream(None, None), limit)
 
     def _sampling(self, body: OllamaGeneration) -> SamplingParams:
         """Also checks the fields that have no effect. Raises RequestError."""
         check_keep_alive(body.keep_alive)
         model = self.context.model
         options = body.options or OllamaOptions()
-        return sampling_params(options, model.sampling_defaults, model.context_length, _json_schema(body.format))
+        return sampling_params(options, model.sampling_defaults, _json_schema(body.format))
 
-    async def _answer(self, exchange: Exchange, body: OllamaGeneration, kind: Kind, run: _Run) -> None:
+    def _option_notes(self, body: OllamaGeneration) -> list[str]:
+        return option_notes(body.options or OllamaOptions(), self.context.model.context_length)
+
+    async def _answer(
+        self, exchange: Exchange, body: OllamaGeneration, kind: Kind, run: _Run, unknown: list[str]
+    ) -> None:
         exchange.name_request(run.id)
+
+        def headers() -> Headers:
+            return self._noted.headers([*unknown, *self._option_notes(body), *run.limit.notes("options.num_predict")])
+
         writer = self._writer(body, kind, run.choice)
         if body.stream is not False:
             await stream_reply(
@@ -177,13 +194,14 @@ class OllamaGenerationAPI:
                 done=b"",
                 failed=error_line,
                 renamed=_renamed,
+                headers=headers,
                 content_type=NDJSON,
                 ping=b"",
             )
             return
         async with exchange.until_client_leaves(), aclosing(run.updates) as updates:
             (update,) = [update async for update in updates]
-        await exchange.reply_json(writer.whole(update))
+        await exchange.reply_json(writer.whole(update), headers=headers())
 
     def _writer(self, body: OllamaGeneration, kind: Kind, choice: ChoiceStream) -> ReplyWriter:
         name = body.model or full_name(self.context.model.name)

@@ -5,9 +5,12 @@ from typing import Final
 
 import msgspec
 
+from headrace.config.served_names import LATEST
 from headrace.errors import NotFoundError, RequestError
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
+from headrace.server.notes import HeaderNotes
+from headrace.server.ollama.bodies import read_body
 from headrace.server.ollama.protocol import OllamaPullRequest, OllamaShowRequest
 from headrace.server.ollama.reply import NDJSON, timestamp
 from headrace.server.ui.pages import redirect_to_ui
@@ -15,7 +18,6 @@ from headrace.server.ui.pages import redirect_to_ui
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is: some clients demand a recent one."""
 
-LATEST = ":latest"
 _NEVER = "2318-01-01T00:00:00Z"
 _OPTIONS = {"repetition_penalty": "repeat_penalty"}
 _SHOW = msgspec.json.Decoder(OllamaShowRequest)
@@ -32,21 +34,23 @@ def full_name(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-def adapter_of(context: ServingContext, name: str) -> str | None:
-    """The adapter that a name means, with or without `:latest`; None for the served model. Raises NotFoundError."""
-    try:
-        return context.adapter_of(name)
-    except NotFoundError:
-        if not name.endswith(LATEST):
-            raise
-        return context.adapter_of(name.removesuffix(LATEST))
+def human_number(count: int) -> str:
+    """A number of parameters as Ollama writes it: 134.52M, 8B, 1.5B; "" for none."""
+    if count >= 10**9:
+        return f"{count // 10**9}B" if count % 10**9 == 0 else f"{count / 1e9:.1f}B"
+    if count >= 10**6:
+        return f"{count // 10**6}M" if count % 10**6 == 0 else f"{count / 1e6:.2f}M"
+    if count >= 1000:
+        return f"{count / 1000:.0f}K"
+    return str(count) if count else ""
 
 
 class OllamaModelsAPI:
     """Handlers that say what is served."""
 
-    def __init__(self, context: ServingContext) -> None:
+    def __init__(self, context: ServingContext, noted: HeaderNotes) -> None:
         self.context = context
+        self._noted = noted
 
     async def root(self, exchange: Exchange) -> None:
         """The line by which Ollama's clients recognise a server; browsers are sent to the web pages."""
@@ -64,7 +68,7 @@ class OllamaModelsAPI:
 
     async def tags(self, exchange: Exchange) -> None:
         """The served model and its adapters."""
-        await exchange.reply_json({"models": [self._card(name) for name in self._names()]})
+        await exchange.reply_json({"models": [self._card(name) for name in self.context.listed_names]})
 
     async def ps(self, exchange: Exchange) -> None:
         """The same: they are all loaded, for ever."""
@@ -74,16 +78,16 @@ class OllamaModelsAPI:
             "size_vram": 0 if ready.device == "cpu" else ready.weight_bytes + ready.kv_bytes,
             "context_length": self.context.model.context_length,
         }
-        cards = [self._card(name) for name in self._names()]
+        cards = [self._card(name) for name in self.context.listed_names]
         for card in cards:
             del card["modified_at"]
         await exchange.reply_json({"models": [card | loaded for card in cards]})
 
     async def show(self, exchange: Exchange) -> None:
         """What the model is and can do."""
-        body = await exchange.read_json(_SHOW, any_content_type=True)
+        body, unknown = await read_body(exchange, _SHOW)
         context, model = self.context, self.context.model
-        adapter = adapter_of(context, _one_name(body.model, body.name))
+        adapter = context.adapter_of(_one_name(body.model, body.name))
         defaults = model.sampling_defaults
         brought = {name: value for name, value in defaults.values().items() if getattr(defaults, name) is not None}
         template = "" if model.chat_template is None else model.chat_template.source
@@ -93,6 +97,7 @@ class OllamaModelsAPI:
             "general.basename": model.name,
             f"{family}.context_length": model.context_length,
             f"{family}.embedding_length": model.ready.hidden_size,
+            "general.parameter_count": model.ready.num_parameters,
             f"{family}.vocab_size": model.ready.vocab_size,
         }
         await exchange.reply_json(
@@ -105,18 +110,20 @@ class OllamaModelsAPI:
                 "model_info": info,
                 "capabilities": self._capabilities(),
                 "modified_at": timestamp(model.created),
-            }
+            },
+            headers=self._noted.headers(unknown),
         )
 
     async def pull(self, exchange: Exchange) -> None:
         """Success for a model that is served; there is no other."""
-        body = await exchange.read_json(_PULL, any_content_type=True)
-        adapter_of(self.context, _one_name(body.model, body.name))
+        body, unknown = await read_body(exchange, _PULL)
+        self.context.adapter_of(_one_name(body.model, body.name))
+        headers = self._noted.headers(unknown)
         if body.stream is False:
-            await exchange.reply_json({"status": "success"})
+            await exchange.reply_json({"status": "success"}, headers=headers)
             return
         lines = [encode_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
-        await send_response(exchange.send, 200, b"".join(lines), NDJSON)
+        await send_response(exchange.send, 200, b"".join(lines), NDJSON, headers)
 
     async def refuse(self, exchange: Exchange) -> None:
         """Refused: this server has the models that it was started with."""
@@ -124,9 +131,6 @@ class OllamaModelsAPI:
             "models cannot be created, copied, deleted or pushed here: this server has the models that it was started with",
             code="unsupported_route",
         )
-
-    def _names(self) -> list[str]:
-        return [self.context.model.name, *self.context.frontend.adapters.names]
 
     def _card(self, name: str) -> dict[str, object]:
         model = self.context.model
@@ -137,19 +141,20 @@ class OllamaModelsAPI:
             "modified_at": timestamp(model.created),
             "size": model.ready.weight_bytes,
             "digest": hashlib.sha256(f"{name}\n{model.ready.fingerprint}".encode()).hexdigest(),
-            "details": self._details(None if name == model.name else name),
+            "details": self._details(None if name in model.names else name),
         }
 
     def _details(self, adapter: str | None) -> dict[str, object]:
         model = self.context.model
-        precision = model.ready.quantization if model.ready.quantization != "none" else model.ready.dtype
+        ready = model.ready
+        precision = ready.quantization if ready.quantization != "none" else ready.dtype
         return {
             "parent_model": "" if adapter is None else full_name(model.name),
-            "format": "",
+            "format": ready.file_format,
             "family": model.model_type,
             "families": [model.model_type],
-            "parameter_size": "",
-            "quantization_level": precision,
+            "parameter_size": human_number(ready.num_parameters),
+            "quantization_level": ready.stored_precision or precision,
         }
 
     def _capabilities(self) -> list[str]:

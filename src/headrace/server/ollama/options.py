@@ -15,10 +15,9 @@ TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
 
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 _REPEAT_LAST_N = 64
+"""Ollama's default. It means all tokens here, and so do larger numbers."""
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "typical_p": (None, 1.0),
-    "tfs_z": (None, 1.0),
     "mirostat": (None, 0),
     "vocab_only": (None, False),
     "embedding_only": (None, False),
@@ -29,14 +28,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def sampling_params(
-    options: OllamaOptions, defaults: SamplingDefaults, context_length: int, json_schema: dict[str, object] | None
+    options: OllamaOptions, defaults: SamplingDefaults, json_schema: dict[str, object] | None
 ) -> SamplingParams:
     """The sampling parameters of a request. defaults: of the model. json_schema: what the output must match.
 
     Options about loading a model (num_gpu, num_thread, use_mmap ...) have no effect: it is loaded already. Neither has num_keep: nothing is ever
     dropped from the context. Raises RequestError that names the option.
     """
-    check_options(options, context_length)
+    check_options(options)
     penalised = options.repeat_last_n != 0
     return SamplingParams(
         max_new_tokens=_limit(options.num_predict),
@@ -46,6 +45,7 @@ def sampling_params(
         top_k=int(_first(options.top_k, defaults.top_k, TOP_K)),
         top_p=_first(options.top_p, defaults.top_p, TOP_P),
         min_p=options.min_p,
+        typical_p=options.typical_p,
         repetition_penalty=options.repeat_penalty if penalised else 1.0,
         presence_penalty=(options.presence_penalty or 0.0) if penalised else 0.0,
         frequency_penalty=(options.frequency_penalty or 0.0) if penalised else 0.0,
@@ -53,22 +53,25 @@ def sampling_params(
     )
 
 
-def check_options(options: OllamaOptions, context_length: int) -> None:
+def option_notes(options: OllamaOptions, context_length: int) -> list[str]:
+    """The options that get another value, for the reply's header: see `server/notes.py`."""
+    asked = options.num_ctx
+    return [f"options.num_ctx={context_length}"] if asked is not None and asked > context_length else []
+
+
+def check_options(options: OllamaOptions) -> None:
     """Raises RequestError for an option that is not supported."""
     for name, neutral in _NEUTRAL.items():
         if getattr(options, name) not in neutral:
             raise _unsupported(name, "is not supported")
-    if options.num_ctx is not None and options.num_ctx > context_length:
-        asked = f"is {options.num_ctx}, but this server's context has {context_length} tokens"
-        raise _unsupported("num_ctx", f"{asked}; start it with a larger --context-length")
     if not any(
         getattr(options, name) not in (None, neutral) for name, neutral in zip(_PENALTIES, (1, 0, 0), strict=True)
     ):
         return
     if options.penalize_newline is False:
         raise _unsupported("penalize_newline", "false is not supported: newlines are penalised like any other text")
-    if options.repeat_last_n not in (None, 0, -1, _REPEAT_LAST_N):
-        message = "must be -1 (all tokens), 0 (no penalty) or left out: penalties count all tokens, not the last ones"
+    if options.repeat_last_n not in (None, 0, -1) and options.repeat_last_n < _REPEAT_LAST_N:
+        message = f"must be -1 (all tokens), 0 (no penalty), or at least {_REPEAT_LAST_N}: penalties count all tokens, not the last ones"
         raise _unsupported("repeat_last_n", message)
 
 

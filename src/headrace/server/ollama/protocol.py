@@ -1,6 +1,7 @@
 """Request bodies of Ollama's API: every field of it.
 
 A field is honoured, accepted at the value that asks for nothing, or refused by name; `options.py`, `chat_request.py` and `generation.py` say which.
+Fields and options that are not here are ignored and noted (`bodies.py`), also where `forbid_unknown_fields` stands.
 Runs in the event loop that serves HTTP.
 """
 
@@ -19,8 +20,7 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     top_k: int | None = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
-    typical_p: float | None = None
-    tfs_z: float | None = None
+    typical_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     repeat_last_n: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     repeat_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
     presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None

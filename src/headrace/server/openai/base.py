@@ -227,10 +227,8 @@ class OpenAIServingBase(ABC, Generic[R, G]):
 
         Raises NotFoundError, and RequestError when lora_path names another adapter.
         """
-        if self.context.adapter_of(request.model) is None:
-            return msgspec.structs.replace(request, model=self.context.model.name)
         adapter = self.context.chosen_adapter(request.model, request.lora_path)
-        return msgspec.structs.replace(request, lora_path=adapter)
+        return msgspec.structs.replace(request, model=self.context.shown_model(request.model), lora_path=adapter)
 
     @abstractmethod
     def validate(self, request: R) -> None:

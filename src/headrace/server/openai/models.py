@@ -11,26 +11,22 @@ class ModelsAPI:
         self.context = context
 
     async def list_models(self, exchange: Exchange) -> None:
-        """The served model and its adapters."""
-        cards = [self._card(), *map(self._adapter_card, self.context.frontend.adapters.names)]
-        await exchange.reply_json({"object": "list", "data": cards})
+        """The served model by each of its names, and its adapters."""
+        await exchange.reply_json({"object": "list", "data": [self._card(name) for name in self.context.listed_names]})
 
     async def get_model(self, exchange: Exchange) -> None:
         """One model or adapter by its id; 404 when it is not served here."""
-        adapter = self.context.adapter_of(exchange.path_param("id"))
-        await exchange.reply_json(self._card() if adapter is None else self._adapter_card(adapter))
+        await exchange.reply_json(self._card(self.context.listed_name(exchange.path_param("id"))))
 
-    def _adapter_card(self, name: str) -> dict[str, object]:
-        return self._card() | {"id": name, "root": name, "parent": self.context.model.name}
-
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str) -> dict[str, object]:
         model = self.context.model
+        is_adapter = name not in model.names
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created,
             "owned_by": "headrace",
-            "root": model.name,
-            "parent": None,
+            "root": name if is_adapter else model.name,
+            "parent": model.name if is_adapter else None,
             "max_model_len": model.context_length,
         }

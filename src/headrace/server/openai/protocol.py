@@ -79,6 +79,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     # Ours.
     top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    typical_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     min_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
     repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
     repeat_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
@@ -190,6 +191,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
+            typical_p=self.typical_p,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             repetition_penalty=self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,

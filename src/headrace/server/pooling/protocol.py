@@ -72,7 +72,7 @@ class PooledRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def shown_model(self, context: ServingContext) -> str:
         """The model's name in the reply: that of the request, or of the served model if it gives none."""
-        return self.model if context.adapter_of(self.model) is not None else context.model.name
+        return context.shown_model(self.model)
 
 
 class PooledUsage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -38,13 +38,15 @@ def normalized(pooled: bytes) -> bytes:
     return unit.tobytes()
 
 
-async def reply_in_pieces(exchange: Exchange, pieces: Iterator[bytes]) -> None:
+async def reply_in_pieces(
+    exchange: Exchange, pieces: Iterator[bytes], headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
     """One JSON reply. pieces: not empty; each is made when the one before it is written. One that is a single piece has its length in the header."""
     first, second = next(pieces), next(pieces, None)
     if second is None:
-        await send_response(exchange.send, 200, first, _JSON)
+        await send_response(exchange.send, 200, first, _JSON, [*headers])
         return
-    await exchange.send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", _JSON)]})
+    await exchange.send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", _JSON), *headers]})
     await exchange.write(first)
     while second is not None:
         await exchange.write(second)

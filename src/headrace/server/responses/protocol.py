@@ -136,6 +136,7 @@ class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_
     seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    typical_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
     presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
     repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None

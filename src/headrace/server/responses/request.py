@@ -77,6 +77,7 @@ def _sampling(request: ResponsesRequest) -> SamplingParams:
         top_p=request.top_p,
         top_k=request.top_k,
         min_p=request.min_p,
+        typical_p=request.typical_p,
         stop=request.stop,
         seed=request.seed,
         frequency_penalty=request.frequency_penalty or 0.0,

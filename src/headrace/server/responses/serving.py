@@ -83,7 +83,7 @@ class ResponsesAPI:
                 request,
                 chat,
                 asked.tools,
-                model=request.model or self.context.model.name,
+                model=self.context.shown_model(request.model),
                 is_stored=keeps,
                 counts_cached=self.context.args.enable_cache_report,
             )
