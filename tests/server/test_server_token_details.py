@@ -174,3 +174,11 @@ def test_a_text_without_the_tokenizer_s_special_tokens(client: httpx.Client, ser
     assert server.frontend.calls[0].input_ids == ids_of("hello")
     reply = client.post("/v1/chat/completions", json=CHAT | {"add_special_tokens": True})
     assert reply.json()["error"]["param"] == "add_special_tokens"
+
+
+def test_clients_of_vllm_find_prompt_logprobs_in_every_reply(client: httpx.Client):
+    assert client.post("/v1/chat/completions", json=CHAT).json()["prompt_logprobs"] is None
+    for body in (COMPLETION, COMPLETION | {"prompt": ["a", "b"], "n": 2, "echo": True}):
+        assert all(
+            choice["prompt_logprobs"] is None for choice in client.post("/v1/completions", json=body).json()["choices"]
+        )

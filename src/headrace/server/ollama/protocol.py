@@ -69,10 +69,10 @@ class OllamaGeneration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class OllamaFunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the assistant. index: its number, without effect."""
+    """A call of the assistant. arguments: an object. index: its number, without effect."""
 
     name: str
-    arguments: dict[str, object] | None = None
+    arguments: object | None = None
     index: int | None = None
 
 

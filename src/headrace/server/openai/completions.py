@@ -149,6 +149,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             "index": index,
             "text": prompt + update.text,
             "logprobs": logprobs,
+            "prompt_logprobs": None,
             **ending.fields(),
         }
         if request.return_token_ids:

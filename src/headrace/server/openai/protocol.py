@@ -23,7 +23,8 @@ MAX_LOGPROBS = 20
 AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of OpenAI's API; others are the client's own, and the chat template's to show."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -209,13 +210,13 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a chat, any role.
+    """One message of a chat, any role. function_call: a call of the time before `tool_calls`, answered by the role `function`.
 
     Fields that are not listed here are labels of the client's own (ids, times, costs, cache marks of other servers): no template
     sees them, and they are accepted without effect. `reasoning` is `reasoning_content` by another name.
     """
 
-    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -245,7 +246,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
     separate_reasoning: false leaves reasoning in the content. stream_reasoning: false sends it in one piece when it is complete.
     include_reasoning: false leaves it out of the reply. thinking_budget: most tokens of reasoning, -1 = no limit; the other names
-    are those of vLLM and llama.cpp.
+    are those of vLLM and llama.cpp. functions, function_call: tools and their choice as they were before `tools`.
     """
 
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
@@ -293,8 +294,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
 
 _NOT_YET = (
-    "functions",
-    "function_call",
     "modalities",
     "audio",
     "moderation",
