@@ -141,7 +141,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         request = generation.request
         logprobs = None
         if request.logprobs:
-            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, request))
+            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, request), request)
         message = chat_message(
             fold(generation.events(update)),
             request.include_reasoning is not False,
@@ -233,7 +233,7 @@ class ChatChunks(ChunkWriter):
         if self.request.wants_logprobs:
             new = NewLogprobs.of(update, self.request)
             if new.tokens:
-                logprobs = encode_json(chat_logprobs(self.tokenizer, new))
+                logprobs = encode_json(chat_logprobs(self.tokenizer, new, self.request))
         if not deltas and (logprobs != b"null" or (self.wants_ids and bool(update.ids))):
             deltas = [b'{"content":"","reasoning_content":null}']
         if not deltas:
@@ -344,12 +344,12 @@ def _last_input(inputs: dict[int, InputReader], index: int) -> bytes:
     return _input_delta(index, inputs.pop(index).finish())
 
 
-def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs) -> dict[str, object]:
+def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs, request: ChatCompletionRequest) -> dict[str, object]:
     """The logprobs object of a chat choice."""
-    content = []
+    content, as_id = [], bool(request.return_tokens_as_token_ids)
     for position, entry in enumerate(new.tokens):
         alternatives = (new.alternatives[position] if position < len(new.alternatives) else None) or []
-        shown = token_logprob(tokenizer, entry)
-        shown["top_logprobs"] = [token_logprob(tokenizer, alternative) for alternative in alternatives]
+        shown = token_logprob(tokenizer, entry, as_id)
+        shown["top_logprobs"] = [token_logprob(tokenizer, alternative, as_id) for alternative in alternatives]
         content.append(shown)
     return {"content": content, "refusal": None}

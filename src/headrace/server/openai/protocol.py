@@ -46,7 +46,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of both completions and chat completions, beside those of `StructuredFields`; None = not set.
 
-    model: "" and "default" mean the served model. max_tokens: -1 = as many as fit.
+    model: "" and "default" mean the served model. max_tokens: -1 = as many as fit. include_stop_str_in_output: no_stop_trim, as vLLM calls it.
     """
 
     model: str = ""
@@ -74,6 +74,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -91,6 +92,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     prompt_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # llama.cpp's.
     return_progress: bool | None = None
 
@@ -150,7 +152,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
-            no_stop_trim=bool(self.no_stop_trim),
+            no_stop_trim=bool(self.no_stop_trim or self.include_stop_str_in_output),
             logit_bias=self.logit_bias,
             bad_words=self.bad_words,
             allowed_token_ids=self.allowed_token_ids,
