@@ -131,8 +131,7 @@ def test_results_and_replies_may_be_empty(server: Running, path: str):
     nothing: list[dict[str, Any]] = [{"content": None}, {"content": ""}]
     if path != RESPONSES:
         nothing.append({})
-    if path != OLLAMA:
-        nothing += [{"content": []}, {"content": [{"type": "text", "text": ""}]}]
+    nothing += [{"content": []}, {"content": [{"type": "text", "text": ""}]}]
     for result in nothing:
         assert "<|tool|>\n<|assistant|>" in prompt_of(server, path, called(path, "{}", result)), result
     name = "input" if path == RESPONSES else "messages"

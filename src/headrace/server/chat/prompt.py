@@ -168,10 +168,13 @@ def _first_rendered(
 
 def _check_own_roles(messages: Sequence[Message], text: str) -> None:
     """Raises RequestError if the prompt's text leaves out a message of a role of the client's own."""
+    at = 0
     for message in messages:
-        if message["role"] not in ROLES:
-            parts = _parts(message.get("content"))
-            if any(str(part.get("text", "")).strip() not in text for part in parts):
+        if message["role"] in ROLES:
+            continue
+        for part in _parts(message.get("content")):
+            at = text.find(str(part.get("text", "")).strip(), at)
+            if at < 0:
                 raise RequestError(
                     f"the chat template does not show the role {str(message['role'])[:50]!r}", "messages"
                 )

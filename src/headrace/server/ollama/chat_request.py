@@ -108,12 +108,13 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
                 f"{where}.{name}",
                 "unsupported_parameter",
             )
-    if message.content is None and not message.images and role not in _MAY_BE_EMPTY:
+    text = _text(f"{where}.content", message.content)
+    if text is None and not message.images and role not in _MAY_BE_EMPTY:
         raise RequestError(f"{where}.content is missing", f"{where}.content")
-    shown: Message = {"role": role, "content": message.content or ""}
+    shown: Message = {"role": role, "content": text or ""}
     if message.images:
         images = [base64_image(f"{where}.images[{number}]", image) for number, image in enumerate(message.images)]
-        shown["content"] = [*images, *([{"type": "text", "text": message.content}] if message.content else [])]
+        shown["content"] = [*images, *([{"type": "text", "text": text}] if text else [])]
     if message.thinking:
         shown["reasoning_content"] = message.thinking
     if message.tool_calls:
@@ -137,6 +138,21 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
     elif message.name:
         shown["name"] = message.name
     return shown
+
+
+def _text(where: str, content: str | list[object] | None) -> str | None:
+    """A content as text; None if there is none. Raises RequestError for parts that are no text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                place = f"{where}[{number}]"
+                raise RequestError(f'{place} must be {{"type": "text", "text": ...}}; images go into `images`', place)
+    return "\n".join(texts) if texts else None
 
 
 def _tools(tools: Sequence[dict[str, object]]) -> tuple[Tool, ...]:
