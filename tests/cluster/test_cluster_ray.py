@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -18,6 +20,8 @@ import httpx
 import psutil
 import pytest
 from server_process import events
+
+from headrace.cluster.ray_proxy import LOST
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -100,6 +104,39 @@ def replicas() -> list[psutil.Process]:
     ]
 
 
+MESSAGES = [{"role": "user", "content": "Tell me a story"}]
+ANSWERED = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True},
+    "/v1/messages": {"model": "", "messages": MESSAGES, "max_tokens": 400},
+    "/v1/responses": {"input": "Tell me a story", "max_output_tokens": 400, "ignore_eos": True},
+    "/api/chat": {"messages": MESSAGES, "options": {"num_predict": 400}},
+}
+
+
+def ended(server: Served, path: str, stream: bool, begun: threading.Barrier) -> bool:
+    """Whether a long request ends with an error of its API; if not, it is complete. begun: passed once a stream has begun, or the request is sent."""
+    body = ANSWERED[path] | {"stream": stream}
+    if not stream:
+        begun.wait()
+        reply = httpx.post(server.url + path, json=body, headers=KEY, timeout=LIMIT_S)
+        assert reply.headers["content-type"] == "application/json", reply.text
+        assert (reply.status_code == 200) == (LOST not in reply.text)
+        return reply.status_code != 200
+    with httpx.stream("POST", server.url + path, json=body, headers=KEY, timeout=LIMIT_S) as reply:
+        assert reply.status_code == 200
+        pieces = reply.iter_text()
+        text = next(pieces)
+        begun.wait()
+        text += "".join(pieces)
+    whole = {"/v1/messages": "message_stop", "/v1/responses": "response.incomplete", "/api/chat": '"done":true'}
+    failed = {"/v1/messages": "event: error", "/v1/responses": "response.failed", "/api/chat": '{"error":'}
+    is_lost = LOST in text
+    last = text.strip().splitlines()[-2:] if path != "/api/chat" else text.strip().splitlines()[-1:]
+    ends = (failed if is_lost else whole).get(path, "data: [DONE]")
+    assert ends in "\n".join(last) or ends in text.strip()[-400:], text[-1000:]
+    return is_lost
+
+
 def test_replicas_on_two_nodes_answer_and_one_that_is_killed_is_replaced(address):
     before = set(replicas())
     options = ("--ray-min-replicas", "2", "--ray-max-replicas", "2", "--ray-placement", "strict_spread")
@@ -119,7 +156,13 @@ def test_replicas_on_two_nodes_answer_and_one_that_is_killed_is_replaced(address
         assert len(chunks) > 1
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
-        os.kill(own.pop().pid, signal.SIGKILL)
+        asked = [(path, stream) for path in ANSWERED for stream in (True, False)] * 2
+        with ThreadPoolExecutor(len(asked)) as threads:
+            begun = threading.Barrier(len(asked) + 1, timeout=LIMIT_S)
+            running = [threads.submit(ended, server, path, stream, begun) for path, stream in asked]
+            begun.wait()
+            os.kill(own.pop().pid, signal.SIGKILL)
+            assert True in [one.result() for one in running], "some were of the one that was killed"
         end_s = time.monotonic() + LIMIT_S
         while len(set(replicas()) - before - own) < 1:
             assert time.monotonic() < end_s, server.written()

@@ -1,7 +1,9 @@
 """What --ray refuses and what a replica is given, without Ray."""
 
 import dataclasses
+import importlib
 import importlib.util
+import json
 
 import httpx
 import pytest
@@ -10,7 +12,8 @@ from fake_frontend import FakeFrontend, make_app
 from headrace import Engine, Runtime
 from headrace.cluster import ray_server
 from headrace.cluster.ray_options import NOT_WITH_RAY, plan_replicas
-from headrace.cluster.ray_server import cause, deployment_options, launch_on_ray
+from headrace.cluster.ray_proxy import LOST, MIDDLEWARES, LostReplicas, middlewares
+from headrace.cluster.ray_server import cause, controller_options, deployment_options, launch_on_ray
 from headrace.cluster.replica_routes import SAME_IN_ALL, OneReplicaGate
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -159,3 +162,110 @@ def test_the_routes_for_all_replicas_exist_and_none_of_them_is_for_the_operator(
 
     assert access.keys() >= SAME_IN_ALL
     assert "admin" not in {access[path] for path in SAME_IN_ALL}
+
+
+SSE, LINES, JSON, TEXT = (
+    "text/event-stream; charset=utf-8",
+    "application/x-ndjson",
+    "application/json",
+    "text/plain; charset=utf-8",
+)
+CREATED = b'event: response.created\ndata: {"type":"response.created","sequence_number":0,"response":{"id":"r","status":"in_progress"}}\n\n'
+DELTA = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,"delta":"a"}\n\n'
+
+
+async def replied(path, *messages, raises=None):
+    """What a client gets of a proxy that sends these messages and then ends, or raises."""
+
+    async def proxy(scope, receive, send):
+        for message in messages:
+            await send(message)
+        if raises is not None:
+            raise raises
+
+    app = LostReplicas(proxy)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        return await client.post(path, json={})
+
+
+def begins(content_type, status=200, **headers):
+    fields = {"content-type": content_type, **headers}
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in fields.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}
+
+
+def part(body, more_body=True):
+    return {"type": "http.response.body", "body": body, "more_body": more_body}
+
+
+def openai_error(message):
+    return {"error": {"message": message, "type": "internal_error", "param": None, "code": None}}
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/chat/completions", openai_error(LOST)),
+        ("/v1/completions", openai_error(LOST)),
+        ("/v1/responses", openai_error(LOST)),
+        ("/generate", openai_error(LOST)),
+        ("/v1/messages", {"type": "error", "error": {"type": "api_error", "message": LOST}}),
+        ("/api/chat", {"error": LOST}),
+    ],
+)
+async def test_a_request_whose_replica_dies_before_the_reply_has_an_error_of_its_api(path, told):
+    for raises in (None, RuntimeError("the proxy erred")):
+        reply = await replied(path, raises=raises)
+        assert (reply.status_code, reply.headers["content-type"], reply.json()) == (500, JSON, told)
+
+
+async def test_failures_of_the_proxy_itself_have_the_form_of_the_api():
+    reply = await replied("/v1/chat/completions", begins(TEXT, 503, retry_after="3"), part(b"no replica", False))
+    assert (reply.status_code, reply.headers["retry-after"], reply.json()) == (503, "3", openai_error("no replica"))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "sent", "end"),
+    [
+        ("/v1/chat/completions", SSE, b"data: {}\n\n", b"data: %b\n\ndata: [DONE]\n\n"),
+        ("/generate", SSE, b": keep-alive\n\n", b"data: %b\n\ndata: [DONE]\n\n"),
+        ("/v1/messages", SSE, b"event: ping\ndata: {}\n\n", b"event: error\ndata: %b\n\n"),
+        ("/api/generate", LINES, b"{}\n", b"%b\n"),
+    ],
+)
+async def test_a_stream_whose_replica_dies_ends_with_an_error_of_its_api(path, kind, sent, end):
+    error = (await replied(path)).content
+    assert (await replied(path, begins(kind), part(sent))).content == sent + end % error
+    assert (await replied(path, begins(kind))).content == end % error, "before its first event"
+    assert (await replied(path, begins(kind), part(sent), part(b"", False))).content == sent, "one that ended by itself"
+
+
+async def test_a_stream_of_responses_whose_replica_dies_ends_with_a_failed_response():
+    for parts in ([CREATED, DELTA], [CREATED + DELTA], [CREATED[:50], CREATED[50:] + DELTA]):
+        reply = await replied("/v1/responses", begins(SSE), *map(part, parts))
+        last = reply.content.removeprefix(CREATED + DELTA).decode()
+        assert last.startswith("event: response.failed\ndata: ")
+        told = json.loads(last.split("data: ")[1])
+        assert (told["type"], told["sequence_number"]) == ("response.failed", 5)
+        assert told["response"] == {"id": "r", "status": "failed", "error": {"code": "server_error", "message": LOST}}
+    last = (await replied("/v1/responses", begins(SSE), part(b": keep-alive\n\n"))).content.decode()
+    assert json.loads(last.split("data: ")[1]) == {
+        "type": "error", "code": "server_error", "message": LOST, "param": None, "sequence_number": 0,
+    }  # fmt: skip
+
+
+async def test_whole_replies_pass_as_they_are():
+    for status in (200, 400, 503):
+        reply = await replied("/v1/messages", begins(JSON, status, x_request_id="a"), part(b"{}", False))
+        assert (reply.status_code, reply.content, reply.headers["x-request-id"]) == (status, b"{}", "a")
+    assert (await replied("/", begins(TEXT), part(b"Ollama is running", False))).text == "Ollama is running"
+
+
+@pytest.mark.parametrize("placement", ["pack", "strict_spread"])
+def test_the_proxies_are_told_where_this_is(placement):
+    module, _, name = MIDDLEWARES.partition(":")
+    assert getattr(importlib.import_module(module), name) is middlewares
+    assert [one.cls for one in middlewares()] == [LostReplicas]
+    variables = controller_options(ServerArgs(ray=True, ray_placement=placement))["runtime_env"]["env_vars"]
+    assert variables["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == MIDDLEWARES
+    assert ("RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY" in variables) == (placement == "pack")

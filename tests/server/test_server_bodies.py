@@ -70,6 +70,30 @@ def test_what_is_not_a_json_object_is_refused(client: httpx.Client, server: Runn
     assert client.get("/ping").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"\ud83d", r"\ud83d at byte 10"),
+        (r"\ud83d and more", r"\ud83d at byte 10"),
+        (r"\ud83d\n and more", r"\ud83d at byte 10"),
+        (r"\uDE00 and more", r"\uDE00 at byte 10"),
+        (r"\ud83d\ude00\\ud83d\ud83d\ude00\ud83d", r"\ud83d at byte 41"),
+        (r"a\ud83d\ud83d\ude00", r"\ud83d at byte 11"),
+    ],
+)
+@pytest.mark.parametrize("route", [*ROUTES, "/v1/messages", "/v1/responses"])
+def test_half_a_character_is_called_so(client: httpx.Client, route: str, text: str, shown: str):
+    reply = client.post(route, content=f'{{"text": "{text}"}}', headers=JSON)
+    assert reply.status_code == 400
+    assert f"{shown} is half a character (a lone surrogate)" in reply.json()["error"]["message"]
+    assert "truncated" not in reply.text
+
+
+def test_a_body_that_ends_too_early_is_called_so(client: httpx.Client):
+    for body in ('{"text": "hi', '{"text": "\\\\ud83d', '{"text"', '{"text": "\\ud83d\\ude00'):
+        assert "it ends too early" in client.post("/generate", content=body, headers=JSON).json()["error"]["message"]
+
+
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("name", INTEGERS + FLOATS)
 def test_numbers_that_are_none_are_refused(client: httpx.Client, server: Running, route: str, name: str):

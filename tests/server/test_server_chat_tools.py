@@ -170,9 +170,6 @@ def test_a_template_without_tools_gets_them_as_text(client: httpx.Client, server
 @pytest.mark.parametrize(
     ("turn", "param"),
     [
-        ([TURN[0], TURN[2]], "messages[1].tool_call_id"),
-        ([TURN[0], TURN[1], TURN[2] | {"tool_call_id": "b"}], "messages[2].tool_call_id"),
-        ([TURN[0], TURN[1], {"role": "tool", "content": "x"}], "messages[2].tool_call_id"),
         ([TURN[0], TURN[1] | {"tool_calls": TURN[1]["tool_calls"] * 2}], "messages[1].tool_calls[1].id"),  # type: ignore[operator]
         ([TURN[0], TURN[1] | {"tool_calls": [{"id": "a", "function": {}}]}], "messages[1].tool_calls[0].function.name"),
         ([TURN[0], TURN[1] | {"tool_calls": [{"id": "a"}]}], "messages[1].tool_calls[0].function"),
@@ -245,3 +242,70 @@ def test_any_stream_adds_up_to_the_whole_reply(client: httpx.Client, server: Run
         reasons = [one["finish_reason"] for frame in frames for one in frame["choices"] if one["finish_reason"]]
         assert reasons == [choice["finish_reason"]]
         assert frames[-1]["usage"] == whole["usage"]
+
+
+OLD: dict[str, Any] = {
+    "model": "",
+    "messages": ASKED["messages"],
+    "functions": [WEATHER["function"]],
+    "max_tokens": 400,
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"), [(None, "function_call"), ("auto", "function_call"), ({"name": "get_weather"}, "stop")]
+)
+def test_a_function_call_of_the_time_before_tools(client: httpx.Client, server: Running, choice: object, reason: str):
+    server.frontend.script.text = f"<think>hm</think>{CALL}"
+    body = OLD if choice is None else OLD | {"function_call": choice}
+    whole = client.post(CHAT, json=body).json()["choices"][0]
+    called = {"name": "get_weather", "arguments": '{"city": "Z\u00fcrich"}'}
+    message = whole["message"]
+    assert (message["function_call"], message["content"], message["reasoning_content"]) == (called, None, "hm")
+    assert "tool_calls" not in message
+    assert whole["finish_reason"] == reason
+    choices = [frame["choices"][0] for frame in events(client.post(CHAT, json=body | {"stream": True}))]
+    pieces = [one["delta"]["function_call"] for one in choices if "function_call" in one["delta"]]
+    assert pieces[0] == {"name": "get_weather", "arguments": ""}
+    assert {name for piece in pieces[1:] for name in piece} == {"arguments"}
+    assert "".join(piece["arguments"] for piece in pieces) == called["arguments"]
+    assert choices[-1]["finish_reason"] == reason
+    assert not any("tool_calls" in one["delta"] for one in choices)
+
+    result = {"role": "function", "name": "get_weather", "content": "sunny"}
+    assert client.post(CHAT, json=OLD | {"messages": [*ASKED["messages"], message, result]}).status_code == 200
+    with_functions = prompt_of(server)
+    turn = [
+        message | {"function_call": None, "tool_calls": [{"id": "a", "function": called}]},
+        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    ]
+    assert (
+        client.post(CHAT, json=ASKED | {"messages": [*ASKED["messages"], *turn], "max_tokens": 400}).status_code == 200
+    )
+    assert with_functions == prompt_of(server)
+
+
+def test_without_function_call_none_there_is_text(client: httpx.Client, server: Running):
+    server.frontend.script.text = CALL
+    message = client.post(CHAT, json=OLD | {"function_call": "none"}).json()["choices"][0]["message"]
+    assert message["content"] == CALL
+    assert "function_call" not in message
+
+
+@pytest.mark.parametrize("text", ["yes", CALL, f"<think>hm</think>a{CALL}", "<think>hm"])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"functions": OLD["functions"], "tools": []}, {"logprobs": True}, {"include_reasoning": False}, {"n": 2}],
+)
+def test_every_delta_has_reasoning_content(client: httpx.Client, server: Running, text: str, asked: dict[str, Any]):
+    server.frontend.script = type(server.frontend.script)(text=text, progress=((9, 4),))
+    body = ASKED | {"max_tokens": 400, "stream": True, "return_progress": True} | asked
+    deltas = [choice["delta"] for frame in events(client.post(CHAT, json=body)) for choice in frame["choices"]]
+    assert all("reasoning_content" in delta for delta in deltas)
+    custom = {"type": "custom", "custom": {"name": "get_weather"}}
+    deltas = [
+        one["delta"]
+        for frame in events(client.post(CHAT, json=body | {"tools": [custom], "functions": []}))
+        for one in frame["choices"]
+    ]
+    assert all("reasoning_content" in delta for delta in deltas)

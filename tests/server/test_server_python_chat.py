@@ -181,3 +181,17 @@ def test_a_failure_of_the_engine_is_raised(server: Running, chats: Any) -> None:
     server.frontend.script.error, server.frontend.script.fail_at = ExecutionError("it broke"), 3
     with pytest.raises(ExecutionError, match="it broke"):
         chats.stream(asked())
+
+
+def test_a_call_that_was_cut_can_be_sent_back_and_functions_are_refused(server: Running):
+    server.frontend.script.text = '<tool_call>\n{"name": "get_weather", "arguments": {"ci'
+    fields = {"messages": USER, "tools": [TOOL]}
+    for side in (Here(server), There(server)):
+        reply = side.whole(fields)
+        assert reply.tool_calls[0].arguments == '{"ci'
+        assert side.whole(fields | {"messages": [*USER, reply.message, reply.tool_calls[0].result("")]}).text == ""
+        assert '{"invalid_arguments": "{\\"ci"}' in server.frontend.tokenizer.decode(
+            server.frontend.calls[-1].input_ids or [], False
+        )
+        with pytest.raises(RequestError, match="functions is not for chat: give tools"):
+            side.whole({"messages": USER, "functions": [TOOL["function"]]})

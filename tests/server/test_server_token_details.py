@@ -174,3 +174,82 @@ def test_a_text_without_the_tokenizer_s_special_tokens(client: httpx.Client, ser
     assert server.frontend.calls[0].input_ids == ids_of("hello")
     reply = client.post("/v1/chat/completions", json=CHAT | {"add_special_tokens": True})
     assert reply.json()["error"]["param"] == "add_special_tokens"
+
+
+def test_clients_of_vllm_find_prompt_logprobs_in_every_reply(client: httpx.Client):
+    assert client.post("/v1/chat/completions", json=CHAT).json()["prompt_logprobs"] is None
+    for body in (COMPLETION, COMPLETION | {"prompt": ["a", "b"], "n": 2, "echo": True}):
+        assert all(
+            choice["prompt_logprobs"] is None for choice in client.post("/v1/completions", json=body).json()["choices"]
+        )
+
+
+PARTS = "客单价 ďábelské 👩‍👩‍👧"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [PARTS, "é", "a\ufffdb"])
+def test_parts_of_characters_are_shown_by_their_bytes(client: httpx.Client, server: Running, text: str, stream: bool):
+    """Every token of the fake is one byte, so its alternatives have one each, too."""
+    server.frontend.script.text = text
+    shown = [chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in text.encode()]
+    body = {"prompt": text, "echo": True, "logprobs": 5, "max_tokens": 100}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in chunks_of(client, "/v1/completions", body)]
+    else:
+        choices = client.post("/v1/completions", json=body).json()["choices"]
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    assert [token for one in logprobs for token in one["tokens"]] == shown * 2
+    tops = [top for one in logprobs for top in one["top_logprobs"]]
+    assert [token in top for token, top in zip(shown, tops[len(shown) :], strict=True)] == [True] * len(shown)
+    chat = CHAT | {"max_tokens": 100, "logprobs": True, "top_logprobs": 2}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in chunks_of(client, "/v1/chat/completions", chat)]
+    else:
+        choices = client.post("/v1/chat/completions", json=chat).json()["choices"]
+    content = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert [entry["token"] for entry in content] == shown
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+
+
+def test_all_alternatives_survive(client: httpx.Client):
+    parts = ids_of(PARTS[0]) + ids_of("ď")  # five bytes, none of which is a text
+    body = COMPLETION | {"logprob_token_ids": parts, "logprobs": 5}
+    tops = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert [len([token for token in top if token.startswith("bytes:")]) for top in tops] == [5] * 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_by_their_ids(client: httpx.Client, server: Running, stream: bool):
+    asked = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    for route, body in (
+        ("/v1/completions", COMPLETION | {"logprobs": 2}),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
+    ):
+        if stream:
+            choices = [chunk["choices"][0] for chunk in chunks_of(client, route, body | asked)]
+        else:
+            choices = client.post(route, json=body | asked).json()["choices"]
+        ids = [f"token_id:{one}" for choice in choices for one in choice.get("token_ids", ())]
+        found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        if route == "/v1/completions":
+            assert [token for one in found for token in one["tokens"]] == ids
+            names = {name for one in found for top in one["top_logprobs"] for name in top}
+        else:
+            entries = [entry for one in found for entry in one["content"]]
+            assert [entry["token"] for entry in entries] == ids
+            names = {top["token"] for entry in entries for top in entry["top_logprobs"]}
+        assert names
+        assert all(name.startswith("token_id:") for name in names)
+
+
+@pytest.mark.parametrize("route, body", ROUTES)
+def test_the_stop_string_stays_in_the_output_if_asked(
+    client: httpx.Client, server: Running, route: str, body: dict[str, Any]
+):
+    for field in ("include_stop_str_in_output", "no_stop_trim"):
+        for value in (True, False, None):
+            assert client.post(route, json=body | {"stop": "w", field: value}).status_code == 200
+            assert server.frontend.resolved[-1].no_stop_trim is bool(value)
+    reply = client.post(route, json=body | {"include_stop_str_in_output": "yes"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "include_stop_str_in_output")

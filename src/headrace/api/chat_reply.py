@@ -100,6 +100,8 @@ def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[
     for name in ONE_REPLY:
         if options.get(name) not in (None, False, 0) and (name, options[name]) != ("n", 1):
             raise RequestError(f"{name} is not for chat: use generate, or the HTTP API", name, "unsupported_parameter")
+    if options.get("functions"):
+        raise RequestError("functions is not for chat: give tools", "functions", "unsupported_parameter")
     given = {"messages": messages_as_json(messages), "tools": tools, "stream": stream, **options}
     if stream:
         given["stream_options"] = {"include_usage": True}

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace import log
 from headrace.cluster.ray_options import ReplicaPlan, plan_replicas
+from headrace.cluster.ray_proxy import MIDDLEWARES
 from headrace.config.resolve import most_running
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
@@ -144,6 +145,15 @@ def deployment_options(args: ServerArgs, plan: ReplicaPlan) -> dict[str, Any]:
     }
 
 
+def controller_options(args: ServerArgs) -> dict[str, Any]:
+    """Options of Ray Serve's controller; the proxies that it starts have its environment."""
+    variables = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES}
+    if args.ray_placement == "pack":
+        # Serve spreads replicas over the nodes unless its controller has this variable.
+        variables["RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY"] = "1"
+    return {"runtime_env": {"env_vars": variables}}
+
+
 def _deploy(args: ServerArgs, plan: ReplicaPlan) -> None:
     """Start Ray Serve's proxies and the replicas, and wait until they are ready. Raises ConfigError and ExecutionError."""
     from ray import serve
@@ -157,13 +167,7 @@ def _deploy(args: ServerArgs, plan: ReplicaPlan) -> None:
         "ssl_certfile": args.ssl_certfile,
         "ssl_keyfile": (args.ssl_keyfile or args.ssl_certfile),
     }
-    # Serve spreads replicas over the nodes unless its controller has this variable.
-    packs = {"runtime_env": {"env_vars": {"RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY": "1"}}}
-    serve.start(
-        proxy_location="EveryNode",
-        http_options=http,
-        controller_options=packs if args.ray_placement == "pack" else None,
-    )
+    serve.start(proxy_location="EveryNode", http_options=http, controller_options=controller_options(args))
     deployment = serve.deployment(**deployment_options(args, plan))(serve.ingress()(EngineReplica))
     try:
         serve.run(deployment.bind(VERSION, plan.options), name=APP, route_prefix="/")

@@ -6,6 +6,7 @@ Owns these limits and the limit on bytes of bodies in memory. Does not know what
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ TRIM_BYTES = 32 << 20
 _PIECE_BYTES = 64 << 10
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 _LONG_NUMBER = b"0" * 19
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u([dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape in a JSON string; its group is half a character."""
 
 
 @dataclass(slots=True)
@@ -102,6 +107,12 @@ def has_long_number(body: bytes) -> bool:
         _LONG_NUMBER in body[at : at + _PIECE_BYTES + overlap].translate(_DIGITS)
         for at in range(0, len(body), _PIECE_BYTES)
     )
+
+
+def half_character(body: bytes) -> str:
+    """The first escape in a JSON text that is half a character (a surrogate without the other one) and its place; empty if there is none."""
+    lone = next((found for found in _ESCAPE.finditer(body) if found[1]), None)
+    return "" if lone is None else f"\\u{lone[1].decode()} at byte {lone.start()}"
 
 
 class Bodies:

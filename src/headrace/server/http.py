@@ -21,7 +21,7 @@ from headrace.log import get_logger
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.messages.whole_numbers import with_whole_numbers
-from headrace.server.body import Bodies, has_long_number
+from headrace.server.body import Bodies, half_character, has_long_number
 from headrace.server.error_forms import ApiError, form_of
 
 Scope = MutableMapping[str, Any]
@@ -119,12 +119,19 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepar
     except msgspec.ValidationError as exc:
         raise field_error(str(exc), decoder.type) from None
     except msgspec.DecodeError as exc:
-        raise RequestError(f"the body is not valid JSON: {exc}", code="invalid_json") from None
+        raise RequestError(f"the body is not valid JSON: {_fault(body, str(exc))}", code="invalid_json") from None
     except UnicodeDecodeError as exc:
         raise RequestError(f"the body is not valid UTF-8: {exc.reason}", code="invalid_json") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
     return value
+
+
+def _fault(body: bytes, text: str) -> str:
+    """What is wrong with a body that is no JSON. text: what the decoder says, which takes half a character for the end."""
+    if half := half_character(body):
+        return f"{half} is half a character (a lone surrogate); the other half must follow it"
+    return "it ends too early (the input data was truncated)" if text == "Input data was truncated" else text
 
 
 def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepare | None) -> T:

@@ -18,24 +18,6 @@ NO_EFFECT = frozenset({"cache_control", "diagnostics", "metadata", "service_tier
 """Accepted without effect: labels, hints for caches that work by marks, and requests for the vendor's own reports."""
 
 
-class InnerBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A block in the result of a tool: `text` or `image`; others are refused by their type, with the fields they have.
-
-    cache_control and citations are accepted without effect.
-    """
-
-    type: str
-    text: str | None = None
-    cache_control: object | None = None
-    citations: object | None = None
-    # image, document, search_result, tool_reference
-    source: object | None = None
-    title: str | None = None
-    context: str | None = None
-    content: object | None = None
-    tool_name: str | None = None
-
-
 class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A block of a message, of any type; `request.py` says which types are supported.
 
@@ -52,9 +34,9 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     input: object | None = None
     caller: object | None = None
     toolset_name: str | None = None
-    # tool_result; elsewhere what the type has
+    # tool_result; content: of documents and search results, too
     tool_use_id: str | None = None
-    content: str | list[InnerBlock] | dict[str, object] | None = None
+    content: object | None = None
     is_error: bool | None = None
     # thinking, redacted_thinking
     thinking: str | None = None
@@ -67,10 +49,13 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message. Fields that are not listed here are the client's own labels: no template sees them."""
+    """One message. Fields that are not listed here are the client's own labels: no template sees them.
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    role: user, assistant, system, or one of the client's own. content: a text, or blocks; their types differ in their fields, see `blocks.py`.
+    """
+
+    role: str
+    content: str | list[dict[str, object]] | None = None
 
 
 class AnthropicTool(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,22 +5,18 @@ Owns the blocks of a reply, its ids, reasons and counts. Runs in the event loop 
 
 from collections.abc import Iterable
 
-import msgspec
-
 from headrace.errors import RequestError
 from headrace.frontend.failures import failure_of
 from headrace.frontend.sample_update import SampleUpdate, SampleUsage
 from headrace.messages.outputs import FinishReason
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.choice_stream import ChoiceStream
+from headrace.server.chat.conversation import arguments_of
 from headrace.server.error_forms import ApiError, anthropic_error
 from headrace.server.http import encode_json
 
 SIGNATURE = "headrace"
 """The signature of every thinking block. Clients want one; nobody checks it."""
-
-NOT_AN_OBJECT = "invalid_arguments"
-"""Where `input` has the text of a call's arguments that are not the JSON of an object (the model was cut off, or erred)."""
 
 
 def tool_use_id(call_id: str) -> str:
@@ -77,21 +73,10 @@ def content_of(events: Iterable[Event], shows_thinking: bool) -> list[dict[str, 
                 texts[-1].append(text)
     for block, parts in zip(blocks, texts, strict=True):
         if block["type"] == "tool_use":
-            block["input"] = input_of("".join(parts))
+            block["input"] = arguments_of("".join(parts))
         else:
             block[str(block["type"])] = "".join(parts)
     return blocks
-
-
-def input_of(arguments: str) -> dict[str, object]:
-    """The `input` of a call: its arguments, or an object that shows them if they are not the JSON of one."""
-    if not arguments.strip():
-        return {}
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {NOT_AN_OBJECT: arguments}
 
 
 def frame(kind: bytes, data: bytes) -> bytes:

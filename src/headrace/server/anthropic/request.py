@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from headrace.errors import ContextLengthError, RequestError
 from headrace.messages.neutral import is_empty
 from headrace.sampling.params import SamplingParams
+from headrace.server.anthropic.blocks import block_text, check_block, read_blocks
 from headrace.server.anthropic.protocol import (
     Block,
-    InnerBlock,
     InputMessage,
     MessagesRequest,
     OutputFormatConfig,
@@ -24,17 +24,10 @@ from headrace.server.chat.media import asks_for, base64_image, image_part
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""
 
-_FIELDS_OF_TYPE = {
-    "text": {"text", "citations"},
-    "tool_use": {"id", "name", "input", "caller"},
-    "tool_result": {"tool_use_id", "content", "is_error"},
-    "thinking": {"thinking", "signature"},
-    "redacted_thinking": {"data"},
-    "image": {"source"},
-}
-"""The fields of each supported type of block, beside those of all types."""
+_ROLE_OF = {"developer": "system"}
 
-_OF_EVERY_TYPE = {"type", "cache_control"}
+_CALLERS = (None, "direct", "code_execution_20250825", "code_execution_20260120")
+"""Who may have made a call of the history: the model, or a program that it wrote for the vendor's servers to run."""
 
 
 def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conversation, list[str]]:
@@ -64,7 +57,7 @@ def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conver
         thinking=thinks,
         thinking_budget=thinking.budget_tokens if thinking is not None else None,
         budget_is_hint=True,
-        continues_last=messages[-1]["role"] == "assistant",
+        continues_last=messages[-1]["role"] == "assistant" and bool(messages[-1]["content"]),
     )
     return conversation, skipped
 
@@ -114,28 +107,32 @@ class _Messages:
         if last.get("tool_calls"):
             where = f"messages[{len(request.messages) - 1}]"
             raise RequestError(f"{where}: the results of its tool calls are missing", where)
+        if last == {"role": "assistant", "content": ""} and len(self.shown) > 1:
+            self.shown.pop()  # A reply that was begun with nothing is a new one.
         return self.shown
 
     def _add(self, where: str, message: InputMessage) -> None:
-        content = message.content
+        role, content = _ROLE_OF.get(message.role, message.role), message.content
+        if not role:
+            raise RequestError(f"{where}.role is empty", f"{where}.role")
+        if not content and not isinstance(content, str) and role in ("assistant", "tool"):
+            content = ""  # The model said nothing.
         if isinstance(content, str):
-            self.shown.append({"role": message.role, "content": content})
+            self.shown.append({"role": role, "content": content})
             return
         if not content:
             raise RequestError(f"{where}.content is empty", f"{where}.content")
-        places = [f"{where}.content[{place}]" for place in range(len(content))]
-        for place, block in zip(places, content, strict=True):
-            _check_block(place, block)
-        match message.role:
-            case "user":
-                self._add_user(places, content)
+        places, blocks = read_blocks(f"{where}.content", content)
+        match role:
             case "assistant":
-                self._add_assistant(places, content)
+                self._add_assistant(places, blocks)
             case "system":
-                self.shown.append({"role": "system", "content": "\n".join(_texts(places, content, "system"))})
+                self.shown.append({"role": "system", "content": "\n".join(_texts(places, blocks, "system"))})
+            case _:
+                self._add_user(role, places, blocks)
 
-    def _add_user(self, places: Sequence[str], blocks: Sequence[Block]) -> None:
-        """Results of tools come before the text, because templates expect them right after the calls."""
+    def _add_user(self, role: str, places: Sequence[str], blocks: Sequence[Block]) -> None:
+        """Results of tools come before the text, because templates expect them right after the calls. role: user, or one of the client's own."""
         others = []
         for place, block in zip(places, blocks, strict=True):
             if block.type == "tool_result":
@@ -144,24 +141,19 @@ class _Messages:
                 others.append((place, block))
         if others:
             parts = [_user_part(place, block) for place, block in others]
-            self.shown.append({"role": "user", "content": parts})
+            self.shown.append({"role": role, "content": parts})
 
     def _result(self, where: str, block: Block) -> Message:
         if not block.tool_use_id:
             raise RequestError(f"{where}.tool_use_id is missing", f"{where}.tool_use_id", "missing_field")
-        name = self.asked.get(block.tool_use_id)
-        if name is None:
-            raise RequestError(
-                f"{where} is the result of a tool call, but no tool_use block before it has the id {block.tool_use_id[:100]!r}",
-                f"{where}.tool_use_id",
-            )
         content = _result_content(f"{where}.content", block.content)
         if block.is_error:
             if isinstance(content, list):
                 content = [{"type": "text", "text": "Error:"}, *content]
             else:
                 content = f"Error: {content}" if content else "Error"
-        return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id, "name": name}
+        named = {"name": self.asked[block.tool_use_id]} if block.tool_use_id in self.asked else {}
+        return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id, **named}
 
     def _add_assistant(self, places: Sequence[str], blocks: Sequence[Block]) -> None:
         texts: list[str] = []
@@ -171,7 +163,7 @@ class _Messages:
         for place, block in zip(places, blocks, strict=True):
             match block.type:
                 case "text":
-                    texts.append(_text(place, block))
+                    texts.append(block_text(place, block))
                 case "thinking":
                     thoughts.append(block.thinking or "")
                 case "redacted_thinking":
@@ -194,40 +186,20 @@ def _system_text(system: str | Sequence[Block] | None) -> str:
         return system or ""
     places = [f"system[{place}]" for place in range(len(system))]
     for place, block in zip(places, system, strict=True):
-        _check_block(place, block)
+        check_block(place, block)
     texts = _texts(places, system, "system")
     return "\n".join(text for text in texts if not text.startswith(ATTRIBUTION))
-
-
-def _check_block(where: str, block: Block | InnerBlock) -> None:
-    """Raises RequestError for a block of another type, or with fields of another type."""
-    known = _FIELDS_OF_TYPE.get(block.type)
-    if known is None:
-        raise RequestError(
-            f"{where}: blocks of type {block.type[:50]!r} are not supported yet",
-            f"{where}.type",
-            "unsupported_parameter",
-        )
-    for name in block.__struct_fields__:
-        if name not in known and name not in _OF_EVERY_TYPE and not is_empty(getattr(block, name)):
-            raise RequestError(f"{where}.{name} does not belong to a block of type {block.type}", f"{where}.{name}")
 
 
 def _texts(places: Sequence[str], blocks: Sequence[Block], role: str) -> list[str]:
     for place, block in zip(places, blocks, strict=True):
         if block.type != "text":
             raise _wrong_role(place, block.type, role)
-    return [_text(place, block) for place, block in zip(places, blocks, strict=True)]
+    return [block_text(place, block) for place, block in zip(places, blocks, strict=True)]
 
 
 def _wrong_role(where: str, kind: str, role: str) -> RequestError:
     return RequestError(f"{where}: blocks of type {kind} do not belong to the role {role}", f"{where}.type")
-
-
-def _text(where: str, block: Block | InnerBlock) -> str:
-    if block.text is None:
-        raise RequestError(f"{where}.text is missing", f"{where}.text", "missing_field")
-    return block.text
 
 
 def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
@@ -238,14 +210,12 @@ def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
     assert block.id is not None and block.name is not None, "checked"  # noqa: PT018
     if block.id in asked:
         raise RequestError(f"{where}.id: there are two calls with the id {block.id[:100]!r}", f"{where}.id")
-    if not isinstance(block.input, dict | None):
-        raise RequestError(f"{where}.input must be an object", f"{where}.input")
-    if block.caller not in (None, {}, {"type": "direct"}):
+    if not (is_empty(block.caller) or (isinstance(block.caller, dict) and block.caller.get("type") in _CALLERS)):
         raise RequestError(
             f"{where}.caller: only calls by the model itself are supported", f"{where}.caller", "unsupported_parameter"
         )
     asked[block.id] = block.name
-    return function_call(block.id, block.name, block.input or {})
+    return function_call(block.id, block.name, block.input)
 
 
 def _user_part(where: str, block: Block) -> Message:
@@ -276,24 +246,23 @@ def _image(where: str, source: object) -> Message:
             )
 
 
-def _result_content(where: str, content: str | Sequence[InnerBlock] | dict[str, object] | None) -> str | list[Message]:
+def _result_content(where: str, content: object) -> str | list[Message]:
     """The content of a result: a text, of blocks of text, too; or parts, if there are images among them."""
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, dict):
+    if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or a list of blocks", where)
-    places = [f"{where}[{place}]" for place in range(len(content))]
-    for place, block in zip(places, content, strict=True):
+    places, blocks = read_blocks(where, content)
+    for place, block in zip(places, blocks, strict=True):
         if block.type not in ("text", "image"):
             raise RequestError(
                 f"{place}: blocks of type {block.type[:50]!r} are not supported yet in the result of a tool",
                 f"{place}.type",
                 "unsupported_parameter",
             )
-        _check_block(place, block)
-    if any(block.type == "image" for block in content):
+    if any(block.type == "image" for block in blocks):
         return [
-            _image(place, block.source) if block.type == "image" else {"type": "text", "text": _text(place, block)}
-            for place, block in zip(places, content, strict=True)
+            _image(place, block.source) if block.type == "image" else {"type": "text", "text": block_text(place, block)}
+            for place, block in zip(places, blocks, strict=True)
         ]
-    return "\n".join(_text(place, block) for place, block in zip(places, content, strict=True))
+    return "\n".join(block_text(place, block) for place, block in zip(places, blocks, strict=True))

@@ -3,9 +3,9 @@
 Owns these types, the checks that all APIs share, and the form in which templates read messages and tools. The APIs make it from their own
 requests; `prompt` renders it. Pure functions; any thread.
 
-Messages are dicts with the keys of chat templates: `role` (system, user, assistant, tool), `content` (text, or a list of
+Messages are dicts with the keys of chat templates: `role` (`ROLES`, or one of the client's own), `content` (text, or a list of
 `{"type": "text", "text": ...}`), `reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, where the
-arguments are an object, or a text that is not the JSON of one), `tool_call_id` and `name`.
+arguments are an object), `tool_call_id` and `name`.
 """
 
 import re
@@ -22,6 +22,12 @@ MAX_TOOLS = 1024
 
 MAX_NAME_CHARS = 256
 """Longest name of a tool; OpenAI allows 64, other vendors 128."""
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""Roles that every chat template may be expected to know."""
+
+NOT_AN_OBJECT = "invalid_arguments"
+"""Where an object has the text of a call's arguments that are none themselves (the model was cut off, or erred)."""
 
 Message = dict[str, object]
 
@@ -166,16 +172,26 @@ def allowed_tools(field: str, names: Sequence[str], tools: tuple[Tool, ...]) -> 
 
 
 def check_history(field: str, messages: Sequence[Message]) -> None:
-    """Check that tool calls have different ids, and that each result answers a call of the last message with calls; give it the name of its tool.
+    """Check that the calls of a message have different ids, and give each result of the last message with calls the name of its tool.
 
-    field: name of the list of messages. Raises RequestError that names the message.
+    A result without an id answers the first of these calls, of its name if it has one, that has no result yet. One whose call is not there stays
+    as it is: clients shorten histories. field: name of the list of messages. Raises RequestError that names the message.
     """
     asked: dict[str, str] = {}
+    answered: set[str] = set()
     for number, message in enumerate(messages):
         where = f"{field}[{number}]"
         match message["role"]:
-            case "assistant" if calls_of(message):
-                asked = {}
+            case "tool":
+                name = message.get("name")
+                waiting = (one for one in asked if one not in answered and name in (None, asked[one]))
+                call_id = message.get("tool_call_id") or next(waiting, None)
+                if isinstance(call_id, str) and call_id in asked:
+                    message["tool_call_id"] = call_id
+                    answered.add(call_id)
+                    message.setdefault("name", asked[call_id])
+            case _ if calls_of(message):
+                asked, answered = {}, set()
                 for place, call in enumerate(calls_of(message)):
                     call_id = str(call["id"])
                     if call_id in asked:
@@ -184,33 +200,38 @@ def check_history(field: str, messages: Sequence[Message]) -> None:
                     function = call["function"]
                     assert isinstance(function, dict), "made by `function_call`"
                     asked[call_id] = str(function["name"])
-            case "tool":
-                answered = message.get("tool_call_id")
-                if not isinstance(answered, str) or answered not in asked:
-                    raise RequestError(
-                        f"{where} is the result of a tool call, but no call before it has the id {str(answered)[:100]!r}",
-                        f"{where}.tool_call_id",
-                    )
-                message.setdefault("name", asked[answered])
             case _:
                 pass
 
 
+def is_unasked(messages: Sequence[Message]) -> list[bool]:
+    """Of each message, whether it is the result of a call that is not in the last message with calls before it."""
+    asked: set[object] = set()
+    found = []
+    for message in messages:
+        if message["role"] != "tool":
+            asked = {call["id"] for call in calls_of(message)} or asked
+        found.append(message["role"] == "tool" and message.get("tool_call_id") not in asked)
+    return found
+
+
 def function_call(call_id: str, name: str, arguments: object) -> Message:
-    """An element of `tool_calls`. arguments: an object, or its JSON."""
-    if isinstance(arguments, str):
-        arguments = _object_or_text(arguments)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    """An element of `tool_calls`. arguments: an object, or its JSON; what is neither is shown in an object, because templates take no other."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
-def _object_or_text(text: str) -> object:
+def arguments_of(given: object) -> dict[str, object]:
+    """The arguments of a call as an object: itself, what its JSON says, nothing for none, or one that holds what is given as its text."""
+    if isinstance(given, dict):
+        return given
+    text = "" if given is None else given if isinstance(given, str) else msgspec.json.encode(given).decode()
     if not text.strip():
         return {}
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        value = None
+    return value if isinstance(value, dict) else {NOT_AN_OBJECT: text}
 
 
 def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -223,8 +244,6 @@ def _arguments_as_text(message: Message) -> Message:
     for call in calls_of(message):
         function = call["function"]
         assert isinstance(function, dict), "made by `function_call`"
-        arguments = function["arguments"]
-        if not isinstance(arguments, str):
-            arguments = msgspec.json.encode(arguments).decode()
+        arguments = msgspec.json.encode(function["arguments"]).decode()
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}

@@ -13,7 +13,15 @@ from typing import Any, Protocol, Self
 from headrace.errors import RequestError
 from headrace.messages.media import NO_REFS, WORDS, MediaKind, MediaRefs
 from headrace.messages.neutral import is_empty
-from headrace.server.chat.conversation import Conversation, Message, Tool, calls_of, with_arguments_as_text
+from headrace.server.chat.conversation import (
+    ROLES,
+    Conversation,
+    Message,
+    Tool,
+    calls_of,
+    is_unasked,
+    with_arguments_as_text,
+)
 from headrace.server.chat.media import MediaMarks, is_media, media_in, media_renamed, without_values
 from headrace.server.context import Asker, ServingContext
 from headrace.text.batch_tokenizer import refuse_too_long
@@ -143,22 +151,56 @@ def _first_rendered(
     if any(message["role"] == "system" for message in messages[1:]):
         # Some templates take a system message only at the beginning; coding agents send others later.
         forms += [_late_system_as_user(form) for form in forms]
+    if any(is_unasked(messages)) or any(message["role"] not in ROLES for message in messages):
+        # Some templates refuse, or leave out, roles that they do not know, and results without a call.
+        forms += [_as_user(form) for form in forms]
     error: RequestError | None = None
     for form in forms:
         try:
-            return render(form)
+            rendered = render(form)
+            _check_own_roles(form, rendered.text)
+            return rendered
         except RequestError as exc:
             error = exc if error is None else error
     assert error is not None, "there is a form"
     raise error
 
 
+def _check_own_roles(messages: Sequence[Message], text: str) -> None:
+    """Raises RequestError if the prompt's text leaves out a message of a role of the client's own."""
+    at = 0
+    for message in messages:
+        if message["role"] in ROLES:
+            continue
+        for part in _parts(message.get("content")):
+            at = text.find(str(part.get("text", "")).strip(), at)
+            if at < 0:
+                raise RequestError(
+                    f"the chat template does not show the role {str(message['role'])[:50]!r}", "messages"
+                )
+
+
 def _late_system_as_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the text of later system messages as the user's, in one message with what the user says beside it."""
+    """The messages with the text of later system messages as the user's."""
+    late = [number > 0 and message["role"] == "system" for number, message in enumerate(messages)]
+    return _joined_users(
+        [message | {"role": "user"} if is_late else message for message, is_late in zip(messages, late, strict=True)]
+    )
+
+
+def _as_user(messages: Sequence[Message]) -> list[Message]:
+    """The messages of roles of the client's own, and the results whose call is not there, as the user's."""
+    turned = [
+        _call_written_out(message) if unasked else message
+        for message, unasked in zip(messages, is_unasked(messages), strict=True)
+    ]
+    return _joined_users([message if message["role"] in ROLES else message | {"role": "user"} for message in turned])
+
+
+def _joined_users(messages: Sequence[Message]) -> list[Message]:
+    """What the user says in messages that follow each other, in one."""
     shown: list[Message] = []
-    for number, message in enumerate(messages):
-        is_late = number > 0 and message["role"] == "system"
-        turned = message | {"role": "user"} if is_late else message
+    for turned in messages:
         before = shown[-1] if shown else None
         if before is not None and before["role"] == turned["role"] == "user":
             first, second = before.get("content"), turned.get("content")

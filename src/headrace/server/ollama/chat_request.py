@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from headrace.errors import ContextLengthError, RequestError
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import (
+    ROLES,
     Conversation,
     Message,
     Tool,
@@ -20,8 +21,7 @@ from headrace.server.chat.conversation import (
 from headrace.server.chat.media import base64_image
 from headrace.server.ollama.protocol import OllamaMessage
 
-ROLES = ("system", "user", "assistant", "tool")
-_NO_RESULT: Message = {"role": "user", "content": ""}
+_MAY_BE_EMPTY = ("assistant", "tool")
 EFFORTS = ("low", "medium", "high")
 
 
@@ -33,7 +33,7 @@ def conversation_of(
         raise ContextLengthError("messages", context_length, f"there are {len(messages)} messages")
     history = _History()
     shown = [_template_message(f"messages[{number}]", message, history) for number, message in enumerate(messages)]
-    check_history("messages", [_NO_RESULT if _is_open(message) else message for message in shown])
+    check_history("messages", shown)
     return Conversation(
         messages=shown,
         tools=_tools(tools),
@@ -91,15 +91,15 @@ class _History:
 
 def _template_message(where: str, message: OllamaMessage, history: _History) -> Message:
     role = message.role
-    if role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role[:50]!r}", f"{where}.role")
+    if not role:
+        raise RequestError(f"{where}.role is empty", f"{where}.role")
     for name, owner in (
         ("thinking", "assistant"),
         ("tool_calls", "assistant"),
         ("tool_call_id", "tool"),
         ("tool_name", "tool"),
     ):
-        if role != owner and not is_empty(getattr(message, name)):
+        if role in ROLES and role != owner and not is_empty(getattr(message, name)):
             raise RequestError(f"{where}.{name} belongs to the role {owner}", f"{where}.{name}")
     for name in ("audios", "videos"):
         if not is_empty(getattr(message, name)):
@@ -108,19 +108,19 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
                 f"{where}.{name}",
                 "unsupported_parameter",
             )
-    # An assistant that answered nothing has no content in the histories of some clients.
-    if message.content is None and not message.images and role != "assistant":
+    text = _text(f"{where}.content", message.content)
+    if text is None and not message.images and role not in _MAY_BE_EMPTY:
         raise RequestError(f"{where}.content is missing", f"{where}.content")
-    shown: Message = {"role": role, "content": message.content or ""}
+    shown: Message = {"role": role, "content": text or ""}
     if message.images:
         images = [base64_image(f"{where}.images[{number}]", image) for number, image in enumerate(message.images)]
-        shown["content"] = [*images, *([{"type": "text", "text": message.content}] if message.content else [])]
+        shown["content"] = [*images, *([{"type": "text", "text": text}] if text else [])]
     if message.thinking:
         shown["reasoning_content"] = message.thinking
     if message.tool_calls:
         first = history.num_calls
         calls = [
-            function_call(call.id or f"call_{first + place}", call.function.name, call.function.arguments or {})
+            function_call(call.id or f"call_{first + place}", call.function.name, call.function.arguments)
             for place, call in enumerate(message.tool_calls)
         ]
         shown["tool_calls"] = calls
@@ -128,30 +128,31 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
         if not all(call.function.name for call in message.tool_calls):
             raise RequestError(f"{where}.tool_calls: a function has no name", f"{where}.tool_calls")
     if role == "tool":
-        call_id = message.tool_call_id or _answered(where, message.tool_name or message.name or "", history)
+        name = message.tool_name or message.name or ""
+        call_id = message.tool_call_id or history.next_call(name)
         if call_id:
             shown["tool_call_id"] = call_id
             history.answer(call_id)
+        elif name:
+            shown["name"] = name
     elif message.name:
         shown["name"] = message.name
     return shown
 
 
-def _is_open(message: Message) -> bool:
-    return message["role"] == "tool" and "tool_call_id" not in message
-
-
-def _answered(where: str, name: str, history: _History) -> str | None:
-    """The id of the call that a result without one answers: the first of that name in the last message with calls that has no result yet.
-
-    None for a result that names no tool in a conversation without calls: some clients leave the calls out. Raises RequestError for any other
-    result that nothing waits for.
-    """
-    call_id = history.next_call(name)
-    if call_id is not None or (not name and not history.num_calls):
-        return call_id
-    called = f" of {name[:100]!r}" if name else ""
-    raise RequestError(f"{where} is the result of a tool call, but no call{called} before it waits for one", where)
+def _text(where: str, content: str | list[object] | None) -> str | None:
+    """A content as text; None if there is none. Raises RequestError for parts that are no text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                place = f"{where}[{number}]"
+                raise RequestError(f'{place} must be {{"type": "text", "text": ...}}; images go into `images`', place)
+    return "\n".join(texts) if texts else None
 
 
 def _tools(tools: Sequence[dict[str, object]]) -> tuple[Tool, ...]:

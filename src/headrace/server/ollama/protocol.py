@@ -69,10 +69,10 @@ class OllamaGeneration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class OllamaFunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the assistant. index: its number, without effect."""
+    """A call of the assistant. arguments: an object. index: its number, without effect."""
 
     name: str
-    arguments: dict[str, object] | None = None
+    arguments: object | None = None
     index: int | None = None
 
 
@@ -87,11 +87,12 @@ class OllamaToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One message. Fields that are not listed are labels of the client's own, and accepted without effect.
 
-    tool_name, tool_call_id: which call a message of the role tool answers; without either it answers the first call that has no result yet.
+    content: a text, or parts of text as OpenAI has them. tool_name, tool_call_id: which call a message of the role tool answers; without either it
+    answers the first call that has no result yet.
     """
 
     role: str
-    content: str | None = None
+    content: str | list[object] | None = None
     thinking: str | None = None
     images: list[object] | None = None
     audios: object | None = None

@@ -61,6 +61,8 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
         assert update.finish is not None, "it has ended"
         ending = Ending.of(update.finish, self.request)
         reason = self.chat.reason(update.finish, self.choices[update.index])
+        if reason == "tool_calls" and self.request.functions:
+            reason = "function_call"
         return Ending(reason, ending.matched_stop, ending.stop_reason)
 
 
@@ -122,7 +124,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         """A `chat.completion` object."""
         request = generation.request
         choices = [self._choice(generation, update) for update in updates]
-        details: dict[str, object] = {}
+        details: dict[str, object] = {"prompt_logprobs": None}
         if request.return_token_ids:
             details["prompt_token_ids"] = generation.call.input_ids
         if request.prompt_logprobs is not None:
@@ -151,11 +153,12 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         request = generation.request
         logprobs = None
         if request.logprobs:
-            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, request))
+            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, request), request)
         message = chat_message(
             fold(generation.events(update)),
             request.shows_reasoning,
             generation.chat.conversation.custom_names,
+            as_function_call=bool(request.functions),
         )
         choice = {
             "index": update.index,
@@ -174,8 +177,13 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         return ChatChunks(self, generation)
 
 
-def chat_message(reply: FoldedReply, shows_reasoning: bool, custom_names: frozenset[str]) -> dict[str, object]:
-    """The message of a reply that is not streamed. Content is null only beside tool calls. custom_names: tools that take a text."""
+def chat_message(
+    reply: FoldedReply, shows_reasoning: bool, custom_names: frozenset[str], as_function_call: bool = False
+) -> dict[str, object]:
+    """The message of a reply that is not streamed. Content is null only beside tool calls. custom_names: tools that take a text.
+
+    as_function_call: the call is shown as it was before `tool_calls`.
+    """
     reasoning = reply.reasoning if shows_reasoning else None
     message: dict[str, object] = {
         "role": "assistant",
@@ -185,7 +193,9 @@ def chat_message(reply: FoldedReply, shows_reasoning: bool, custom_names: frozen
     }
     if reasoning is not None:
         message["reasoning"] = reasoning
-    if reply.calls:
+    if reply.calls and as_function_call:
+        message["function_call"] = {"name": reply.calls[0].name, "arguments": reply.calls[0].arguments}
+    elif reply.calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
             if call.name in custom_names
@@ -195,7 +205,10 @@ def chat_message(reply: FoldedReply, shows_reasoning: bool, custom_names: frozen
     return message
 
 
-_FIRST_DELTA = b'{"role":"assistant","content":"","reasoning_content":null}'
+# Clients read `reasoning_content` of every delta.
+_NO_REASONING = b',"reasoning_content":null}'
+_FIRST_DELTA = b'{"role":"assistant","content":""' + _NO_REASONING
+_EMPTY_DELTA = b'{"reasoning_content":null}'
 
 
 class ChatChunks(ChunkWriter):
@@ -224,7 +237,7 @@ class ChatChunks(ChunkWriter):
             tail = self.tail(update, with_ids=False, beside=prompt)
             frames = self._chunk(index, _FIRST_DELTA, b"null", NOT_ENDED, tail)
         if update.progress is not None:
-            frames += self._chunk(index, b"{}", b"null", NOT_ENDED, self.progress_tail(update.progress))
+            frames += self._chunk(index, _EMPTY_DELTA, b"null", NOT_ENDED, self.progress_tail(update.progress))
             if update.is_progress:
                 return frames
         deltas = self._deltas(index, self.generation.events(update), update.finish is not None)
@@ -232,13 +245,13 @@ class ChatChunks(ChunkWriter):
         if self.request.wants_logprobs:
             new = NewLogprobs.of(update, self.request)
             if new.tokens:
-                logprobs = encode_json(chat_logprobs(self.tokenizer, new))
+                logprobs = encode_json(chat_logprobs(self.tokenizer, new, self.request))
         if not deltas and (logprobs != b"null" or (self.wants_ids and bool(update.ids))):
             deltas = [b'{"content":"","reasoning_content":null}']
         if not deltas:
             if update.finish is None:
                 return frames
-            deltas = [b"{}"]
+            deltas = [_EMPTY_DELTA]
         *others, last = deltas
         for delta in others:
             frames += self._chunk(index, delta, b"null", NOT_ENDED, self.tail(update, with_ids=False))
@@ -250,6 +263,8 @@ class ChatChunks(ChunkWriter):
             events = [event for event in events if not isinstance(event, Reasoning)]
         elif self.kept is not None:
             events = self._with_whole_reasoning(self.kept.setdefault(index, []), events, ended)
+        if self.request.functions:
+            return [delta for event in events if (delta := _function_delta(event))]
         if not self.custom_names:
             return [_delta(event) for event in events]
         inputs = self.inputs.setdefault(index, {})
@@ -261,11 +276,12 @@ class ChatChunks(ChunkWriter):
         match event:
             case ToolCall(index, call_id, name) if name in self.custom_names:
                 inputs[index] = InputReader()
-                return b'{"tool_calls":[{"index":%d,"id":%b,"type":"custom","custom":{"name":%b,"input":""}}]}' % (
+                head = b'{"tool_calls":[{"index":%d,"id":%b,"type":"custom","custom":{"name":%b,"input":""}}]' % (
                     index,
                     encode_json(call_id),
                     encode_json(name),
                 )
+                return head + _NO_REASONING
             case Arguments(index, text) if index in inputs:
                 return _input_delta(index, inputs[index].push(text))
             case _:
@@ -306,29 +322,46 @@ def _delta(event: Event) -> bytes:
             shown = encode_json(text)
             return b'{"reasoning_content":%b,"reasoning":%b}' % (shown, shown)
         case ToolCall(index, call_id, name):
-            return b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]}' % (
+            head = b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]' % (
                 index,
                 encode_json(call_id),
                 encode_json(name),
             )
+            return head + _NO_REASONING
         case Arguments(index, text):
-            return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, encode_json(text))
+            return (
+                b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]' % (index, encode_json(text)) + _NO_REASONING
+            )
+
+
+def _function_delta(event: Event) -> bytes:
+    """The delta of an event where a call is shown as `function_call`; empty for what belongs to a second call."""
+    match event:
+        case ToolCall(0, _, name):
+            return b'{"function_call":{"name":%b,"arguments":""}' % encode_json(name) + _NO_REASONING
+        case Arguments(0, text):
+            return b'{"function_call":{"arguments":%b}' % encode_json(text) + _NO_REASONING
+        case ToolCall() | Arguments():
+            return b""
+        case _:
+            return _delta(event)
 
 
 def _input_delta(index: int, text: str) -> bytes:
-    return b'{"tool_calls":[{"index":%d,"custom":{"input":%b}}]}' % (index, encode_json(text)) if text else b""
+    shown = b'{"tool_calls":[{"index":%d,"custom":{"input":%b}}]' % (index, encode_json(text)) + _NO_REASONING
+    return shown if text else b""
 
 
 def _last_input(inputs: dict[int, InputReader], index: int) -> bytes:
     return _input_delta(index, inputs.pop(index).finish())
 
 
-def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs) -> dict[str, object]:
+def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs, request: ChatCompletionRequest) -> dict[str, object]:
     """The logprobs object of a chat choice."""
-    content = []
+    content, as_id = [], bool(request.return_tokens_as_token_ids)
     for position, entry in enumerate(new.tokens):
         alternatives = (new.alternatives[position] if position < len(new.alternatives) else None) or []
-        shown = token_logprob(tokenizer, entry)
-        shown["top_logprobs"] = [token_logprob(tokenizer, alternative) for alternative in alternatives]
+        shown = token_logprob(tokenizer, entry, as_id)
+        shown["top_logprobs"] = [token_logprob(tokenizer, alternative, as_id) for alternative in alternatives]
         content.append(shown)
     return {"content": content, "refusal": None}

@@ -6,7 +6,7 @@ Owns the checks of a chat request's messages and tools. Pure functions, run in t
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.messages.neutral import is_empty
+from headrace.messages.neutral import asks_for_nothing, is_empty
 from headrace.server.chat.conversation import (
     Conversation,
     Message,
@@ -20,11 +20,21 @@ from headrace.server.chat.conversation import (
     function_tool,
 )
 from headrace.server.chat.custom_tools import check_definitions, custom_call, custom_tool
+from headrace.server.chat.written_items import file_text
 from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
 from headrace.server.openai.thinking_fields import AskedThinking, asked_thinking
 
-_MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial", "images", "audios", "videos")
+_MESSAGE_FIELDS_NOT_YET = ("audio", "prefix", "partial", "images", "audios", "videos")
+_MAY_BE_EMPTY = ("assistant", "tool", "function")
+"""Roles whose messages may say nothing: a tool returned nothing, or the model did."""
+
+_ROLE_OF = {"developer": "system", "function": "tool"}
+"""Roles of OpenAI's that templates call otherwise."""
+
+OLD_CALL_ID = "call_0"
+"""The id of every `function_call`, of which a message has only one."""
+
 _OTHER_PART_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "file")
 
 
@@ -39,13 +49,14 @@ def conversation_of(
         raise RequestError(
             "continue_final_message needs a last message of the role assistant", "continue_final_message"
         )
-    tools = tools_of(request.tools)
-    choice, tools = choice_of(request.tool_choice, tools)
+    choice, tools = choice_of(request.tool_choice, tools_of(request.tools))
+    if request.functions or not asks_for_nothing("function_call", request.function_call):
+        choice, tools = _functions_of(request)
     return Conversation(
         messages=messages,
         tools=tools,
         choice=choice,
-        parallel=request.parallel_tool_calls is not False,
+        parallel=request.parallel_tool_calls is not False and not request.functions,
         template_kwargs=request.chat_template_kwargs or {},
         effort=asked.effort,
         thinking=asked.thinking,
@@ -55,6 +66,30 @@ def conversation_of(
         opens_reply=request.add_generation_prompt is not False,
         continues_last=bool(request.continue_final_message),
     )
+
+
+def _functions_of(request: ChatCompletionRequest) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    """`functions` and `function_call`. Raises RequestError."""
+    if request.tools:
+        raise RequestError("functions and tools are both given: give tools", "functions")
+    tools = tuple(
+        _tool(f"functions[{number}]", {"function": function}, f"functions[{number}]")
+        for number, function in enumerate(request.functions or ())
+    )
+    check_tools("functions", tools)
+    match request.function_call:
+        case None | "" | "auto":
+            choice = ToolChoice()
+        case "none":
+            choice = ToolChoice("none")
+        case {"name": str(name)}:
+            choice = ToolChoice("required", name)
+        case dict() as empty if not empty:
+            choice = ToolChoice()
+        case _:
+            raise RequestError('function_call must be auto, none, or an object {"name": ...}', "function_call")
+    check_choice("function_call", choice, tools)
+    return choice, tools
 
 
 def template_messages(messages: Sequence[ChatMessage], context_length: int) -> list[Message]:
@@ -70,7 +105,7 @@ def template_messages(messages: Sequence[ChatMessage], context_length: int) -> l
 
 def _template_message(where: str, message: ChatMessage) -> Message:
     _check_message(where, message)
-    shown: Message = {"role": "system" if message.role == "developer" else message.role}
+    shown: Message = {"role": _ROLE_OF.get(message.role, message.role)}
     shown["content"] = _content(where, message)
     if message.name is not None:
         shown["name"] = message.name
@@ -81,7 +116,9 @@ def _template_message(where: str, message: ChatMessage) -> Message:
         shown["tool_calls"] = [
             _tool_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(message.tool_calls)
         ]
-    if message.role == "tool":
+    elif not is_empty(message.function_call):
+        shown["tool_calls"] = [_old_call(f"{where}.function_call", message.function_call)]
+    if message.tool_call_id:
         shown["tool_call_id"] = message.tool_call_id
     return shown
 
@@ -97,25 +134,27 @@ def predicted_text(prediction: Prediction | None) -> str | None:
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
-    if message.role == "function":
-        raise RequestError(f"{where}.role: function messages are not supported; use the role tool", f"{where}.role")
-    if message.role not in ROLES:
-        shown = message.role[:50]
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown!r}", f"{where}.role")
+    if not message.role:
+        raise RequestError(f"{where}.role is empty", f"{where}.role")
     for name in _MESSAGE_FIELDS_NOT_YET:
         if not is_empty(getattr(message, name)):
             raise RequestError(f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
-    for name, role in (("reasoning_content", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
+    if message.role not in ROLES:
+        return
+    for name, role in (
+        ("reasoning_content", "assistant"),
+        ("tool_calls", "assistant"),
+        ("function_call", "assistant"),
+        ("tool_call_id", "tool"),
+    ):
         if message.role != role and not is_empty(getattr(message, name)):
             raise RequestError(f"{where}.{name} belongs to the role {role}", f"{where}.{name}")
-    if message.role == "tool" and not message.tool_call_id:
-        raise RequestError(f"{where}.tool_call_id is missing", f"{where}.tool_call_id")
 
 
 def _content(where: str, message: ChatMessage) -> str | list[Message]:
     content = message.content
     if content is None or content == []:
-        if message.role == "assistant" and (message.tool_calls or message.refusal):
+        if message.role in _MAY_BE_EMPTY:
             return message.refusal or ""
         raise RequestError(f"{where}.content is missing", f"{where}.content")
     if isinstance(content, str):
@@ -126,6 +165,10 @@ def _content(where: str, message: ChatMessage) -> str | list[Message]:
 def _part(where: str, part: ContentPart) -> Message:
     if (media := media_part(where, part)) is not None:
         return media
+    if part.type == "file" and isinstance(part.file, dict):
+        text = file_text(part.file.get("filename"), part.file.get("file_data"))
+        if text is not None:
+            return {"type": "text", "text": text}
     if part.type == "refusal" and isinstance(part.refusal, str):
         return {"type": "text", "text": part.refusal}
     return {"type": "text", "text": _text(where, part)}
@@ -147,6 +190,16 @@ def _text(where: str, part: ContentPart) -> str:
     return part.text
 
 
+def _old_call(where: str, call: object) -> Message:
+    """A call as it was made before there were tools. It has no id: a result of the role `function` answers the call before it."""
+    if not isinstance(call, dict):
+        raise RequestError(f"{where} must be an object", where)
+    name = call.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.name is missing", f"{where}.name")
+    return function_call(OLD_CALL_ID, name, call.get("arguments"))
+
+
 def _tool_call(where: str, call: dict[str, object]) -> Message:
     call_id, function = call.get("id"), call.get("function")
     if not isinstance(call_id, str) or not call_id:
@@ -160,9 +213,7 @@ def _tool_call(where: str, call: dict[str, object]) -> Message:
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where}.function.name is missing", f"{where}.function.name")
-    if arguments is not None and not isinstance(arguments, str | dict):
-        raise RequestError(f"{where}.function.arguments must be JSON text", f"{where}.function.arguments")
-    return function_call(call_id, name, "" if arguments is None else arguments)
+    return function_call(call_id, name, arguments)
 
 
 def _custom_call(where: str, call_id: str, custom: object) -> Message:
@@ -184,7 +235,8 @@ def tools_of(tools: Sequence[dict[str, object]] | None) -> tuple[Tool, ...]:
     return found
 
 
-def _tool(where: str, tool: dict[str, object]) -> Tool:
+def _tool(where: str, tool: dict[str, object], place: str = "") -> Tool:
+    """One tool. place: of its function, if that is not within it."""
     kind = tool.get("type", "function")
     if kind == "custom":
         custom = tool.get("custom")
@@ -197,11 +249,11 @@ def _tool(where: str, tool: dict[str, object]) -> Tool:
             f"{where}.type",
             "unsupported_parameter",
         )
-    function = tool.get("function")
+    function, place = tool.get("function"), place or f"{where}.function"
     if not isinstance(function, dict):
-        raise RequestError(f"{where}.function is missing", f"{where}.function")
+        raise RequestError(f"{place} is missing" if place != where else f"{place} must be an object", place)
     return function_tool(
-        f"{where}.function",
+        place,
         function.get("name"),
         function.get("description"),
         function.get("parameters"),

@@ -15,7 +15,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import LogprobItem, SampleUpdate
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.chat.logprobs import finite_logprob
+from headrace.server.chat.logprobs import finite_logprob, token_text
 from headrace.server.context import ServingContext
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
@@ -147,8 +147,8 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
 
     def choice_logprobs(self, generation: Generation[CompletionRequest], length: int = 0) -> "LegacyLogprobs":
         """For one choice, see `LegacyLogprobs`."""
-        skip = generation.request.skip_special_tokens is not False
-        return LegacyLogprobs(self.context.model.tokenizer, skip, length)
+        skip, as_id = generation.request.skip_special_tokens is not False, generation.request.return_tokens_as_token_ids
+        return LegacyLogprobs(self.context.model.tokenizer, skip, length, bool(as_id))
 
     def response(self, generation: Generation[CompletionRequest], updates: list[SampleUpdate], usage: Usage) -> object:
         """A `text_completion` object."""
@@ -179,6 +179,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             "index": index,
             "text": prompt + update.text,
             "logprobs": logprobs,
+            "prompt_logprobs": None,
             **ending.fields(),
         }
         if request.return_token_ids:
@@ -257,11 +258,13 @@ class LegacyLogprobs:
 
     `text_offset` is where a token's text begins, in characters of the choice's text (with echo, of prompt and text). A token
     that ends within a character has that character's offset. `top_logprobs` always includes the token itself, even with
-    `logprobs: 0`, which requests no alternatives.
+    `logprobs: 0`, which requests no alternatives. Tokens that are parts of characters are shown by their bytes, so that they differ; as_ids: all
+    by their id.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, length: int, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._skip = skip_special_tokens
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = length
@@ -289,7 +292,7 @@ class LegacyLogprobs:
     ) -> None:
         """Add tokens, in order."""
         for position, (value, token_id, text) in enumerate(entries):
-            shown = text if text is not None else self._tokenizer.decode([token_id], False)
+            shown = token_text(self._tokenizer, token_id, text, self._as_ids)
             unknown = first_is_unknown and position == 0 and value is None
             self.tokens.append(shown)
             self._values.append(None if unknown else finite_logprob(value))
@@ -300,10 +303,7 @@ class LegacyLogprobs:
                 continue
             top = {shown: finite_logprob(value)}
             for top_value, top_id, top_text in (alternatives[position] if alternatives else None) or ():
-                top.setdefault(
-                    top_text if top_text is not None else self._tokenizer.decode([top_id], False),
-                    finite_logprob(top_value),
-                )
+                top.setdefault(token_text(self._tokenizer, top_id, top_text, self._as_ids), finite_logprob(top_value))
             self._tops.append(top)
 
     def take(self, length: int | None) -> dict[str, object]:

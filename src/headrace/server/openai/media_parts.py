@@ -13,7 +13,7 @@ from headrace.server.chat.conversation import Message
 from headrace.server.chat.media import asks_for, audio_part, base64_audio, image_detail, image_part, video_part
 from headrace.server.openai.protocol import ContentPart
 
-SERVED = "text, image_url, input_audio, audio_url and video_url"
+SERVED = "text, image_url, input_audio, audio_url, video_url, and file with a text"
 
 _OTHERS = ("text", "file", "refusal")
 

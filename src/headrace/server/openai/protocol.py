@@ -25,7 +25,8 @@ MAX_LOGPROBS = 20
 AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of OpenAI's API; others are the client's own, and the chat template's to show."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     """Fields of both completions and chat completions, beside those of `StructuredFields`; None = not set.
 
     model: "" and "default" mean the served model. max_tokens: -1 = as many as fit; n_predict and num_predict are llama.cpp's and Ollama's names of
-    it. repeat_penalty: Ollama's name of repetition_penalty.
+    it. repeat_penalty: Ollama's name of repetition_penalty. include_stop_str_in_output: no_stop_trim, as vLLM calls it.
     """
 
     model: str = ""
@@ -88,6 +89,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -105,6 +107,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     prompt_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # llama.cpp's.
     return_progress: bool | None = None
     # Ollama's and llama.cpp's; noted.
@@ -199,7 +202,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
-            no_stop_trim=bool(self.no_stop_trim),
+            no_stop_trim=bool(self.no_stop_trim or self.include_stop_str_in_output),
             logit_bias=self.logit_bias,
             bad_words=self.bad_words,
             allowed_token_ids=self.allowed_token_ids,
@@ -283,13 +286,13 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a chat, any role.
+    """One message of a chat, any role. function_call: a call of the time before `tool_calls`, answered by the role `function`.
 
     Fields that are not listed here are labels of the client's own (ids, times, costs, cache marks of other servers): no template
     sees them, and they are accepted without effect. `reasoning` is `reasoning_content` by another name.
     """
 
-    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -319,7 +322,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
     separate_reasoning: false leaves reasoning in the content. stream_reasoning: false sends it in one piece when it is complete.
     include_reasoning: false leaves it out of the reply. thinking_budget: most tokens of reasoning, -1 = no limit; the other names
-    are those of vLLM and llama.cpp.
+    are those of vLLM and llama.cpp. functions, function_call: tools and their choice as they were before `tools`.
     """
 
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
@@ -378,8 +381,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
 
 _NOT_YET = (
-    "functions",
-    "function_call",
     "modalities",
     "audio",
     "moderation",

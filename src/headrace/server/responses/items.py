@@ -8,14 +8,43 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headrace.errors import RequestError
 from headrace.messages.neutral import is_empty
-from headrace.server.chat.conversation import Message, calls_of, function_call
+from headrace.server.chat.conversation import Message, calls_of, check_history, function_call
 from headrace.server.chat.custom_tools import custom_call
 from headrace.server.chat.media import base64_audio, image_detail, image_part
+from headrace.server.chat.written_items import file_text, written_out
 from headrace.server.responses.tools import shown_name
 
 Item = Mapping[str, object]
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_MAY_BE_EMPTY = ("assistant", "tool")
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+WRITTEN_OUT = {
+    "additional_tools": "system",
+    "apply_patch_call": "assistant",
+    "apply_patch_call_output": "user",
+    "code_interpreter_call": "assistant",
+    "computer_call": "assistant",
+    "computer_call_output": "user",
+    "file_search_call": "assistant",
+    "image_generation_call": "assistant",
+    "local_shell_call": "assistant",
+    "local_shell_call_output": "user",
+    "mcp_approval_request": "assistant",
+    "mcp_approval_response": "user",
+    "mcp_call": "assistant",
+    "mcp_list_tools": "assistant",
+    "program": "assistant",
+    "program_output": "user",
+    "shell_call": "assistant",
+    "shell_call_output": "user",
+    "tool_search_call": "assistant",
+    "tool_search_output": "user",
+    "web_search_call": "assistant",
+}
+"""Types of items that are shown to the model as text, and who says it: calls of tools that the vendor defines, and their outputs."""
+
+UNREADABLE = frozenset({"compaction", "configuration_update"})
+"""Types of items that are passed over: what only the vendor can read, and settings of the vendor's model."""
 
 
 def messages_of(items: Sequence[Item], field: str, instructions: str | None) -> list[Message]:
@@ -32,6 +61,7 @@ def messages_of(items: Sequence[Item], field: str, instructions: str | None) -> 
     if not reader.messages:
         raise RequestError(f"{field} is empty", field)
     reader.close()
+    check_history(field, reader.messages)
     return reader.messages
 
 
@@ -46,6 +76,8 @@ class _Messages:
         self._contents: list[str | list[Message]] = []
         self._thoughts: list[str] = []
         self._call_ids: set[str] = set()
+        # Whether it has calls of tools: what the assistant says next is of the same turn.
+        self._acted = False
 
     def close(self) -> None:
         """The last message is complete."""
@@ -61,11 +93,11 @@ class _Messages:
         """Begin the next message."""
         self.close()
         self.messages.append(message)
-        self._contents, self._thoughts, self._call_ids = [], [], set()
+        self._contents, self._thoughts, self._call_ids, self._acted = [], [], set(), False
 
     def read(self, where: str, item: Item) -> None:
         """The next item."""
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         readers: dict[str, Callable[[str, Item], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -75,6 +107,11 @@ class _Messages:
             "custom_tool_call_output": self._result,
         }
         reader = readers.get(kind) if isinstance(kind, str) else None
+        if isinstance(kind, str) and kind in UNREADABLE:
+            return
+        if isinstance(kind, str) and kind in WRITTEN_OUT:
+            self._written(WRITTEN_OUT[kind], written_out(where, item, *_HIDDEN.get(kind, ())))
+            return
         if reader is None:
             raise RequestError(
                 f"{where}: items of type {str(kind)[:50]!r} are not supported", f"{where}.type", "unsupported_parameter"
@@ -86,7 +123,7 @@ class _Messages:
         last = self._last()
         joins = last is not None and last["role"] == role
         if role == "assistant":
-            joins = joins and (not self._contents or bool(self._call_ids))
+            joins = joins and (not self._contents or self._acted)
         elif role == "system":
             joins = joins and len(self.messages) == 1
         else:
@@ -95,6 +132,14 @@ class _Messages:
             self._open({"role": role, "content": ""})
         if content or self._contents:
             self._contents.append(content)
+
+    def _written(self, role: str, text: str) -> None:
+        """Text that stands for an item: part of the turn of the assistant, or of what the user says."""
+        last = self._last()
+        if last is None or last["role"] != role:
+            self._open({"role": role, "content": ""})
+        self._contents.append(text)
+        self._acted = True
 
     def _last(self) -> Message | None:
         return self.messages[-1] if self.messages else None
@@ -109,21 +154,19 @@ class _Messages:
 
     def _message(self, where: str, item: Item) -> None:
         role = item.get("role")
-        if role not in _ROLES:
-            raise RequestError(
-                f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:50]!r}", f"{where}.role"
-            )
-        content = content_parts(f"{where}.content", item.get("content"))
+        if not isinstance(role, str) or not role:
+            raise RequestError(f"{where}.role is missing", f"{where}.role")
+        content = content_parts(f"{where}.content", item.get("content"), may_be_empty=role in _MAY_BE_EMPTY)
         if role != "user" and isinstance(content, list):
             raise RequestError(f"{where}.content: images and sounds belong to the role user", f"{where}.content")
-        self.text("system" if role == "developer" else str(role), content)
+        self.text("system" if role == "developer" else role, content)
 
     def _reasoning(self, where: str, item: Item) -> None:
         thought = _joined(f"{where}.content", item.get("content")) or _joined(f"{where}.summary", item.get("summary"))
         if not thought:
             return  # Encrypted by somebody else: nobody here can read it.
         last = self._last()
-        if last is None or last["role"] != "assistant" or (self._contents and not self._call_ids):
+        if last is None or last["role"] != "assistant" or (self._contents and not self._acted):
             self._open({"role": "assistant", "content": ""})
         self._thoughts.append(thought)
 
@@ -134,29 +177,36 @@ class _Messages:
         name = shown_name(namespace if isinstance(namespace, str) else None, name)
         is_custom = item.get("type") == "custom_tool_call"
         given = item.get("input" if is_custom else "arguments")
-        if given is not None and not isinstance(given, str):
-            field = f"{where}.{'input' if is_custom else 'arguments'}"
-            raise RequestError(f"{field} must be a string", field)
+        if is_custom and given is not None and not isinstance(given, str):
+            raise RequestError(f"{where}.input must be a string", f"{where}.input")
         turn = self._turn()
         if call_id in self._call_ids:
             raise RequestError(
                 f"{where}.call_id: there are two calls with the id {call_id[:100]!r}", f"{where}.call_id"
             )
-        call = custom_call(call_id, name, given or "") if is_custom else function_call(call_id, name, given or "")
+        call = custom_call(call_id, name, str(given or "")) if is_custom else function_call(call_id, name, given)
         turn["tool_calls"] = calls = calls_of(turn)
         calls.append(call)
         self._call_ids.add(call_id)
+        self._acted = True
         self.asked[call_id] = name
 
     def _result(self, where: str, item: Item) -> None:
-        call_id = _text(where, item, "call_id")
-        if call_id not in self.asked:
-            raise RequestError(
-                f"{where} is the output of a tool call, but no call before it has the id {call_id[:100]!r}",
-                f"{where}.call_id",
-            )
+        call_id = item.get("call_id")
+        if not is_empty(call_id) and not isinstance(call_id, str):
+            raise RequestError(f"{where}.call_id must be a string", f"{where}.call_id")
         output = content_parts(f"{where}.output", item.get("output"), may_be_empty=True)
-        self._open({"role": "tool", "content": output, "tool_call_id": call_id, "name": self.asked[call_id]})
+        answer: Message = {"role": "tool", "content": output}
+        if isinstance(call_id, str) and call_id:
+            answer["tool_call_id"] = call_id
+        name = self.asked.get(str(call_id), item.get("name"))
+        if isinstance(name, str) and name:
+            answer["name"] = name
+        self._open(answer)
+
+
+_HIDDEN = {"image_generation_call": ("result",)}
+"""Fields that hold files."""
 
 
 def _joined_contents(contents: Sequence[str | list[Message]], between: str) -> str | list[Message]:
@@ -210,7 +260,7 @@ def content_text(where: str, content: object, may_be_empty: bool = False) -> str
     if isinstance(content, str):
         return content
     if content is None or content == []:
-        if may_be_empty and content is not None:
+        if may_be_empty:
             return ""
         raise RequestError(f"{where} is missing", where)
     if not isinstance(content, list):
@@ -222,10 +272,12 @@ def _part(where: str, part: object) -> str:
     if not isinstance(part, dict):
         raise RequestError(f"{where} must be an object", where)
     kind = part.get("type")
+    if kind == "input_file" and (text := file_text(part.get("filename"), part.get("file_data"))) is not None:
+        return text
     field = "refusal" if kind == "refusal" else "text"
     if kind not in _TEXT_PARTS and kind != "refusal":
         raise RequestError(
-            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text, input_image and input_audio",
+            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text, input_image, input_audio, and input_file with a text",
             f"{where}.type",
             "unsupported_parameter",
         )
