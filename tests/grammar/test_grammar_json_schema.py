@@ -262,6 +262,75 @@ def test_recursive_schemas():
 
 
 @pytest.mark.parametrize(
+    "name, written",
+    [
+        ("Animal<Dog>", "Animal<Dog>"),
+        ("Animal<Dog>", "Animal%3CDog%3E"),
+        ("Page[Dict[str, int]]", "Page[Dict[str, int]]"),
+        ("Result`2[[A],[B]]", "Result`2[[A],[B]]"),
+        ("a b", "a b"),
+        ("a b", "a%20b"),
+        ("a%20b", "a%20b"),
+        ("50%", "50%"),
+        ("a/b", "a~1b"),
+        ("github.com/x/y.Type", "github.com/x/y.Type"),
+        ("a~b", "a~0b"),
+        ("Größe", "Größe"),
+        ('"{a|b}^#\\', '"{a|b}^#\\'),
+    ],
+)
+def test_names_in_references_may_be_as_generators_write_them(name, written):
+    schema = {"$defs": {name: {"type": "integer"}}, "items": {"$ref": f"#/$defs/{written}"}}
+
+    assert json_takes(schema, [1])
+    assert not json_takes(schema, ["x"])
+
+
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        INT64,
+        {"minimum": 0, "maximum": 2**64 - 1},
+        {"exclusiveMinimum": -(2**63) - 1, "exclusiveMaximum": 2**63},
+        {"minimum": float(-(2**63)), "maximum": float(2**63)},
+        {"minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        {"minimum": -3.4028235e38, "maximum": 3.402823466e38},
+        {"minimum": -79228162514264337593543950335, "maximum": 79228162514264337593543950335},
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "maximum": 1.7976931348623157e308,
+            "exclusiveMaximum": True,
+        },
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("kind", ["integer", "number", ["integer", "null"]], ids=str)
+def test_bounds_that_are_those_of_a_type_are_no_bounds(kind, bounds):
+    schema = {"type": "object", "properties": {"a": {"type": kind, **bounds}}, "required": ["a"]}
+
+    assert [value for value in (0, 5, 2**63 - 1) if not json_takes(schema, {"a": value})] == []
+    assert json_takes(schema, {"a": -5}) is (bounds.get("minimum") != 0)
+    assert not json_takes(schema, {"a": "5"})
+
+
+def test_bounds_that_can_be_held_hold():
+    small = {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
+
+    assert [value for value in (2**31, -(2**31) - 1) if json_takes(small, value)] == []
+    assert not json_takes({"type": "integer", **INT64}, 2**63)
+
+
+@pytest.mark.parametrize("most", [2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1, 10**30])
+def test_counts_that_nothing_reaches_are_no_bounds(most):
+    for kind, keyword, value in (("string", "maxLength", "a"), ("array", "maxItems", [1])):
+        assert json_takes({"type": kind, keyword: most}, value)
+    assert json_takes({"properties": {"a": {}}, "maxProperties": most}, {"a": 1})
+
+
+@pytest.mark.parametrize(
     "schema, said, place",
     [
         ({"items": {"contains": {"type": "string"}}}, "`contains`", "#/items/contains"),
@@ -269,6 +338,9 @@ def test_recursive_schemas():
         ({"$defs": {"x": {"uniqueItems": True}}, "$ref": "#/$defs/x"}, "`uniqueItems`", "#/$defs/x/uniqueItems"),
         ({"$ref": "https://example.org/schema"}, "'https://example.org/schema'", "#/$ref"),
         ({"items": {"$ref": "#/nowhere"}}, "'/nowhere'", "#/items/$ref"),
+        ({"items": {"$ref": "#/$defs/No<where>"}}, "'#/$defs/No<where>'", "#/items/$ref"),
+        ({"items": {"type": "number", "maximum": 1e30}}, "`maximum`", "#/items"),
+        ({"items": {"type": "integer", "minimum": -(10**30)}}, "`minimum`", "#/items"),
         ({"items": {"pattern": "(?=a)b"}}, "look-around", "#/items"),
         ({"items": {"pattern": r"(\d/)\1"}}, "backreferences", "#/items"),
         ({"patternProperties": {"a": {}, "b": {}}}, "`patternProperties`", "#/patternProperties"),

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.grammar.schema_rewrite import rewrite
-from headrace.grammar.schema_walk import Json, subschemas
+from headrace.grammar.schema_walk import Json, canonical, subschemas
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """The formats that strings are held to. Any other is an annotation, as JSON Schema says."""
@@ -54,6 +54,8 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
         name = part.get("format")
         if isinstance(name, str) and name not in FORMATS:
             del part["format"]
+        if isinstance(part.get("$ref"), str):
+            part["$ref"] = canonical(schema, part["$ref"])
     _check_num_properties(schema, field)
     _check_values(schema, field)
     rewrite(schema)

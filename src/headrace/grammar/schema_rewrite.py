@@ -4,6 +4,7 @@
 stays as it is, and the library refuses it by its name.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,12 @@ _MAX_OPTIONS = 300
 _MAX_OVERLAPPING = 8
 
 _OLD_DRAFT = re.compile(r"json-schema\.org/draft-0([3467])/")
+
+_TYPE_LIMITS = (2.0**63, 2.0**64, 2.0**96, 3.4028234663852886e38, 1.7976931348623157e308)
+"""The largest int64, uint64, .NET decimal, float32 and float64, as floats; what is as near as others print them is meant, too."""
+
+_MAX_COUNT = 2**31 - 1
+"""No string has so many characters, and no list so many items: as an upper bound it says nothing."""
 
 _REWRITTEN = frozenset({"if", "then", "else", "not", "oneOf", "dependencies", "dependentRequired", "dependentSchemas"})
 
@@ -65,6 +72,11 @@ def _drop_idle(schema: dict[str, Json]) -> None:
         value = schema.get(keyword)
         if isinstance(value, float) and value.is_integer():
             schema[keyword] = int(value)
+    for keyword in ("maxLength", "maxItems", "maxProperties"):
+        value = schema.get(keyword)
+        if isinstance(value, int | float) and value >= _MAX_COUNT:
+            del schema[keyword]
+    _drop_type_limits(schema)
     most = schema.get("maxItems")
     if schema.get("uniqueItems") is False or (schema.get("uniqueItems") is True and isinstance(most, int) and most < 2):
         del schema["uniqueItems"]
@@ -83,6 +95,25 @@ def _drop_idle(schema: dict[str, Json]) -> None:
     least = schema.get("minProperties")
     if isinstance(least, int) and isinstance(required, list) and least <= len({str(name) for name in required}):
         del schema["minProperties"]
+
+
+def _drop_type_limits(schema: dict[str, Json]) -> None:
+    """Leave out bounds that say only what type the number has where it is read; the library cannot hold most of them. It holds those of int32, and
+    of integers the largest int64."""
+    types = schema.get("type")
+    is_integer = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
+    for keyword, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+        value = schema.get(keyword)
+        if not isinstance(value, int | float) or not 0 < sign * value <= _TYPE_LIMITS[-1]:
+            continue
+        if not any(math.isclose(sign * value, limit, rel_tol=1e-6) for limit in _TYPE_LIMITS):
+            continue
+        if is_integer and (keyword, value) in (("maximum", 2**63 - 1), ("exclusiveMaximum", 2**63)):
+            continue
+        del schema[keyword]
+        exclusive = f"exclusive{keyword.capitalize()}"
+        if isinstance(schema.get(exclusive), bool):  # as draft 4 has it
+            del schema[exclusive]
 
 
 def _replace(schema: dict[str, Json], keyword: str, made: list[Json]) -> None:
