@@ -123,7 +123,10 @@ def test_the_json_schema_suite_is_never_taken_wrongly(engine, tokenizer):
     for path in sorted(Path(str(folder), "tests", "draft2020-12").glob("*.json")):
         for case in json.loads(path.read_text()):
             tests = case["tests"]
-            taken = accepted(engine, tokenizer, case["schema"], [test["data"] for test in tests])
+            # The suite's objects are open, as JSON Schema says.
+            options = {"x-guidance": {"open_objects": True}} if isinstance(case["schema"], dict) else {}
+            schema = {**case["schema"], **options} if options else case["schema"]
+            taken = accepted(engine, tokenizer, schema, [test["data"] for test in tests])
             counts["schemas refused" if taken is None else "schemas accepted"] += 1
             for test, was_taken in zip(tests, taken or (), strict=taken is not None):
                 # A known format holds, where the suite takes every format for an annotation.

@@ -492,10 +492,10 @@ def test_work_on_hostile_schemas_is_bounded():
 
 
 @settings(max_examples=60)
-@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
-def test_random_outputs_are_valid(schema, seed):
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1), closes_objects=st.booleans())
+def test_random_outputs_are_valid(schema, seed, closes_objects):
     try:
-        made = matcher("json_schema", schema)
+        made = matcher("json_schema", schema, closes_objects=closes_objects)
     except RequestError:
         return
     text = random_output(made, random.Random(seed))

@@ -58,7 +58,7 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
     give_back_free_memory()  # else what earlier grammars left would hide what this one takes
     before_bytes = resident_bytes()
     try:
-        text = library_text(spec, tokens.special_texts)
+        text = library_text(spec, tokens.special_texts, closes_objects=True)
         template = Template(tokens, text)
         probe(tokens, template)
     except LibraryError as error:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.grammar.schema_rewrite import rewrite
+from headrace.grammar.closed_objects import close_objects
+from headrace.grammar.schema_rewrite import read_as_its_draft, rewrite
 from headrace.grammar.schema_walk import Json, canonical, subschemas
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
@@ -33,12 +34,14 @@ _OPTIONS: dict[str, type] = {
     "whitespace_flexible": bool,
     "whitespace_pattern": str,
     "coerce_one_of": bool,
+    "open_objects": bool,
 }
 
 
-def library_schema(schema: Json, field: str) -> dict[str, Json]:
+def library_schema(schema: Json, field: str, closes_objects: bool = False) -> dict[str, Json]:
     """The schema as the library takes it, with its options. `schema` is decoded JSON; it is changed.
 
+    closes_objects: see `closed_objects`; `open_objects` in the schema's options leaves them open.
     Raises RequestError for what is no schema, for one that allows nothing, and for options that are not allowed.
     """
     if schema is True:
@@ -56,6 +59,10 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
             del part["format"]
         if isinstance(part.get("$ref"), str):
             part["$ref"] = canonical(schema, part["$ref"])
+    read_as_its_draft(schema)
+    if closes_objects and not options.pop("open_objects", False):
+        schema = close_objects(schema, options.get("coerce_one_of") is True)
+    options.pop("open_objects", None)
     _check_num_properties(schema, field)
     _check_values(schema, field)
     rewrite(schema)
@@ -179,7 +186,7 @@ def _listed(value: Json) -> list[Json]:
 
 
 def _options(own: Json, field: str) -> dict[str, Json]:
-    """The library's options: the schema's own, and bounded whitespace where it says nothing about whitespace."""
+    """The library's options, and `open_objects`, which is ours: the schema's own, and bounded whitespace where it says nothing about whitespace."""
     if not isinstance(own, dict):
         raise RequestError("`x-guidance` must be an object", field)
     if own.get("lenient", False) is not False:

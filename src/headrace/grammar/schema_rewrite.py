@@ -33,9 +33,6 @@ _REWRITTEN = frozenset({"if", "then", "else", "not", "oneOf", "dependencies", "d
 def rewrite(schema: dict[str, Json]) -> None:
     """Rewrite a schema and all in it, in place."""
     found = [part for _, part in subschemas(schema)]
-    if draft := _OLD_DRAFT.search(str(schema.get("$schema", ""))):
-        for part in found:
-            _read_as_draft(part, int(draft[1]))
     # What a reference goes through stays where it is.
     kept = {keyword for part in found for keyword in str(part.get("$ref", "")).split("/") if keyword in _REWRITTEN}
     # Within a schema with an `$id` of its own (`id` in draft 4), `#` means that schema and not the document.
@@ -56,6 +53,13 @@ def rewrite(schema: dict[str, Json]) -> None:
                 if variants > _MAX_VARIANTS:
                     break
             _replace(part, keyword, made)
+
+
+def read_as_its_draft(schema: dict[str, Json]) -> None:
+    """Leave out what says nothing in the draft that the schema names, in place. For before `rewrite`."""
+    if draft := _OLD_DRAFT.search(str(schema.get("$schema", ""))):
+        for part in [part for _, part in subschemas(schema)]:
+            _read_as_draft(part, int(draft[1]))
 
 
 def _read_as_draft(schema: dict[str, Json], draft: int) -> None:

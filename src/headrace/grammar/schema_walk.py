@@ -19,7 +19,7 @@ MAX_DEPTH = 100
 """Levels of arrays and objects in a schema. The library's own limit is 128 for the whole text."""
 
 # Keywords by what they hold. A keyword that may hold a schema or a list of schemas (`items`) is in both.
-_ONE_SCHEMA = frozenset(
+ONE_SCHEMA = frozenset(
     {
         "additionalItems",
         "additionalProperties",
@@ -35,8 +35,8 @@ _ONE_SCHEMA = frozenset(
         "unevaluatedProperties",
     }
 )
-_SCHEMA_LIST = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_SCHEMA_BY_NAME = frozenset(
+SCHEMA_LIST = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+SCHEMA_BY_NAME = frozenset(
     {"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"}
 )
 _OTHER_CONSTRAINTS = frozenset(
@@ -67,7 +67,7 @@ _OTHER_CONSTRAINTS = frozenset(
         "uniqueItems",
     }
 )
-CONSTRAINTS = (_ONE_SCHEMA | _SCHEMA_LIST | _SCHEMA_BY_NAME | _OTHER_CONSTRAINTS) - {
+CONSTRAINTS = (ONE_SCHEMA | SCHEMA_LIST | SCHEMA_BY_NAME | _OTHER_CONSTRAINTS) - {
     "$defs",
     "contentSchema",
     "definitions",
@@ -146,12 +146,12 @@ def _children(place: str, schema: dict[str, Json]) -> Iterator[tuple[str, Json]]
     for keyword, value in schema.items():
         at = f"{place}/{_escape(keyword)}"
         if isinstance(value, list):
-            if keyword in _SCHEMA_LIST:
+            if keyword in SCHEMA_LIST:
                 yield from ((f"{at}/{i}", item) for i, item in enumerate(value))
         elif isinstance(value, dict):
-            if keyword in _SCHEMA_BY_NAME:
+            if keyword in SCHEMA_BY_NAME:
                 yield from ((f"{at}/{_escape(name)}", item) for name, item in value.items())
-            elif keyword in _ONE_SCHEMA:
+            elif keyword in ONE_SCHEMA:
                 yield at, value
 
 
@@ -219,11 +219,11 @@ def _kind(kind: _Place, name: str, value: Json) -> _Place:
         return "unknown"
     if name in _LITERAL:
         return "literal"
-    if name in _SCHEMA_BY_NAME:
+    if name in SCHEMA_BY_NAME:
         return "names"
-    if name in _SCHEMA_LIST and isinstance(value, list):
+    if name in SCHEMA_LIST and isinstance(value, list):
         return "list"
-    return "schema" if name in _ONE_SCHEMA else "unknown"
+    return "schema" if name in ONE_SCHEMA else "unknown"
 
 
 def _escape(name: str) -> str:
