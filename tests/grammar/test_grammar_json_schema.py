@@ -392,6 +392,20 @@ REWRITTEN = [
             {"properties": {"kind": {"const": "y"}, "b": {"type": "integer"}}},
         ],
     },
+    {"oneOf": [{"enum": ["a", "ab"]}, {"type": "string", "pattern": "^x"}]},
+    {"oneOf": [{"const": "x"}, {"type": "string", "format": "date"}]},
+    {"oneOf": [{"enum": ["abc", None]}, {"type": "string", "maxLength": 2}]},
+    {"oneOf": [{"enum": [1, 2.5]}, {"type": "integer", "multipleOf": 2, "minimum": 3}]},
+    {"oneOf": [{"enum": [2.5, "a"]}, {"type": ["integer", "null"], "multipleOf": 2}]},
+    {"oneOf": [{"const": [1]}, {"type": "array", "minItems": 2, "uniqueItems": False}]},
+    {"oneOf": [{"const": {"b": 1}}, {"type": "object", "required": ["a"], "properties": {"a": {"pattern": "^x"}}}]},
+    {
+        "type": "object",
+        "oneOf": [
+            {"properties": {"a": {"enum": ["y", 1]}}, "required": ["a"]},
+            {"properties": {"a": {"type": "string", "pattern": "^x$"}}, "required": ["a"]},
+        ],
+    },
     {"not": {"type": "string"}},
     {"not": {"enum": ["", "a", "ab", "b", "[", "\\"]}, "type": "string"},
     {"not": {"const": 3}, "type": "integer"},
@@ -440,6 +454,11 @@ def test_keywords_that_are_written_with_others_allow_the_same(schema):
 
     assert wrong == []
     assert {oracle.is_valid(value) for value in VALUES} != {False}
+
+
+def test_options_of_one_of_that_a_literal_may_match_are_refused():
+    for other in ({"pattern": "^[a-z]+$"}, {"pattern": r"(?=a)\w"}):
+        refusal("json_schema", {"oneOf": [{"enum": ["inherit", "fast"]}, {"type": "string", **other}]})
 
 
 def test_a_rewritten_one_of_keeps_the_order_of_properties():

@@ -12,7 +12,7 @@ import msgspec
 from llguidance import regex_to_lark
 
 from headrace.errors import RequestError
-from headrace.grammar.json_schema import asked_pattern, library_pattern
+from headrace.grammar.schema_patterns import asked_pattern, library_pattern
 from headrace.grammar.schema_walk import Json, decode_json, subschemas
 from headrace.messages.grammar import GrammarSpec
 
