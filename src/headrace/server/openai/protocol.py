@@ -156,7 +156,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
             seed=self.seed,
             sampling_seed=self.sampling_seed,
         )
-        return sampling if asked is None else msgspec.structs.replace(sampling, **{asked.kind: asked.value})
+        return sampling if asked is None else msgspec.structs.replace(sampling, **asked.fields)
 
     def check_output_limit(self) -> None:
         """Raises RequestError if both names of the output limit are given with different values."""
