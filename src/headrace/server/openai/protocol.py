@@ -279,7 +279,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, object] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
