@@ -18,6 +18,9 @@ KIND_A = {"properties": {"k": {"const": "x"}, "a": {"type": "integer"}}}
 KIND_B = {"properties": {"k": {"const": "y"}, "b": {"type": "integer"}}}
 KINDS = {"type": "object", "properties": {"k": {"enum": ["x", "y"]}}, "required": ["k"]}
 CHOSEN = {"if": {"properties": {"k": {"const": "x"}}}, "then": {"properties": {"a": {}}, "required": ["a"]}, "else": B}
+IF_X = {"if": {"properties": {"k": {"const": "x"}}}, "then": A}
+IF_Y = {"if": {"properties": {"k": {"const": "y"}}}, "then": {**B, "required": ["b"]}}
+C = {"properties": {"c": {}}}
 NAMED = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 
 AS_CLOSED = [
@@ -32,6 +35,8 @@ AS_CLOSED = [
     ({**KINDS, "anyOf": [KIND_A, KIND_B]}, {**KINDS, "anyOf": [KIND_A, KIND_B], **CLOSED}),
     ({**KINDS, "oneOf": [KIND_A, KIND_B]}, {**KINDS, "oneOf": [KIND_A, KIND_B], **CLOSED}),
     ({**KINDS, **CHOSEN}, {**KINDS, **CHOSEN, **CLOSED}),
+    ({**KINDS, "allOf": [IF_X, IF_Y]}, {**KINDS, "allOf": [IF_X, IF_Y], **CLOSED}),
+    ({**KINDS, "allOf": [CHOSEN, {"anyOf": [C]}]}, {**KINDS, "allOf": [CHOSEN, {"anyOf": [C]}], **CLOSED}),
     ({**KINDS, "allOf": [CHOSEN]}, {**KINDS, "allOf": [CHOSEN], **CLOSED}),
     (
         {"properties": NAMED, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
@@ -246,6 +251,27 @@ def test_models_of_pydantic_are_written_as_they_are_dumped_and_without_other_key
         one["other"] = 1
         assert not takes(made, json.dumps(dumped))
         del one["other"]
+
+
+class Train(pydantic.BaseModel):
+    kind: Literal["train"] = "train"
+    stops: "list[Annotated[Train | Car, pydantic.Field(discriminator='kind')]]" = []
+
+
+class Car(pydantic.BaseModel):
+    kind: Literal["car"] = "car"
+    seats: int = 4
+
+
+@pytest.mark.parametrize("mode", ["validation", "serialization"])
+def test_a_discriminator_is_there_although_it_has_a_default(mode):
+    schema = pydantic.TypeAdapter(Annotated[Train | Car, pydantic.Field(discriminator="kind")]).json_schema(mode=mode)
+    made = matcher("json_schema", schema, closes_objects=True)
+
+    for value in (Train(), Train(stops=[Car(), Train(stops=[Car(seats=2)])]), Car(seats=1)):
+        assert takes(made, value.model_dump_json())
+    for text in ("{}", '{"seats": 1}', '{"kind": "train", "seats": 1}', '{"kind": "train", "stops": [{"seats": 1}]}'):
+        assert not takes(made, text)
 
 
 def test_a_model_of_pydantic_that_allows_more_has_more():

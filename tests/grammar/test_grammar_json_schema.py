@@ -330,6 +330,14 @@ def test_counts_that_nothing_reaches_are_no_bounds(most):
     assert json_takes({"properties": {"a": {}}, "maxProperties": most}, {"a": 1})
 
 
+@pytest.mark.parametrize("beside", [{"x-order": 1}, {"deprecated": True}, {"discriminator": {"propertyName": "a"}}])
+def test_annotations_beside_a_recursive_reference_say_nothing(beside):
+    schema = {"type": "object", "properties": {"next": {"$ref": "#", **beside}}, "additionalProperties": False}
+
+    assert json_takes(schema, {"next": {"next": {}}})
+    assert not json_takes(schema, {"next": 1})
+
+
 @pytest.mark.parametrize(
     "schema, said, place",
     [

@@ -148,11 +148,12 @@ class _Closing:
         if not lists and not any(found.lists for _, found in named):
             return self._copy(schema, "part")
         if len(adding) == 1 and adding[0][0].is_inline:
-            changed = self._closed_choice(adding[0][0], _Beside(names, lists))
-            if changed is not None:
-                return self._copy(schema, "part", {id(adding[0][0].owner): changed})
+            sides = self._closed_choice(adding[0][0], _Beside(names, lists))
+            if sides is not None:
+                return self._copy(schema, "part", {id(adding[0][0].owner): sides})
+        changed = self._told_apart(adding, {*names})
         names = tuple(dict.fromkeys((*names, *(name for _, found in adding for name in found.all_names()))))
-        made = self._copy(schema, "part")
+        made = self._copy(schema, "part", changed)
         properties = schema.get("properties", {})
         if any(found.is_open for _, found in adding) or group.least > len(names) or not isinstance(properties, dict):
             return made
@@ -189,6 +190,23 @@ class _Closing:
             inner = _Beside(condition.all_names(*beside.names), beside.lists)
             return {name: self._closed(owner.get(name, True), inner) for name in ("then", "else")}
         return None
+
+    def _told_apart(self, choices: list[tuple[_Choice, _Group]], names: set[str]) -> dict[int, dict[str, Json]]:
+        """Conditions, neither of whose sides has keys that only the other one names. names: those that are named without a choice."""
+        told: dict[int, dict[str, Json]] = {}
+        for choice, _ in choices:
+            owner, keyword, is_inline = choice
+            if keyword != "if" or not is_inline or self._logic.complement(owner["if"]) is None:
+                continue
+            elsewhere = names.union(*(found.all_names() for other, found in choices if other is not choice))
+            elsewhere |= {*self._gather(owner["if"], _Group(), deep=True).all_names()}
+            sides = [self._gather(owner.get(name), _Group(), deep=True).all_names() for name in ("then", "else")]
+            for side, others in (("then", sides[1]), ("else", sides[0])):
+                only = {name: False for name in others if name not in elsewhere and name not in sides[side == "else"]}
+                if only:
+                    kept = self._copy(owner.get(side, True), "part")
+                    told.setdefault(id(owner), {})[side] = {"allOf": [kept, {"properties": only}]}
+        return told
 
     def _overlaps(self, owner: dict[str, Json], keyword: str) -> set[tuple[int, int]]:
         """The pairs of options that are not shown to exclude each other."""

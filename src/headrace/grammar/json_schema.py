@@ -12,8 +12,8 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.grammar.closed_objects import close_objects
 from headrace.grammar.schema_patterns import ESCAPES, UNWRITABLE, library_pattern
-from headrace.grammar.schema_rewrite import read_as_its_draft, rewrite
-from headrace.grammar.schema_walk import Json, canonical, subschemas
+from headrace.grammar.schema_rewrite import read_as_its_draft, require_discriminators, rewrite
+from headrace.grammar.schema_walk import CONSTRAINTS, Json, canonical, reference_names, subschemas
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """The formats that strings are held to. Any other is an annotation, as JSON Schema says."""
@@ -21,6 +21,10 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 WHITESPACE = r" |\n(?: {0,40}|\t{0,12})"
 """What may stand between two tokens of JSON, once: a space, or a line break and an indent. So `json.dumps` prints it, with any indent down to ten
 levels of four spaces, and a model cannot go on with whitespace for ever."""
+
+_IDENTIFIERS = frozenset(
+    {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions"}
+)
 
 _OPTIONS: dict[str, type] = {
     "item_separator": str,
@@ -35,7 +39,8 @@ _OPTIONS: dict[str, type] = {
 def library_schema(schema: Json, field: str, closes_objects: bool = False) -> dict[str, Json]:
     """The schema as the library takes it, with its options. `schema` is decoded JSON; it is changed.
 
-    closes_objects: see `closed_objects`; `open_objects` in the schema's options leaves them open.
+    closes_objects: as schemas are meant that a client sends: see `require_discriminators`, and `closed_objects`, though `open_objects` in the
+    schema's options leaves objects open.
     Raises RequestError for what is no schema, for one that allows nothing, and for options that are not allowed.
     """
     if schema is True:
@@ -54,7 +59,9 @@ def library_schema(schema: Json, field: str, closes_objects: bool = False) -> di
         if isinstance(part.get("$ref"), str):
             part["$ref"] = canonical(schema, part["$ref"])
     read_as_its_draft(schema)
-    if closes_objects and not options.pop("open_objects", False):
+    if closes_objects:
+        require_discriminators(schema)
+    if closes_objects and not options.get("open_objects"):
         schema = close_objects(schema, options.get("coerce_one_of") is True)
     options.pop("open_objects", None)
     _check_num_properties(schema, field)
@@ -66,8 +73,18 @@ def library_schema(schema: Json, field: str, closes_objects: bool = False) -> di
         by_pattern = part.get("patternProperties")
         if isinstance(by_pattern, dict):
             part["patternProperties"] = {library_pattern(pattern): value for pattern, value in by_pattern.items()}
+    _drop_annotations(schema)
     # Last, because the library takes the options out and puts the last keyword where they were.
     return {**schema, "x-guidance": options}
+
+
+def _drop_annotations(schema: dict[str, Json]) -> None:
+    """Leave out what says nothing of values, in place: beside a `$ref`, the library takes a keyword that it does not know for one that does."""
+    parts = [part for _, part in subschemas(schema)]
+    on_the_way = {name for part in parts for name in reference_names(schema, part.get("$ref"))}
+    for part in parts:
+        for keyword in part.keys() - CONSTRAINTS - _IDENTIFIERS - on_the_way:
+            del part[keyword]
 
 
 def _check_num_properties(schema: dict[str, Json], field: str) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from headrace.grammar.schema_logic import SchemaLogic
-from headrace.grammar.schema_walk import CONSTRAINTS, Json, subschemas
+from headrace.grammar.schema_walk import CONSTRAINTS, Json, subschemas, target
 
 _MAX_VARIANTS = 64
 """Of one schema: the library multiplies the options of every `anyOf` in it."""
@@ -60,6 +60,28 @@ def read_as_its_draft(schema: dict[str, Json]) -> None:
     if draft := _OLD_DRAFT.search(str(schema.get("$schema", ""))):
         for part in [part for _, part in subschemas(schema)]:
             _read_as_draft(part, int(draft[1]))
+
+
+def require_discriminators(schema: dict[str, Json]) -> None:
+    """Require the property that an OpenAPI `discriminator` names in each option that has a value of its own for it, in place.
+
+    Whoever reads a value chooses the option by that property; pydantic leaves it optional in a schema where a model has a default for it.
+    """
+    for part in [part for _, part in subschemas(schema)]:
+        given = part.get("discriminator")
+        name = given.get("propertyName") if isinstance(given, dict) else None
+        for option in [*_listed(part.get("oneOf")), *_listed(part.get("anyOf"))] if isinstance(name, str) else ():
+            if isinstance(option, dict) and isinstance(option.get("$ref"), str):
+                option = target(schema, option["$ref"])
+            properties = option.get("properties") if isinstance(option, dict) else None
+            tag = properties.get(name) if isinstance(properties, dict) else None
+            required = option.get("required", []) if tag is not None else None
+            if isinstance(tag, dict) and ("const" in tag or "enum" in tag) and isinstance(required, list):
+                option["required"] = required if name in required else [*required, name]
+
+
+def _listed(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
 
 
 def _read_as_draft(schema: dict[str, Json], draft: int) -> None:

@@ -167,6 +167,12 @@ def canonical(root: Json, reference: str) -> str:
     return reference if found is None else pointer(found[0])
 
 
+def reference_names(root: Json, reference: Json) -> list[str]:
+    """The names of the members on the way to what a local reference points at; none for any other value."""
+    found = _found(root, reference) if isinstance(reference, str) else None
+    return [] if found is None else found[0]
+
+
 def pointer(names: Sequence[str]) -> str:
     """The reference to a place. names: of the members on the way, or their places in lists."""
     return "#" + "".join(f"/{quote(_escape(name), safe=_SAFE)}" for name in names)
