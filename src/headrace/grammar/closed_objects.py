@@ -36,6 +36,9 @@ _DEFINITIONS = ("$defs", "definitions")
 _IN_PLACE = frozenset({"allOf", *_OPTIONS, "if", "then", "else", "not", *_DEPENDENT})
 """Keywords whose schemas are about the same value."""
 
+_MAX_OPTIONS = 300
+"""Of an `anyOf` or `oneOf`, to be compared in pairs."""
+
 _MAX_TOGETHER = 16
 """Options of one `anyOf` that are written together, because a value may be valid for several."""
 
@@ -176,10 +179,12 @@ class _Closing:
         owner, keyword, _ = choice
         if keyword in _OPTIONS:
             options = owner[keyword]
-            overlaps = self._overlaps(owner, keyword) if keyword == "oneOf" or beside.lists else set()
-            if keyword == "oneOf" and overlaps and not self._takes_one_of_as_any_of:
-                return None
-            together = [] if keyword == "oneOf" else list(islice(self._together(options, overlaps), _MAX_TOGETHER + 1))
+            together: list[Json] = []
+            if (beside.lists and keyword == "anyOf") or (keyword == "oneOf" and not self._takes_one_of_as_any_of):
+                overlaps = self._overlaps(owner, keyword) if len(options) <= _MAX_OPTIONS else None
+                if overlaps is None or (overlaps and keyword == "oneOf"):
+                    return None
+                together = list(islice(self._together(options, overlaps), _MAX_TOGETHER + 1))
             if len(together) > _MAX_TOGETHER:
                 return None
             return {keyword: [self._closed(option, beside) for option in (*options, *together)]}

@@ -16,6 +16,10 @@ from headrace.grammar.schema_patterns import asked_pattern, library_pattern
 from headrace.grammar.schema_walk import Json, decode_json, subschemas
 from headrace.messages.grammar import GrammarSpec
 
+TOO_COMPLEX = (
+    "the grammar is too complex: it needs more work or memory than one request may take; make it smaller or simpler"
+)
+
 MAX_CHARACTERS = 500
 _MAX_PLACES = 3
 
@@ -246,9 +250,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[[re.Match[str]], _Reason]]] = [
         ),
         (
             r"(?i)too many|items; max is|fuel|limit|too large|too big|too complex",
-            _plain(
-                "the grammar is too complex: it needs more work or memory than one request may take; make it smaller or simpler"
-            ),
+            _plain(TOO_COMPLEX),
         ),
         (r"^(?:at )?(\d+)\((\d+)\): ([^\n]*)", _in_lark),
     )
