@@ -79,6 +79,28 @@ class _Group:
     choices: list[_Choice] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
+    def add(self, keyword: str, value: Json) -> None:
+        """One keyword of a schema."""
+        if keyword == "properties" and isinstance(value, dict):
+            self.lists = True
+            self.names.update(dict.fromkeys(value))
+        elif keyword == "required":
+            self.others.update(dict.fromkeys(_strings(value)))
+        elif keyword in ("additionalProperties", "unevaluatedProperties") or (keyword == "patternProperties" and value):
+            self.is_open = True
+        elif keyword == "minProperties" and isinstance(value, int | float):
+            self.least = max(self.least, value)
+        elif keyword in ("dependentRequired", *_DEPENDENT) and isinstance(value, dict):
+            for name, wanted in value.items():
+                self.others.update(dict.fromkeys((name, *_strings(wanted))))
+
+    def add_all(self, other: "_Group") -> None:
+        """All that another one names."""
+        self.names.update(other.names)
+        self.others.update(other.others)
+        self.lists |= other.lists
+        self.is_open |= other.is_open
+
     def all_names(self, *more: str) -> tuple[str, ...]:
         return tuple({**self.names, **dict.fromkeys(more), **self.others})
 
@@ -114,6 +136,7 @@ class _Closing:
         self._root = root
         self._takes_one_of_as_any_of = takes_one_of_as_any_of
         self._logic = SchemaLogic(root, follow=True)
+        self._totals: dict[int, _Group] = {}
         self._in_place = {id(part) for part in _values(root)}
         self._names: dict[tuple[int, _Version], str] = {}
         self._waiting: list[tuple[str, dict[str, Json], _Version]] = []
@@ -144,7 +167,7 @@ class _Closing:
         group = self._gather(schema, _Group())
         if group.is_open:
             return self._copy(schema, "part")
-        named = [(choice, self._gather_choice(choice, _Group())) for choice in group.choices]
+        named = [(choice, self._may_apply(choice)) for choice in group.choices]
         names = group.all_names(*beside.names)
         adding = [(choice, found) for choice, found in named if found.is_open or not {*found.all_names()} <= {*names}]
         lists = beside.lists or group.lists
@@ -189,7 +212,7 @@ class _Closing:
                 return None
             return {keyword: [self._closed(option, beside) for option in (*options, *together)]}
         if keyword == "if" and self._logic.complement(owner["if"]) is not None:
-            condition = self._gather(owner["if"], _Group(), deep=True)
+            condition = self._total(owner["if"])
             if condition.is_open:
                 return None
             inner = _Beside(condition.all_names(*beside.names), beside.lists)
@@ -204,8 +227,8 @@ class _Closing:
             if keyword != "if" or not is_inline or self._logic.complement(owner["if"]) is None:
                 continue
             elsewhere = names.union(*(found.all_names() for other, found in choices if other is not choice))
-            elsewhere |= {*self._gather(owner["if"], _Group(), deep=True).all_names()}
-            sides = [self._gather(owner.get(name), _Group(), deep=True).all_names() for name in ("then", "else")]
+            elsewhere |= {*self._total(owner["if"]).all_names()}
+            sides = [self._total(owner.get(name)).all_names() for name in ("then", "else")]
             for side, others in (("then", sides[1]), ("else", sides[0])):
                 only = {name: False for name in others if name not in elsewhere and name not in sides[side == "else"]}
                 if only:
@@ -224,7 +247,7 @@ class _Closing:
 
     def _together(self, options: list[Json], overlaps: set[tuple[int, int]]) -> Iterator[Json]:
         """Several options at once, where a value may be valid for all of them and they name different keys."""
-        named = [self._gather(option, _Group(), deep=True) for option in options]
+        named = [self._total(option) for option in options]
         sets = [{*group.all_names()} for group in named]
         waiting: deque[tuple[int, ...]] = deque(
             pair for pair in sorted(overlaps) if not any(named[i].is_open for i in pair)
@@ -239,48 +262,47 @@ class _Closing:
                 if not named[i].is_open and overlaps.issuperset((j, i) for j in chosen)
             ]
 
-    def _gather(self, schema: Json, group: _Group, is_inline: bool = True, deep: bool = False) -> _Group:
-        """Add what a schema says, and what applies with it. deep: also what may apply."""
+    def _gather(self, schema: Json, group: _Group, is_inline: bool = True) -> _Group:
+        """Add what a schema says, and what applies with it."""
         if not isinstance(schema, dict) or id(schema) in group.seen:
             return group
         group.seen.add(id(schema))
         for keyword, value in schema.items():
-            if keyword == "properties" and isinstance(value, dict):
-                group.lists = True
-                group.names.update(dict.fromkeys(value))
-            elif keyword == "required":
-                group.others.update(dict.fromkeys(_strings(value)))
-            elif keyword in ("additionalProperties", "unevaluatedProperties") or (
-                keyword == "patternProperties" and value
-            ):
-                group.is_open = True
-            elif keyword == "minProperties" and isinstance(value, int | float):
-                group.least = max(group.least, value)
-            elif keyword == "$ref" and isinstance(value, str):
-                self._gather(target(self._root, value), group, False, deep)
+            if keyword == "$ref" and isinstance(value, str):
+                self._gather(target(self._root, value), group, False)
             elif keyword == "allOf" and isinstance(value, list):
                 for part in value:
-                    self._gather(part, group, is_inline, deep)
-            elif (keyword in _OPTIONS and isinstance(value, list)) or keyword == "if":
+                    self._gather(part, group, is_inline)
+            elif _is_choice(keyword, value):
                 group.choices.append(_Choice(schema, keyword, is_inline))
-            elif keyword in ("dependentRequired", *_DEPENDENT) and isinstance(value, dict):
-                for name, wanted in value.items():
-                    group.others.update(dict.fromkeys((name, *_strings(wanted))))
-                group.choices.append(_Choice(schema, keyword, is_inline))
-        if deep:
-            for choice in group.choices:
-                if choice.owner is schema:
-                    self._gather_choice(choice, group)
+            group.add(keyword, value)
         return group
 
-    def _gather_choice(self, choice: _Choice, group: _Group) -> _Group:
-        """Add what may apply. A condition names keys, and lists none that the value has."""
-        lists = group.lists
+    def _total(self, schema: Json) -> _Group:
+        """What a schema says, with what applies and what may apply. Each is read once: one that leads to itself in place allows nothing."""
+        if not isinstance(schema, dict):
+            return _Group()
+        if (known := self._totals.get(id(schema))) is None:
+            known = self._totals[id(schema)] = _Group()
+            for keyword, value in schema.items():
+                if keyword == "$ref" and isinstance(value, str):
+                    known.add_all(self._total(target(self._root, value)))
+                elif keyword == "allOf" and isinstance(value, list):
+                    for part in value:
+                        known.add_all(self._total(part))
+                elif _is_choice(keyword, value):
+                    known.add_all(self._may_apply(_Choice(schema, keyword, True)))
+                known.add(keyword, value)
+        return known
+
+    def _may_apply(self, choice: _Choice) -> _Group:
+        """What a choice may say. A condition names keys, and lists none that the value has."""
+        group = _Group()
         if choice.keyword == "if":
-            self._gather(choice.owner["if"], group, deep=True)
-            group.lists = lists
+            group.add_all(self._total(choice.owner["if"]))
+            group.lists = False
         for schema in _schemas_of(choice):
-            self._gather(schema, group, False, deep=True)
+            group.add_all(self._total(schema))
         return group
 
     # --- versions
@@ -318,7 +340,7 @@ class _Closing:
         found = target(self._root, reference)
         if not isinstance(found, dict):
             return reference
-        if version == "part" and self._gather(found, _Group(), deep=True).is_silent:
+        if version == "part" and self._total(found).is_silent:
             version = "closed"
         if version == "closed" and id(found) in self._in_place:
             return reference
@@ -329,6 +351,14 @@ class _Closing:
             self._names[key] = name
             self._waiting.append((name, found, version))
         return pointer(["$defs", self._names[key]])
+
+
+def _is_choice(keyword: str, value: Json) -> bool:
+    return (
+        (keyword in _OPTIONS and isinstance(value, list))
+        or keyword == "if"
+        or (keyword in _DEPENDENT and isinstance(value, dict))
+    )
 
 
 def _schemas_of(choice: _Choice) -> list[Json]:
