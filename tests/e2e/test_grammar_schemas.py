@@ -96,6 +96,13 @@ CASES: list[tuple[Any, list[Any]]] = [
     ({"type": "string", "format": "date"}, ["2026-11-23", "2026-13-01", "x"]),
     ({"type": "object", "minProperties": 1, "properties": {"a": {"type": "null"}}, "required": ["a"]}, [{}, {"a": None}, {"b": None}]),
 ]  # fmt: skip
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "pet": {"$ref": "#/$defs/Animal<Dog>"}},
+    "required": ["name"],
+    "$defs": {"Animal<Dog>": {"properties": {"legs": {"type": "integer", "maximum": 2**64 - 1}}}},
+}
+BOB = {"name": "Bob", "pet": {"legs": 4}}
 REFUSED: list[Any] = [False, {"uniqueItems": True}, {"minProperties": 2}, {"const": "\x00"}, {"contains": {"const": 1}}]
 
 
@@ -103,6 +110,13 @@ REFUSED: list[Any] = [False, {"uniqueItems": True}, {"minProperties": 2}, {"cons
 def test_just_the_valid_instances_can_be_written(engine, tokenizer, schema, values):
     oracle = jsonschema_rs.validator_for(schema, validate_formats=True)
     assert accepted(engine, tokenizer, schema, values) == [oracle.is_valid(value) for value in values]
+
+
+def test_an_object_that_lists_properties_has_no_others(engine, tokenizer):
+    values = [BOB, {"name": "Bob"}, {**BOB, "age": 4}, {"name": "Bob", "pet": {"legs": 4, "age": 4}}]
+
+    assert accepted(engine, tokenizer, PERSON, values) == [True, True, False, False]
+    assert accepted(engine, tokenizer, {**PERSON, "x-guidance": {"open_objects": True}}, values) == [True] * 4
 
 
 @pytest.mark.parametrize("schema", REFUSED, ids=json.dumps)
