@@ -41,10 +41,11 @@ CLOSING = tuple(
 )
 
 
-def matcher(kind: GrammarKind, value, special_tokens=None) -> llguidance.LLMatcher:
+def matcher(kind: GrammarKind, value, special_tokens=None, closes_objects=False) -> llguidance.LLMatcher:
     """A matcher after its first mask. value: text, or what becomes text as JSON. Raises RequestError for what is refused."""
     spec = GrammarSpec(kind, value if isinstance(value, str) else json.dumps(value), "field")
-    made = llguidance.LLMatcher(LIBRARY, library_text(spec, special_tokens or {}), log_level=0, limits=LIMITS)
+    text = library_text(spec, special_tokens or {}, closes_objects)
+    made = llguidance.LLMatcher(LIBRARY, text, log_level=0, limits=LIMITS)
     if not made.is_error():
         made.compute_bitmask()
     if made.is_error():

@@ -262,6 +262,83 @@ def test_recursive_schemas():
 
 
 @pytest.mark.parametrize(
+    "name, written",
+    [
+        ("Animal<Dog>", "Animal<Dog>"),
+        ("Animal<Dog>", "Animal%3CDog%3E"),
+        ("Page[Dict[str, int]]", "Page[Dict[str, int]]"),
+        ("Result`2[[A],[B]]", "Result`2[[A],[B]]"),
+        ("a b", "a b"),
+        ("a b", "a%20b"),
+        ("a%20b", "a%20b"),
+        ("50%", "50%"),
+        ("a/b", "a~1b"),
+        ("github.com/x/y.Type", "github.com/x/y.Type"),
+        ("a~b", "a~0b"),
+        ("Größe", "Größe"),
+        ('"{a|b}^#\\', '"{a|b}^#\\'),
+    ],
+)
+def test_names_in_references_may_be_as_generators_write_them(name, written):
+    schema = {"$defs": {name: {"type": "integer"}}, "items": {"$ref": f"#/$defs/{written}"}}
+
+    assert json_takes(schema, [1])
+    assert not json_takes(schema, ["x"])
+
+
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        INT64,
+        {"minimum": 0, "maximum": 2**64 - 1},
+        {"exclusiveMinimum": -(2**63) - 1, "exclusiveMaximum": 2**63},
+        {"minimum": float(-(2**63)), "maximum": float(2**63)},
+        {"minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        {"minimum": -3.4028235e38, "maximum": 3.402823466e38},
+        {"minimum": -79228162514264337593543950335, "maximum": 79228162514264337593543950335},
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "maximum": 1.7976931348623157e308,
+            "exclusiveMaximum": True,
+        },
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("kind", ["integer", "number", ["integer", "null"]], ids=str)
+def test_bounds_that_are_those_of_a_type_are_no_bounds(kind, bounds):
+    schema = {"type": "object", "properties": {"a": {"type": kind, **bounds}}, "required": ["a"]}
+
+    assert [value for value in (0, 5, 2**63 - 1) if not json_takes(schema, {"a": value})] == []
+    assert json_takes(schema, {"a": -5}) is (bounds.get("minimum") != 0)
+    assert not json_takes(schema, {"a": "5"})
+
+
+def test_bounds_that_can_be_held_hold():
+    small = {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
+
+    assert [value for value in (2**31, -(2**31) - 1) if json_takes(small, value)] == []
+    assert not json_takes({"type": "integer", **INT64}, 2**63)
+
+
+@pytest.mark.parametrize("most", [2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1, 10**30])
+def test_counts_that_nothing_reaches_are_no_bounds(most):
+    for kind, keyword, value in (("string", "maxLength", "a"), ("array", "maxItems", [1])):
+        assert json_takes({"type": kind, keyword: most}, value)
+    assert json_takes({"properties": {"a": {}}, "maxProperties": most}, {"a": 1})
+
+
+@pytest.mark.parametrize("beside", [{"x-order": 1}, {"deprecated": True}, {"discriminator": {"propertyName": "a"}}])
+def test_annotations_beside_a_recursive_reference_say_nothing(beside):
+    schema = {"type": "object", "properties": {"next": {"$ref": "#", **beside}}, "additionalProperties": False}
+
+    assert json_takes(schema, {"next": {"next": {}}})
+    assert not json_takes(schema, {"next": 1})
+
+
+@pytest.mark.parametrize(
     "schema, said, place",
     [
         ({"items": {"contains": {"type": "string"}}}, "`contains`", "#/items/contains"),
@@ -269,6 +346,9 @@ def test_recursive_schemas():
         ({"$defs": {"x": {"uniqueItems": True}}, "$ref": "#/$defs/x"}, "`uniqueItems`", "#/$defs/x/uniqueItems"),
         ({"$ref": "https://example.org/schema"}, "'https://example.org/schema'", "#/$ref"),
         ({"items": {"$ref": "#/nowhere"}}, "'/nowhere'", "#/items/$ref"),
+        ({"items": {"$ref": "#/$defs/No<where>"}}, "'#/$defs/No<where>'", "#/items/$ref"),
+        ({"items": {"type": "number", "maximum": 1e30}}, "`maximum`", "#/items"),
+        ({"items": {"type": "integer", "minimum": -(10**30)}}, "`minimum`", "#/items"),
         ({"items": {"pattern": "(?=a)b"}}, "look-around", "#/items"),
         ({"items": {"pattern": r"(\d/)\1"}}, "backreferences", "#/items"),
         ({"patternProperties": {"a": {}, "b": {}}}, "`patternProperties`", "#/patternProperties"),
@@ -318,6 +398,20 @@ REWRITTEN = [
         "oneOf": [
             {"properties": {"kind": {"const": "x"}, "a": {"type": "integer"}}},
             {"properties": {"kind": {"const": "y"}, "b": {"type": "integer"}}},
+        ],
+    },
+    {"oneOf": [{"enum": ["a", "ab"]}, {"type": "string", "pattern": "^x"}]},
+    {"oneOf": [{"const": "x"}, {"type": "string", "format": "date"}]},
+    {"oneOf": [{"enum": ["abc", None]}, {"type": "string", "maxLength": 2}]},
+    {"oneOf": [{"enum": [1, 2.5]}, {"type": "integer", "multipleOf": 2, "minimum": 3}]},
+    {"oneOf": [{"enum": [2.5, "a"]}, {"type": ["integer", "null"], "multipleOf": 2}]},
+    {"oneOf": [{"const": [1]}, {"type": "array", "minItems": 2, "uniqueItems": False}]},
+    {"oneOf": [{"const": {"b": 1}}, {"type": "object", "required": ["a"], "properties": {"a": {"pattern": "^x"}}}]},
+    {
+        "type": "object",
+        "oneOf": [
+            {"properties": {"a": {"enum": ["y", 1]}}, "required": ["a"]},
+            {"properties": {"a": {"type": "string", "pattern": "^x$"}}, "required": ["a"]},
         ],
     },
     {"not": {"type": "string"}},
@@ -370,6 +464,11 @@ def test_keywords_that_are_written_with_others_allow_the_same(schema):
     assert {oracle.is_valid(value) for value in VALUES} != {False}
 
 
+def test_options_of_one_of_that_a_literal_may_match_are_refused():
+    for other in ({"pattern": "^[a-z]+$"}, {"pattern": r"(?=a)\w"}):
+        refusal("json_schema", {"oneOf": [{"enum": ["inherit", "fast"]}, {"type": "string", **other}]})
+
+
 def test_a_rewritten_one_of_keeps_the_order_of_properties():
     schema = {
         "type": "object",
@@ -420,10 +519,10 @@ def test_work_on_hostile_schemas_is_bounded():
 
 
 @settings(max_examples=60)
-@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
-def test_random_outputs_are_valid(schema, seed):
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1), closes_objects=st.booleans())
+def test_random_outputs_are_valid(schema, seed, closes_objects):
     try:
-        made = matcher("json_schema", schema)
+        made = matcher("json_schema", schema, closes_objects=closes_objects)
     except RequestError:
         return
     text = random_output(made, random.Random(seed))

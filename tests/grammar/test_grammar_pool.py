@@ -344,6 +344,19 @@ def test_a_grammar_that_is_too_complex_after_its_first_token_is_refused():
     assert "too complex" in verdict.message
 
 
+def test_objects_are_closed_where_the_closed_schema_can_be_followed():
+    tokens = MatcherTokens(BYTES)
+    more = {"required": ["a"], "minProperties": 2, "anyOf": [{"properties": {"b": False}}]}
+    for schema, is_closed in (
+        ({"type": "object", "properties": {"a": {}}}, True),
+        ({"type": "object", "properties": {"a": {}}, "x-guidance": {"open_objects": True}}, False),
+        ({"type": "object", "properties": {"a": {}}, **more}, False),
+    ):
+        verdict = try_grammar(tokens, GrammarSpec("json_schema", json.dumps(schema), "json_schema"))
+        assert isinstance(verdict, Passed), verdict
+        assert ('"additionalProperties":false' in verdict.text) is is_closed
+
+
 COUNTED = {"type": "string", "maxLength": 5000, "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)"}
 
 

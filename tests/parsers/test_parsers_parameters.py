@@ -72,6 +72,9 @@ def test_types_of_references_and_lists_of_values():
     root = {"$defs": {"a/b": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/a~1b"}]}}}
 
     assert schema_types({"$ref": "#/$defs/a~1b"}, root) == ("integer",)
+    generated = {"$defs": {"Page[int, <a b>]": {"type": "integer"}}}
+    for written in ("Page[int, <a b>]", "Page%5Bint%2C%20%3Ca%20b%3E%5D"):
+        assert schema_types({"$ref": f"#/$defs/{written}"}, generated) == ("integer",)
     assert schema_types({"$ref": "#/$defs/none"}, root) == ()
     assert schema_types({"$ref": "other.json"}, root) == ()
     assert schema_types({"enum": ["a", 1, 1.5, None, True, [], {}]}, {}) == (

@@ -1,5 +1,6 @@
 """One conversation through every chat API: the model is given the same prompt."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_the_prompt_is_the_same(server: Running, tools: bool):
     assert server.frontend.in_chats[-len(prompts) :] == [True] * len(prompts)  # the end of a turn ends them
     for path, prompt in zip(REQUESTS, prompts, strict=True):
         assert prompt == prompts[0], path
+    server.frontend.calls.clear()
 
 
 TYPICAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -112,3 +114,54 @@ def test_typical_p_is_sampled_with_on_every_api_that_has_it(server: Running, rou
             server.frontend.resolved.clear()
             assert client.post(route, json=body | more).status_code == 200
             assert [one.typical_p for one in server.frontend.resolved] == [want]
+
+
+OPTIONS = {"type": "object", "properties": {"a": {"oneOf": [{"pattern": "^x"}, {"pattern": "y$"}]}}}
+LOOSE = {**OPTIONS, "x-guidance": {"coerce_one_of": True}}
+EXACT = {**OPTIONS, "x-guidance": {"coerce_one_of": False}}
+
+
+def _openai(schema: Any, strict: bool) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
+    }
+
+
+def _responses(schema: Any, strict: bool) -> dict[str, Any]:
+    return {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": strict}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "read_as"),
+    [
+        ("/v1/chat/completions", _openai(OPTIONS, False), LOOSE),
+        ("/v1/chat/completions", _openai(OPTIONS, True), OPTIONS),
+        ("/v1/chat/completions", _openai(EXACT, False), EXACT),
+        ("/v1/chat/completions", _openai(SCHEMA, False), SCHEMA),
+        ("/v1/chat/completions", {"guided_json": json.dumps(OPTIONS)}, LOOSE),
+        ("/v1/chat/completions", {"json_schema": OPTIONS}, LOOSE),
+        ("/v1/responses", _responses(OPTIONS, False), LOOSE),
+        ("/v1/responses", _responses(OPTIONS, True), OPTIONS),
+        ("/v1/responses", {"json_schema": OPTIONS}, LOOSE),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": OPTIONS}}, LOOSE),
+        ("/api/chat", {"format": OPTIONS}, LOOSE),
+    ],
+)
+def test_one_of_is_any_of_where_it_must_be_unless_the_schema_is_strict(
+    server: Running, path: str, fields: dict[str, Any], read_as: Any
+):
+    body = {name: value for name, value in REQUESTS[path].items() if name != "tools"}
+    reply = httpx.post(f"{server.url}{path}", json=body | fields, timeout=20)
+    server.frontend.calls.clear()
+    assert reply.status_code == 200, reply.text
+    grammar = server.frontend.resolved[-1].grammar
+    assert grammar is not None
+    asked = json.loads(grammar.text)
+    assert read_as in (asked, *(part.get("json_schema") for part in _parts(asked)))
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(item)

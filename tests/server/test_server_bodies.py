@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -275,3 +276,38 @@ def test_integers_beyond_64_bits_are_refused_wherever_they_are():
             decode_json(body, NATIVE_DECODER)
     fine = decode_json(b'{"text": "99999999999999999999", "priority": 9223372036854775807}', NATIVE_DECODER)
     assert fine == GenerateReqInput(text="99999999999999999999", priority=2**63 - 1)
+
+
+@pytest.mark.parametrize("wide", [2**63, 2**64 - 1, -(2**63) - 1])
+def test_schemas_tools_and_arguments_may_have_integers_of_any_size(client: httpx.Client, server: Running, wide: int):
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": wide}}}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object", "schema": schema}}),
+        ("/v1/chat/completions", {"metadata": {"a": wide}}),
+        ("/v1/responses", {"input": "a", "client_metadata": {"a": [wide]}}),
+        ("/v1/messages", {"max_tokens": 5, "tools": [{"name": "f", "input_schema": schema}]}),
+        ("/api/chat", {"format": schema}),
+        ("/generate", {"text": "a", "sampling_params": {"json_schema": schema}}),
+    ]
+    for path, fields in bodies:
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        body = fields if path in ("/generate", "/v1/responses") else chat | fields
+        reply = client.post(path, json=body)
+        assert reply.status_code == 200, (path, fields, reply.text)
+    grammars = [sampling.grammar for sampling in server.frontend.resolved if sampling.grammar is not None]
+    assert [str(wide) in grammar.text for grammar in grammars] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "seed": 2**64}, "seed"),
+        ("/v1/completions", {"prompt": [2**64]}, "prompt"),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2**64}}, "sampling_params.max_new_tokens"),
+    ],
+)
+def test_a_field_whose_integer_is_too_wide_is_named(client: httpx.Client, path: str, body: Any, field: str):
+    error = check_error(client.post(path, json=body), 400)
+    assert error["param"] == field
+    assert "64 bits" in str(error["message"])

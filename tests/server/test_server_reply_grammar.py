@@ -63,6 +63,15 @@ def test_strict_single_required_and_named_calls_are_bound():
         assert "<tool_call>" in json.dumps(tag_of(bound(PLAIN, formatted(), **fields)))  # type: ignore[arg-type]
 
 
+def test_one_of_in_a_tool_that_is_not_strict_is_any_of_where_it_must_be():
+    schema = {"type": "object", "properties": {"a": {"oneOf": [{"pattern": "^x"}, {"pattern": "y$"}]}}}
+    for strict in (True, False):
+        tools = (function_tool("tools[0]", "f", None, schema, strict), tool())
+        tag = tag_of(bound(PLAIN, formatted(), tools, ToolChoice("required")))
+        assert ("coerce_one_of" in json.dumps(tag)) is not strict
+        assert tools[0].function["parameters"] == schema, "as the model sees it"
+
+
 def test_none_forbids_the_token_that_begins_a_call():
     reply = bound(SamplingParams(logit_bias={"9": 1.0}), formatted(), (tool(),), ToolChoice("none"))
     assert reply == BoundReply(SamplingParams(logit_bias={"9": 1.0, "3": -100.0}))

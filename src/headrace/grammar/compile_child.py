@@ -12,6 +12,7 @@ from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.probe import probe
+from headrace.grammar.refusals import TOO_COMPLEX
 from headrace.grammar.source import explain, library_text
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
@@ -54,11 +55,22 @@ _SPECS = msgspec.msgpack.Decoder(GrammarSpec)
 
 
 def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
-    """Compile a grammar and compute its first mask. It is gone when this returns."""
+    """Compile a grammar and compute its first mask. It is gone when this returns.
+
+    Objects of schemas are closed (`closed_objects`), unless the schema can only be followed as it is written. Then the refusal is of that, too.
+    """
+    closed = _tried(tokens, spec, closes_objects=True)
+    has_schemas = spec.kind in ("json_schema", "structural_tag")
+    if isinstance(closed, Refused) and has_schemas and closed.message != TOO_COMPLEX:
+        return _tried(tokens, spec, closes_objects=False)
+    return closed
+
+
+def _tried(tokens: MatcherTokens, spec: GrammarSpec, closes_objects: bool) -> Verdict:
     give_back_free_memory()  # else what earlier grammars left would hide what this one takes
     before_bytes = resident_bytes()
     try:
-        text = library_text(spec, tokens.special_texts)
+        text = library_text(spec, tokens.special_texts, closes_objects)
         template = Template(tokens, text)
         probe(tokens, template)
     except LibraryError as error:

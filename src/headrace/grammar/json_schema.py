@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.grammar.schema_rewrite import rewrite
-from headrace.grammar.schema_walk import Json, subschemas
+from headrace.grammar.closed_objects import close_objects
+from headrace.grammar.schema_patterns import ESCAPES, UNWRITABLE, library_pattern
+from headrace.grammar.schema_rewrite import read_as_its_draft, require_discriminators, rewrite
+from headrace.grammar.schema_walk import CONSTRAINTS, Json, canonical, reference_names, subschemas
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """The formats that strings are held to. Any other is an annotation, as JSON Schema says."""
@@ -20,12 +22,9 @@ WHITESPACE = r" |\n(?: {0,40}|\t{0,12})"
 """What may stand between two tokens of JSON, once: a space, or a line break and an indent. So `json.dumps` prints it, with any indent down to ten
 levels of four spaces, and a model cannot go on with whitespace for ever."""
 
-ESCAPES = 'nrbtf\\"'
-"""What may follow a backslash in a string. Without `u`, a property has only one name: the library compares names as they are written, so the further
-property "\\u0061" would not be the property "a". Every character but control characters can be written without it."""
-
-_UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
-"""The control characters that have no escape among these."""
+_IDENTIFIERS = frozenset(
+    {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions"}
+)
 
 _OPTIONS: dict[str, type] = {
     "item_separator": str,
@@ -33,12 +32,15 @@ _OPTIONS: dict[str, type] = {
     "whitespace_flexible": bool,
     "whitespace_pattern": str,
     "coerce_one_of": bool,
+    "open_objects": bool,
 }
 
 
-def library_schema(schema: Json, field: str) -> dict[str, Json]:
+def library_schema(schema: Json, field: str, closes_objects: bool = False) -> dict[str, Json]:
     """The schema as the library takes it, with its options. `schema` is decoded JSON; it is changed.
 
+    closes_objects: as schemas are meant that a client sends: see `require_discriminators`, and `closed_objects`, though `open_objects` in the
+    schema's options leaves objects open.
     Raises RequestError for what is no schema, for one that allows nothing, and for options that are not allowed.
     """
     if schema is True:
@@ -54,6 +56,14 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
         name = part.get("format")
         if isinstance(name, str) and name not in FORMATS:
             del part["format"]
+        if isinstance(part.get("$ref"), str):
+            part["$ref"] = canonical(schema, part["$ref"])
+    read_as_its_draft(schema)
+    if closes_objects:
+        require_discriminators(schema)
+    if closes_objects and not options.get("open_objects"):
+        schema = close_objects(schema, options.get("coerce_one_of") is True)
+    options.pop("open_objects", None)
     _check_num_properties(schema, field)
     _check_values(schema, field)
     rewrite(schema)
@@ -63,72 +73,18 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
         by_pattern = part.get("patternProperties")
         if isinstance(by_pattern, dict):
             part["patternProperties"] = {library_pattern(pattern): value for pattern, value in by_pattern.items()}
+    _drop_annotations(schema)
     # Last, because the library takes the options out and puts the last keyword where they were.
     return {**schema, "x-guidance": options}
 
 
-_PIECES = re.compile(
-    r"\[\^\]|\[\]|\[\^-?|\[|\]|[&~]"
-    r"|(?P<character>\\x(?P<x>[0-9a-fA-F]{2})|\\u(?P<u>[0-9a-fA-F]{4})|\\[xu]\{0*(?P<braced>[0-9a-fA-F]{1,6})\}|\\(?P<v>v)|[\x00-\x1f\x7f])"
-    r"|\\P(?P<others>\{\^?\w+\}|\w)|\\p(?P<category>\{C\w*\}|C)"
-    r"|(?P<escape>\\.)",
-    re.DOTALL,
-)
-"""What is written differently for the library: classes of characters, and what can stand for all control characters."""
-
-_LAST_COUNT = re.compile(r"(?<!\\)\{(\d+),\d*\}\Z")
-"""How often the last part of a regular expression may come."""
-
-
-def library_pattern(pattern: str) -> str:
-    """A regular expression of a schema as the library takes it.
-
-    No class in it matches U+0001, unless it has quotes and backslashes too: the library allows an escaped quote and an escaped backslash wherever
-    a class has all control characters, even if the class excludes them. A class without one control character is read exactly, and no string has
-    that one (`ESCAPES`). A character that no string has matches nothing by itself, because the library would leave it out. Within a class `[`, `&`
-    and `~` are themselves, and the classes `[]` and `[^]` are nothing and anything, as in ECMA-262. `asked_pattern` is the way back.
-    """
-    in_class = False
-
-    def write(found: re.Match[str]) -> str:
-        nonlocal in_class
-        piece = found[0]
-        if found["character"]:
-            begins_range = in_class and pattern[found.end() : found.end() + 1] == "-"
-            ends_range = in_class and pattern[found.start() - 1] == "-"
-            return _character(found, begins_range, ends_range)
-        if found["others"]:
-            return rf"[^\x{{1}}\p{found['others']}]"
-        if found["category"]:
-            return rf"[\p{found['category']}&&[^\x{{1}}]]"
-        if found["escape"]:
-            return piece
-        if in_class:
-            in_class = "]" not in piece
-            return piece if piece == "]" else f"\\{piece}"
-        in_class = piece in ("[", "[^", "[^-")
-        if piece in ("[]", "[^]"):
-            return r"[^\s\S]" if piece == "[]" else r"[\s\S]"
-        return piece.replace("[^-", r"[^\-").replace("[^", r"[^\x{1}")
-
-    # What is found anywhere need not go on: the library would count how far it does.
-    return _PIECES.sub(write, _LAST_COUNT.sub(r"{\1}", pattern))
-
-
-def _character(found: re.Match[str], begins_range: bool, ends_range: bool) -> str:
-    """A character that is written as its number, or is a control character."""
-    digits = found["x"] or found["u"] or found["braced"] or ("b" if found["v"] else f"{ord(found[0][0]):x}")
-    code = int(digits, 16)
-    if begins_range and code < 2:
-        return r"\x{2}"
-    if begins_range or ends_range or not re.fullmatch(_UNWRITABLE, chr(min(code, 0x10FFFF))):
-        return found[0]
-    return r"[^\s\S]"
-
-
-def asked_pattern(pattern: str) -> str:
-    """What `library_pattern` was given, but for rare classes; for messages."""
-    return pattern.replace(r"[^\x{1}\-", "[^-").replace(r"[^\x{1}", "[^")
+def _drop_annotations(schema: dict[str, Json]) -> None:
+    """Leave out what says nothing of values, in place: beside a `$ref`, the library takes a keyword that it does not know for one that does."""
+    parts = [part for _, part in subschemas(schema)]
+    on_the_way = {name for part in parts for name in reference_names(schema, part.get("$ref"))}
+    for part in parts:
+        for keyword in part.keys() - CONSTRAINTS - _IDENTIFIERS - on_the_way:
+            del part[keyword]
 
 
 def _check_num_properties(schema: dict[str, Json], field: str) -> None:
@@ -154,7 +110,7 @@ def _check_values(schema: dict[str, Json], field: str) -> None:
     """Raises RequestError for control characters in `const` and `enum` that cannot be written: the library would leave them out."""
     for place, part in subschemas(schema):
         for keyword in ("const", "enum"):
-            if keyword in part and any(re.search(_UNWRITABLE, text) for text in _strings(part[keyword])):
+            if keyword in part and any(re.search(UNWRITABLE, text) for text in _strings(part[keyword])):
                 raise RequestError(
                     f"control characters in `{keyword}` are not supported, except \\n, \\r, \\t, \\b and \\f (at {place}/{keyword})",
                     field,
@@ -177,7 +133,7 @@ def _listed(value: Json) -> list[Json]:
 
 
 def _options(own: Json, field: str) -> dict[str, Json]:
-    """The library's options: the schema's own, and bounded whitespace where it says nothing about whitespace."""
+    """The library's options, and `open_objects`, which is ours: the schema's own, and bounded whitespace where it says nothing about whitespace."""
     if not isinstance(own, dict):
         raise RequestError("`x-guidance` must be an object", field)
     if own.get("lenient", False) is not False:

@@ -46,9 +46,9 @@ def regex(pattern: str) -> str:
     return f"/{regex_to_lark(pattern, 'd')}/" if pattern else '""'
 
 
-def inline_schema(schema: object, field: str) -> str:
-    """A decoded JSON schema as a lark rule. Raises RequestError as `library_schema`."""
-    return "%json " + msgspec.json.encode(library_schema(schema, field)).decode()
+def inline_schema(schema: object, field: str, closes_objects: bool = False) -> str:
+    """A decoded JSON schema as a lark rule. closes_objects, errors: as of `library_schema`."""
+    return "%json " + msgspec.json.encode(library_schema(schema, field, closes_objects)).decode()
 
 
 def grammar(text: str) -> str:

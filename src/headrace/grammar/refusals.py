@@ -12,9 +12,13 @@ import msgspec
 from llguidance import regex_to_lark
 
 from headrace.errors import RequestError
-from headrace.grammar.json_schema import asked_pattern, library_pattern
+from headrace.grammar.schema_patterns import asked_pattern, library_pattern
 from headrace.grammar.schema_walk import Json, decode_json, subschemas
 from headrace.messages.grammar import GrammarSpec
+
+TOO_COMPLEX = (
+    "the grammar is too complex: it needs more work or memory than one request may take; make it smaller or simpler"
+)
 
 MAX_CHARACTERS = 500
 _MAX_PLACES = 3
@@ -132,7 +136,7 @@ def _reference(match: re.Match[str]) -> _Reason:
     return _Reason(
         f"`$ref` to {target!r} cannot be followed: only places in the schema itself can, for example #/$defs/name",
         "$ref",
-        lambda schema: isinstance(schema.get("$ref"), str) and schema["$ref"].removeprefix("#") == target,
+        lambda schema: schema.get("$ref") in (target, f"#{target}"),
     )
 
 
@@ -189,6 +193,16 @@ def _not_satisfiable(match: re.Match[str]) -> _Reason:
     return _Reason(message, "required", lambda schema: required[1] in _listed(schema.get("required")))
 
 
+def _bounds(match: re.Match[str]) -> _Reason:
+    keywords = ("maximum", "exclusiveMaximum") if match[1] == "None" else ("minimum", "exclusiveMinimum")
+
+    def holds(schema: dict[str, Json]) -> bool:
+        values = [schema.get(keyword) for keyword in keywords]
+        return any(isinstance(value, int | float) and abs(value) > 2**53 for value in values)
+
+    return _Reason(f"`{keywords[0]}` is supported only up to 64 bits", "", holds)
+
+
 def _keyword(keyword: str, message: str) -> Callable[[re.Match[str]], _Reason]:
     return lambda match: _Reason(message, keyword, lambda schema: keyword in schema)
 
@@ -218,6 +232,8 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[[re.Match[str]], _Reason]]] = [
         (r"min/maxProperties only supported", _num_properties),
         (r"Pointer '(.*?)' does not exist", _reference),
         (r"Resource '(.*?)' is not present", _reference),
+        (r"Invalid URI reference '(.*?)': ", _reference),
+        (r"Failed to generate regex for \w+ range: min=(\w+)", _bounds),
         (r"circular references with sibling keys are not supported: (\S+)", _cycle),
         (r"Invalid type: (.*)", _wrong_type),
         (r"Expected (.*?) for '(\w+)'(?: item)?, got ([^\n]*)", _wrong_value),
@@ -234,9 +250,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[[re.Match[str]], _Reason]]] = [
         ),
         (
             r"(?i)too many|items; max is|fuel|limit|too large|too big|too complex",
-            _plain(
-                "the grammar is too complex: it needs more work or memory than one request may take; make it smaller or simpler"
-            ),
+            _plain(TOO_COMPLEX),
         ),
         (r"^(?:at )?(\d+)\((\d+)\): ([^\n]*)", _in_lark),
     )

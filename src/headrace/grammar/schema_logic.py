@@ -9,12 +9,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from headrace.grammar.schema_patterns import is_valid_string
 from headrace.grammar.schema_walk import CONSTRAINTS, Json, target
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 _MAX_DEPTH = 8
 _MAX_STEPS = 100_000
+_VALUE_STEPS = 100
+"""What it counts to try one value."""
 _MAX_CHARACTERS = 1_000
 """Of the strings of an `enum` whose complement is written as a regular expression."""
 
@@ -69,8 +72,25 @@ class SchemaLogic:
         common = _types(both)
         values = _values(both)
         if values is not None:
-            return not any(_type_of(value) in common for value in values)
+            return all(_type_of(value) not in common or self._is_invalid(value, both) for value in values)
         return all(self._exclude_type(kind, ours, theirs, depth) for kind in common)
+
+    def _is_invalid(self, value: Json, parts: Parts) -> bool:
+        """Whether it is shown that a value of a type that the parts allow is not valid for one of them."""
+        self._steps += _VALUE_STEPS
+        if self._steps > _MAX_STEPS:
+            return False
+        if isinstance(value, str):
+            return any(is_valid_string(value, part) is False for part in parts)
+        if isinstance(value, list):
+            return _is_outside(len(value), parts, ("minItems",), ("maxItems",))
+        if isinstance(value, dict):
+            return any(name not in value for part in parts for name in _listed(part.get("required")))
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if value % 1 and any(_allows_only_integers(part) for part in parts):
+                return True
+            return _is_outside(value, parts, ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+        return False
 
     def _options_exclude(self, part: dict[str, Json], others: Parts, depth: int) -> bool:
         """Whether a part is an `anyOf` or `oneOf` all of whose options exclude the others."""
@@ -242,6 +262,17 @@ def _is_empty(parts: Parts, lower: Iterable[str], upper: Iterable[str]) -> bool:
     if least is None or most is None:
         return False
     return least[0] > most[0] or (least[0] == most[0] and (least[1] or not most[1]))
+
+
+def _is_outside(value: float, parts: Parts, lower: Iterable[str], upper: Iterable[str]) -> bool:
+    return any(value < bound or (value == bound and excluded) for bound, excluded in _numbers(parts, lower)) or any(
+        value > bound or (value == bound and excluded) for bound, excluded in _numbers(parts, upper)
+    )
+
+
+def _allows_only_integers(part: dict[str, Json]) -> bool:
+    types = [part.get("type"), *_listed(part.get("type"))]
+    return "integer" in types and "number" not in types
 
 
 def _property_schemas(name: str, parts: Parts) -> Iterator[Json]:

@@ -4,11 +4,12 @@
 stays as it is, and the library refuses it by its name.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
 from headrace.grammar.schema_logic import SchemaLogic
-from headrace.grammar.schema_walk import CONSTRAINTS, Json, subschemas
+from headrace.grammar.schema_walk import CONSTRAINTS, Json, subschemas, target
 
 _MAX_VARIANTS = 64
 """Of one schema: the library multiplies the options of every `anyOf` in it."""
@@ -20,15 +21,18 @@ _MAX_OVERLAPPING = 8
 
 _OLD_DRAFT = re.compile(r"json-schema\.org/draft-0([3467])/")
 
+_TYPE_LIMITS = (2.0**63, 2.0**64, 2.0**96, 3.4028234663852886e38, 1.7976931348623157e308)
+"""The largest int64, uint64, .NET decimal, float32 and float64, as floats; what is as near as others print them is meant, too."""
+
+_MAX_COUNT = 2**31 - 1
+"""No string has so many characters, and no list so many items: as an upper bound it says nothing."""
+
 _REWRITTEN = frozenset({"if", "then", "else", "not", "oneOf", "dependencies", "dependentRequired", "dependentSchemas"})
 
 
 def rewrite(schema: dict[str, Json]) -> None:
     """Rewrite a schema and all in it, in place."""
     found = [part for _, part in subschemas(schema)]
-    if draft := _OLD_DRAFT.search(str(schema.get("$schema", ""))):
-        for part in found:
-            _read_as_draft(part, int(draft[1]))
     # What a reference goes through stays where it is.
     kept = {keyword for part in found for keyword in str(part.get("$ref", "")).split("/") if keyword in _REWRITTEN}
     # Within a schema with an `$id` of its own (`id` in draft 4), `#` means that schema and not the document.
@@ -51,6 +55,35 @@ def rewrite(schema: dict[str, Json]) -> None:
             _replace(part, keyword, made)
 
 
+def read_as_its_draft(schema: dict[str, Json]) -> None:
+    """Leave out what says nothing in the draft that the schema names, in place. For before `rewrite`."""
+    if draft := _OLD_DRAFT.search(str(schema.get("$schema", ""))):
+        for part in [part for _, part in subschemas(schema)]:
+            _read_as_draft(part, int(draft[1]))
+
+
+def require_discriminators(schema: dict[str, Json]) -> None:
+    """Require the property that an OpenAPI `discriminator` names in each option that has a value of its own for it, in place.
+
+    Whoever reads a value chooses the option by that property; pydantic leaves it optional in a schema where a model has a default for it.
+    """
+    for part in [part for _, part in subschemas(schema)]:
+        given = part.get("discriminator")
+        name = given.get("propertyName") if isinstance(given, dict) else None
+        for option in [*_listed(part.get("oneOf")), *_listed(part.get("anyOf"))] if isinstance(name, str) else ():
+            if isinstance(option, dict) and isinstance(option.get("$ref"), str):
+                option = target(schema, option["$ref"])
+            properties = option.get("properties") if isinstance(option, dict) else None
+            tag = properties.get(name) if isinstance(properties, dict) else None
+            required = option.get("required", []) if tag is not None else None
+            if isinstance(tag, dict) and ("const" in tag or "enum" in tag) and isinstance(required, list):
+                option["required"] = required if name in required else [*required, name]
+
+
+def _listed(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
 def _read_as_draft(schema: dict[str, Json], draft: int) -> None:
     """Leave out what says nothing in draft 3, 4, 6 or 7: what is beside a `$ref`, and keywords that came later."""
     later = {"dependentRequired", "dependentSchemas"} | ({"if", "then", "else"} if draft < 7 else set())
@@ -65,6 +98,11 @@ def _drop_idle(schema: dict[str, Json]) -> None:
         value = schema.get(keyword)
         if isinstance(value, float) and value.is_integer():
             schema[keyword] = int(value)
+    for keyword in ("maxLength", "maxItems", "maxProperties"):
+        value = schema.get(keyword)
+        if isinstance(value, int | float) and value >= _MAX_COUNT:
+            del schema[keyword]
+    _drop_type_limits(schema)
     most = schema.get("maxItems")
     if schema.get("uniqueItems") is False or (schema.get("uniqueItems") is True and isinstance(most, int) and most < 2):
         del schema["uniqueItems"]
@@ -83,6 +121,25 @@ def _drop_idle(schema: dict[str, Json]) -> None:
     least = schema.get("minProperties")
     if isinstance(least, int) and isinstance(required, list) and least <= len({str(name) for name in required}):
         del schema["minProperties"]
+
+
+def _drop_type_limits(schema: dict[str, Json]) -> None:
+    """Leave out bounds that say only what type the number has where it is read; the library cannot hold most of them. It holds those of int32, and
+    of integers the largest int64."""
+    types = schema.get("type")
+    is_integer = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
+    for keyword, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+        value = schema.get(keyword)
+        if not isinstance(value, int | float) or not 0 < sign * value <= _TYPE_LIMITS[-1]:
+            continue
+        if not any(math.isclose(sign * value, limit, rel_tol=1e-6) for limit in _TYPE_LIMITS):
+            continue
+        if is_integer and (keyword, value) in (("maximum", 2**63 - 1), ("exclusiveMaximum", 2**63)):
+            continue
+        del schema[keyword]
+        exclusive = f"exclusive{keyword.capitalize()}"
+        if isinstance(schema.get(exclusive), bool):  # as draft 4 has it
+            del schema[exclusive]
 
 
 def _replace(schema: dict[str, Json], keyword: str, made: list[Json]) -> None:

@@ -4,9 +4,9 @@ All walks are iterative and linear: a schema comes from a client.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -19,7 +19,7 @@ MAX_DEPTH = 100
 """Levels of arrays and objects in a schema. The library's own limit is 128 for the whole text."""
 
 # Keywords by what they hold. A keyword that may hold a schema or a list of schemas (`items`) is in both.
-_ONE_SCHEMA = frozenset(
+ONE_SCHEMA = frozenset(
     {
         "additionalItems",
         "additionalProperties",
@@ -35,8 +35,8 @@ _ONE_SCHEMA = frozenset(
         "unevaluatedProperties",
     }
 )
-_SCHEMA_LIST = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_SCHEMA_BY_NAME = frozenset(
+SCHEMA_LIST = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+SCHEMA_BY_NAME = frozenset(
     {"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"}
 )
 _OTHER_CONSTRAINTS = frozenset(
@@ -67,17 +67,23 @@ _OTHER_CONSTRAINTS = frozenset(
         "uniqueItems",
     }
 )
-CONSTRAINTS = (_ONE_SCHEMA | _SCHEMA_LIST | _SCHEMA_BY_NAME | _OTHER_CONSTRAINTS) - {
+CONSTRAINTS = (ONE_SCHEMA | SCHEMA_LIST | SCHEMA_BY_NAME | _OTHER_CONSTRAINTS) - {
     "$defs",
     "contentSchema",
     "definitions",
 }
 """The keywords that can make a value invalid. Any other is an annotation."""
 
+_SAFE = "~!$&'()*+,;=:@?"
+"""What stands for itself in the fragment of a URI (RFC 3986), beside letters and digits."""
+
 _LITERAL = frozenset({"const", "default", "enum", "examples"})
 
 # Brackets and whole strings, in which brackets do not count.
 _STRUCTURE = re.compile(r'[\[\]{}]|"(?:\\.|[^"\\])*"', re.DOTALL)
+
+_MAX_JOINED = 8
+"""Parts of a `$ref` that may be one name, whose slashes were not escaped."""
 
 _Place = Literal["schema", "list", "names", "literal", "unknown"]
 
@@ -140,34 +146,75 @@ def _children(place: str, schema: dict[str, Json]) -> Iterator[tuple[str, Json]]
     for keyword, value in schema.items():
         at = f"{place}/{_escape(keyword)}"
         if isinstance(value, list):
-            if keyword in _SCHEMA_LIST:
+            if keyword in SCHEMA_LIST:
                 yield from ((f"{at}/{i}", item) for i, item in enumerate(value))
         elif isinstance(value, dict):
-            if keyword in _SCHEMA_BY_NAME:
+            if keyword in SCHEMA_BY_NAME:
                 yield from ((f"{at}/{_escape(name)}", item) for name, item in value.items())
-            elif keyword in _ONE_SCHEMA:
+            elif keyword in ONE_SCHEMA:
                 yield at, value
 
 
 def target(root: Json, reference: str) -> Json:
     """What a local reference (`#`, `#/$defs/a`) points at; None where there is nothing, for a literal value, and for other references."""
+    found = _found(root, reference)
+    return None if found is None else found[1]
+
+
+def canonical(root: Json, reference: str) -> str:
+    """A local reference as RFC 6901 writes it, whose names were written as they stand (`#/$defs/Animal<Dog>`); any other as it is."""
+    found = _found(root, reference)
+    return reference if found is None else pointer(found[0])
+
+
+def reference_names(root: Json, reference: Json) -> list[str]:
+    """The names of the members on the way to what a local reference points at; none for any other value."""
+    found = _found(root, reference) if isinstance(reference, str) else None
+    return [] if found is None else found[0]
+
+
+def pointer(names: Sequence[str]) -> str:
+    """The reference to a place. names: of the members on the way, or their places in lists."""
+    return "#" + "".join(f"/{quote(_escape(name), safe=_SAFE)}" for name in names)
+
+
+def _found(root: Json, reference: str) -> tuple[list[str], Json] | None:
+    """The names on the way to what a local reference points at, and what is there."""
     if reference == "#":
-        return root
+        return [], root
     if not reference.startswith("#/"):
         return None
     value = root
     kind: _Place = "schema"
-    for part in reference[2:].split("/"):
-        name = _unescape(part)
-        if isinstance(value, dict) and name in value:
-            kind, value = _kind(kind, name, value[name]), value[name]
-        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-            kind, value = "schema" if kind == "list" else kind, value[int(name)]
-        else:
+    names: list[str] = []
+    parts = reference[2:].split("/")
+    at = 0
+    while at < len(parts):
+        name, num_parts = _member(value, parts[at : at + _MAX_JOINED])
+        if not num_parts:
             return None
+        at += num_parts
+        inner = value[int(name)] if isinstance(value, list) else value[name]
+        kind = "schema" if kind == "list" else _kind(kind, name, inner)
+        value = inner
+        names.append(name)
         if kind == "literal":
             return None
-    return value
+    return names, value
+
+
+def _member(value: Json, parts: Sequence[str]) -> tuple[str, int]:
+    """The member that the first parts of a `$ref` name, and how many parts; 0 for none. Escaped as they should be, else as they stand."""
+    if isinstance(value, list):
+        is_place = parts[0].isdecimal() and int(parts[0]) < len(value)
+        return parts[0], int(is_place)
+    if isinstance(value, dict):
+        for num_parts in range(1, len(parts) + 1):
+            text = "/".join(parts[:num_parts])
+            for name in (_unescape(text), _unescape_pointer(text), text):
+                if name in value:
+                    return name, num_parts
+    return "", 0
 
 
 def _kind(kind: _Place, name: str, value: Json) -> _Place:
@@ -178,11 +225,11 @@ def _kind(kind: _Place, name: str, value: Json) -> _Place:
         return "unknown"
     if name in _LITERAL:
         return "literal"
-    if name in _SCHEMA_BY_NAME:
+    if name in SCHEMA_BY_NAME:
         return "names"
-    if name in _SCHEMA_LIST and isinstance(value, list):
+    if name in SCHEMA_LIST and isinstance(value, list):
         return "list"
-    return "schema" if name in _ONE_SCHEMA else "unknown"
+    return "schema" if name in ONE_SCHEMA else "unknown"
 
 
 def _escape(name: str) -> str:
@@ -192,4 +239,8 @@ def _escape(name: str) -> str:
 
 def _unescape(part: str) -> str:
     """The name that a part of a `$ref` stands for: a JSON pointer in a URI (RFC 6901, section 6)."""
-    return unquote(part).replace("~1", "/").replace("~0", "~")
+    return _unescape_pointer(unquote(part))
+
+
+def _unescape_pointer(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")

@@ -17,10 +17,11 @@ from headrace.messages.grammar import GrammarKind, GrammarSpec
 NO_TOKENS: Mapping[str, int] = {}
 
 
-def library_text(spec: GrammarSpec, special_tokens: Mapping[str, int] = NO_TOKENS) -> str:
+def library_text(spec: GrammarSpec, special_tokens: Mapping[str, int] = NO_TOKENS, closes_objects: bool = False) -> str:
     """What `llguidance.LLMatcher(tokenizer, text)` takes.
 
-    special_tokens: text -> id, for the marks of structural tags that are special tokens of the model.
+    special_tokens: text -> id, for the marks of structural tags that are special tokens of the model. closes_objects: in JSON schemas, also those of
+    structural tags, but not in lark, see `closed_objects`; whatever is asked of a server is read so.
     Raises RequestError with `spec.field` and the reason; what only the library can see it refuses itself, see `explain`.
     """
     if not spec.text.strip():
@@ -32,7 +33,9 @@ def library_text(spec: GrammarSpec, special_tokens: Mapping[str, int] = NO_TOKEN
             f"{spec.field} is not valid Unicode: lone surrogate at character {err.start}", spec.field
         ) from None
     if spec.kind == "structural_tag":
-        return lark.grammar(structural_tag.to_lark(spec.text, spec.field, special_tokens))
+        return lark.grammar(structural_tag.to_lark(spec.text, spec.field, special_tokens, closes_objects))
+    if spec.kind == "json_schema":
+        return _json_schema(spec.text, spec.field, closes_objects)
     return _TEXTS[spec.kind](spec.text, spec.field)
 
 
@@ -45,10 +48,9 @@ def explain(spec: GrammarSpec, library_error: str) -> RequestError:
     return RequestError(refusals.reason(spec, library_error), spec.field)
 
 
-def _json_schema(text: str, field: str) -> str:
-    return msgspec.json.encode(
-        {"grammars": [{"json_schema": library_schema(decode_json(text, field), field)}]}
-    ).decode()
+def _json_schema(text: str, field: str, closes_objects: bool) -> str:
+    schema = library_schema(decode_json(text, field), field, closes_objects)
+    return msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
 
 
 def _regex(text: str, field: str) -> str:
@@ -76,7 +78,6 @@ def _ebnf(text: str, field: str) -> str:
 
 
 _TEXTS: dict[GrammarKind, Callable[[str, str], str]] = {
-    "json_schema": _json_schema,
     "regex": _regex,
     "lark": _lark,
     "choice": _choice,

@@ -117,9 +117,10 @@ class _Tree(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["structural_tag"] = "structural_tag"
 
 
-def to_lark(text: str, field: str, special_tokens: Mapping[str, int]) -> str:
+def to_lark(text: str, field: str, special_tokens: Mapping[str, int], closes_objects: bool = False) -> str:
     """A structural tag (JSON, either shape) as lark. special_tokens: text -> id; where a mark contains such a text, the token is meant.
 
+    closes_objects: of its schemas, see `library_schema`.
     Raises RequestError with `field` for anything that is not supported, with its place.
     """
     value = decode_json(text, field, "the structural tag")
@@ -133,7 +134,7 @@ def to_lark(text: str, field: str, special_tokens: Mapping[str, int]) -> str:
             root = msgspec.convert(value, _Tree).format
     except msgspec.ValidationError as err:
         raise RequestError(f"the structural tag is not supported as it is: {plain_reason(err)}", field) from None
-    compiler = _Compiler(field, special_tokens)
+    compiler = _Compiler(field, special_tokens, closes_objects)
     start = compiler.expression(root, ())
     return "\n".join([f"start: {start}", *compiler.definitions]) + "\n"
 
@@ -141,9 +142,10 @@ def to_lark(text: str, field: str, special_tokens: Mapping[str, int]) -> str:
 class _Compiler:
     """Makes rules and terminals, numbered in the order in which they are made."""
 
-    def __init__(self, field: str, special_tokens: Mapping[str, int]) -> None:
+    def __init__(self, field: str, special_tokens: Mapping[str, int], closes_objects: bool) -> None:
         self.definitions: list[str] = []
         self._field = field
+        self._closes_objects = closes_objects
         self._special_tokens = special_tokens
 
     def expression(self, item: Format, ends: Sequence[str]) -> str:
@@ -152,7 +154,8 @@ class _Compiler:
             case ConstString():
                 return self._then(self._literal(item.value), ends)
             case JsonSchema():
-                return self._then(self._rule(lark.inline_schema(item.json_schema, self._field)), ends)
+                schema = lark.inline_schema(item.json_schema, self._field, self._closes_objects)
+                return self._then(self._rule(schema), ends)
             case Regex():
                 return self._then(self._terminal(lark.regex(item.pattern)), ends)
             case Lark():

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from urllib.parse import unquote
 
 from headrace.parsers.table import ValueType
 
@@ -71,7 +72,9 @@ def referenced(reference: str, root: Schema) -> object:
     for part in reference[1:].split("/")[1:]:
         if not isinstance(found, Mapping):
             return None
-        found = found.get(part.replace("~1", "/").replace("~0", "~"))
+        # Escaped as in a URI, or as it stands.
+        names = [text.replace("~1", "/").replace("~0", "~") for text in (unquote(part), part)]
+        found = next((found[name] for name in names if name in found), None)
     return found
 
 

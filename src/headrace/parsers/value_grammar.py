@@ -58,9 +58,9 @@ def tag(begin: str, content: Node, end: str) -> Node:
 
 
 def json_schema(schema: object, root: Mapping[str, object] | None = None) -> Node:
-    """JSON of a schema. root: where its references lead to."""
+    """JSON of a schema. root: where its references lead to, with the options for the whole."""
     if isinstance(schema, Mapping) and root is not None:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        definitions = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
         schema = {**definitions, **schema}
     return {"type": "json_schema", "json_schema": schema}
 

@@ -20,7 +20,9 @@ from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
+from headrace.messages.requests import GenerateReqInput
 from headrace.messages.whole_numbers import with_whole_numbers
+from headrace.sampling.grammar_fields import GRAMMAR_KINDS
 from headrace.server.body import Bodies, half_character, has_long_number
 from headrace.server.error_forms import ApiError, form_of
 
@@ -104,7 +106,8 @@ Prepare = Callable[[object], object]
 
 
 def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepare | None = None) -> T:
-    """`body` as the decoder's type; strict: no coercion but of `8.0` to 8, no NaN, integers within 64 bits, no unknown fields that ask for something.
+    """`body` as the decoder's type; strict: no coercion but of `8.0` to 8, no NaN, integers of fields within 64 bits, no unknown fields that ask for
+    something.
 
     Raises RequestError naming the field at fault.
     """
@@ -115,7 +118,7 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepar
             # Only a body that does not decode as it is pays for looking at each of its fields.
             value = _decode_what_asks(body, decoder, prepare)
         if has_long_number(body):
-            _refuse_wide_integers(msgspec.json.decode(body))
+            _refuse_wide_integers(value, decoder.type)
     except msgspec.ValidationError as exc:
         raise field_error(str(exc), decoder.type) from None
     except msgspec.DecodeError as exc:
@@ -141,22 +144,36 @@ def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: 
     except msgspec.ValidationError:
         return decoder.decode(body)  # a number that no type can hold; the error says where it is
     given = with_whole_numbers(given if prepare is None else prepare(given), decoder.type)
-    _refuse_wide_integers(given)
+    _refuse_wide_integers(given, decoder.type)
     return decoder.decode(encode_json(without_neutral(given, decoder.type)))
 
 
-def _refuse_wide_integers(value: object) -> None:
-    """Integers beyond 64 bits cannot be sent to the other processes, and no field needs one."""
-    pending = [value]
+def _refuse_wide_integers(body: object, kind: object) -> None:
+    """Raises RequestError for a field with an integer beyond 64 bits: no field needs one, and they cannot be sent to the other processes.
+
+    body: decoded as `kind`, or as JSON.
+    What may hold any JSON (tools, schemas, arguments) stays in this process, or is sent as text, but for that of a call of the engine.
+    """
+    is_sent = kind is GenerateReqInput
+    pending: list[tuple[object, str]] = [(body, "")]
     while pending:
-        item = pending.pop()
-        if isinstance(item, int):
-            if not -(2**63) <= item < 2**63:
-                raise RequestError("an integer of the body does not fit in 64 bits", code="invalid_json")
-        elif isinstance(item, list):
-            pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(item.values())
+        item, field = pending.pop()
+        match item:
+            case int() if not -(2**63) <= item < 2**63:
+                raise RequestError(f"{field}: the integer does not fit in 64 bits", field, "invalid_json")
+            case list():
+                pending += [(inner, field) for inner in item]
+            case dict() if is_sent:
+                pending += [
+                    (inner, f"{field}.{name}".strip(".")) for name, inner in item.items() if name not in GRAMMAR_KINDS
+                ]
+            case msgspec.Struct():
+                names = zip(item.__struct_fields__, item.__struct_encode_fields__, strict=True)
+                pending += [
+                    (getattr(item, name), f"{field}.{written}".strip("."))
+                    for name, written in names
+                    if name not in GRAMMAR_KINDS
+                ]
 
 
 class _NoFields(msgspec.Struct, forbid_unknown_fields=True):

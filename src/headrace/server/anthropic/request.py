@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import ContextLengthError, RequestError
+from headrace.grammar.schema_options import with_one_of_as_any_of
 from headrace.messages.neutral import is_empty
 from headrace.sampling.params import SamplingParams
 from headrace.server.anthropic.blocks import block_text, check_block, read_blocks
@@ -74,7 +75,7 @@ def sampling_of(request: MessagesRequest) -> SamplingParams:
         top_k=request.top_k,
         top_p=request.top_p,
         # An empty schema allows every JSON value.
-        json_schema=None if asked is None else asked.schema or "{}",
+        json_schema=None if asked is None else with_one_of_as_any_of(asked.schema) or "{}",
     )
 
 

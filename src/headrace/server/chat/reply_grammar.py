@@ -3,12 +3,14 @@
 Pure functions, run in the thread that renders prompts.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.grammar.schema_options import with_one_of_as_any_of
 from headrace.messages.grammar import GrammarKind
 from headrace.messages.neutral import is_empty
 from headrace.parsers.base import OutputParser
@@ -99,7 +101,7 @@ def _calls_and_content(
         return None
     return call_grammar(
         output_format,
-        [tool.function for tool in tools],
+        [tool.function if tool.strict else _loose(tool.function) for tool in tools],
         Named(choice.name) if choice.name is not None else choice.mode,
         parallel=conversation.parallel,
         strict_names={tool.name for tool in tools if tool.strict},
@@ -108,6 +110,12 @@ def _calls_and_content(
         content=content,
         inputs={tool.name: tool.lark for tool in tools if tool.lark},
     )
+
+
+def _loose(function: Mapping[str, object]) -> Mapping[str, object]:
+    """A function that is not strict, as grammars read it."""
+    parameters = function.get("parameters")
+    return {**function, "parameters": with_one_of_as_any_of(parameters)} if isinstance(parameters, dict) else function
 
 
 def _content(sampling: SamplingParams, kind: GrammarKind) -> dict[str, Any]:

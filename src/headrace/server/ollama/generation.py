@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
+from headrace.grammar.schema_options import with_one_of_as_any_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call
@@ -222,7 +223,7 @@ def _json_schema(asked: str | dict[str, object] | None) -> dict[str, object] | N
         case str():
             raise RequestError(f'format must be "json" or a JSON schema (an object), got {asked[:50]!r}', "format")
         case _:
-            return asked or None
+            return with_one_of_as_any_of(asked) or None
 
 
 def _logprob_options(body: OllamaGeneration) -> dict[str, Any]:

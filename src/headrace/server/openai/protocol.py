@@ -209,7 +209,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
             seed=self.seed,
             sampling_seed=self.sampling_seed,
         )
-        return sampling if asked is None else msgspec.structs.replace(sampling, **{asked.kind: asked.value})
+        return sampling if asked is None else msgspec.structs.replace(sampling, **asked.fields)
 
     def check_output_limit(self) -> None:
         """Raises RequestError if names of the output limit are given with different values."""
@@ -357,7 +357,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, object] | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -5,12 +5,13 @@ themselves are made there. Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.grammar.schema_options import with_one_of_as_any_of, with_options
 from headrace.messages.grammar import GrammarKind
 from headrace.messages.neutral import is_empty
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, GrammarFields, Schema, check_only_one, json_value
@@ -25,7 +26,7 @@ _OF_TYPE: dict[str | None, tuple[str, ...]] = {
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`response_format.json_schema`. name, description and strict have no effect: the schema is always enforced."""
+    """`response_format.json_schema`. name and description have no effect. The schema is always enforced; strict: a `oneOf` exactly, or not at all."""
 
     name: str | None = None
     description: str | None = None
@@ -63,12 +64,20 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class AskedGrammar:
     """The one field of a request that asks for a grammar.
 
-    name: of the field, as the client wrote it. kind: the runtime's field that means the same. value: of that field.
+    name: of the field, as the client wrote it. kind: the runtime's field that means the same. value: of that field. is_strict: see
+    `JsonSchemaFormat`.
     """
 
     name: str
     kind: GrammarKind
     value: object
+    is_strict: bool = False
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The runtime's field."""
+        is_loose = self.kind == "json_schema" and not self.is_strict
+        return {self.kind: with_one_of_as_any_of(self.value) if is_loose else self.value}
 
 
 class StructuredFields(GrammarFields, frozen=True, kw_only=True):
@@ -137,7 +146,7 @@ def _ollamas_format(given: str | Schema | None) -> object:
 def _asked_by_vllm(given: StructuredOutputs) -> Iterator[AskedGrammar]:
     if given.disable_additional_properties:
         field = "structured_outputs.disable_additional_properties"
-        message = f"{field} is not supported: write additionalProperties: false into the schema"
+        message = f"{field} is not supported: objects that list properties have no others; write additionalProperties: false for the rest"
         raise RequestError(message, field, "unsupported_parameter")
     yield AskedGrammar("structured_outputs.json", "json_schema", given.json)
     yield AskedGrammar("structured_outputs.regex", "regex", given.regex)
@@ -165,7 +174,8 @@ def _asked_by_format(given: ResponseFormat) -> AskedGrammar:
         case "json_object":
             return AskedGrammar("response_format", "json_schema", given.schema or _JSON_OBJECT)
         case "json_schema":
-            return AskedGrammar("response_format", "json_schema", _schema_of(given))
+            is_strict = given.json_schema is not None and given.json_schema.strict is True
+            return AskedGrammar("response_format", "json_schema", _schema_of(given), is_strict)
         case "structural_tag":
             tag = {name: getattr(given, name) for name in allowed if not is_empty(getattr(given, name))}
             # Even an incomplete one asks for something.
@@ -192,15 +202,7 @@ def _with_whitespace(asked: AskedGrammar, field: str, options: dict[str, object]
     """The same with a schema that has these options, unless it has its own. Raises RequestError if it is no schema."""
     if asked.kind != "json_schema":
         raise _needs_schema(field)
-    schema = json_value(asked.name, asked.value)
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        return asked
-    own = schema.get("x-guidance", {})
-    if not isinstance(own, dict):
-        return asked
-    return AskedGrammar(asked.name, asked.kind, {**schema, "x-guidance": options | own})
+    return replace(asked, value=with_options(json_value(asked.name, asked.value), options))
 
 
 def _needs_schema(field: str) -> RequestError:

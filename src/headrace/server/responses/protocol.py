@@ -51,7 +51,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`text.format`. name, description and strict have no effect: the schema is always enforced."""
+    """`text.format`. name and description have no effect. The schema is always enforced; strict: a `oneOf` exactly, or not at all."""
 
     type: Literal["text", "json_object", "json_schema"] | None = None
     name: str | None = None

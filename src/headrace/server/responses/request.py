@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.errors import ContextLengthError, RequestError
+from headrace.grammar.schema_options import with_one_of_as_any_of
 from headrace.messages.neutral import is_empty
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, check_only_one
 from headrace.sampling.params import SamplingParams
@@ -90,6 +91,8 @@ def _sampling(request: ResponsesRequest) -> SamplingParams:
     if text_format is not None and (schema := _schema_of(text_format)) is not None:
         check_only_one([*asked, "text.format"])
         asked["json_schema"] = schema
+    if "json_schema" in asked and not (text_format is not None and text_format.strict):
+        asked["json_schema"] = with_one_of_as_any_of(asked["json_schema"])
     check_only_one(list(asked))
     return msgspec.structs.replace(sampling, **asked)
 
