@@ -73,7 +73,7 @@ CONTROL = (
 )
 
 
-POOLING = dict.fromkeys(("/v1/embeddings", "/encode", "/api/embed", "/api/embeddings"), EMBEDDING)
+POOLING = dict.fromkeys(("/v1/embeddings", "/embeddings", "/encode", "/api/embed", "/api/embeddings"), EMBEDDING)
 POOLING |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), CROSS_ENCODER)
 POOLING |= dict.fromkeys(("/classify", "/v1/classify"), CLASSIFIER)
 """The model that can serve the examples of these routes."""

@@ -69,7 +69,7 @@ from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.responses.protocol import ResponsesRequest
 from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
-from headrace.server.routes import RouteSpec
+from headrace.server.routes import RouteSpec, aliases
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.settings import SetInternalStateBody, SettingsAPI
 from headrace.server.ui.pages import UiPages
@@ -151,6 +151,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *ExpertsAPI(context).routes(),
     ]
     # fmt: on
+    table += aliases(table)
     if not context.args.disable_metrics:
         table.append(RouteSpec("/metrics", get, "public", control.metrics, "Prometheus metrics"))
     if context.args.enable_fault_injection:

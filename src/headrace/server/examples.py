@@ -7,6 +7,8 @@ description is built.
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.server.routes import without_v1
+
 Examples = Mapping[str, Mapping[str, Any]]
 """Bodies by a short title."""
 
@@ -50,7 +52,7 @@ def request_examples(model: str) -> dict[str, Examples]:
     }
     classified: Examples = {"A text": {**named, "input": _BEGINNING}}
     scored: Examples = {"Pairs of texts": pairs, "Probabilities of labels": labels}
-    return {
+    examples: dict[str, Examples] = {
         "/v1/chat/completions": {
             "A question": chat,
             "Streamed": {**chat, "stream": True, "stream_options": {"include_usage": True}},
@@ -117,3 +119,4 @@ def request_examples(model: str) -> dict[str, Examples]:
         "/release_memory_occupation": {"The KV cache": {"tags": ["kv_cache"]}},
         "/resume_memory_occupation": {"The KV cache": {"tags": ["kv_cache"]}},
     }
+    return examples | {alias: bodies for path, bodies in examples.items() if (alias := without_v1(path)) is not None}
