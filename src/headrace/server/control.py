@@ -116,7 +116,7 @@ class ControlAPI:
                 "image_token": model.senses.tokens.get("image"),
                 "audio_token": model.senses.tokens.get("audio"),
                 "video_token": model.senses.tokens.get("video"),
-                "pooling": None if model.pooling is None else _described(model.pooling),
+                "pooling": None if model.pooling is None else _described(model.pooling, model.context_length),
                 "has_chat_template": model.chat_template is not None,
                 "output_format": None if model.output_format is None else model.output_format.name,
                 "context_length": model.context_length,
@@ -201,12 +201,12 @@ class ControlAPI:
         await exchange.reply_json({"success": True, "message": "injected"})
 
 
-def _described(pooling: PoolingConfig) -> dict[str, object]:
-    """What clients may want to know of a model that does not generate."""
+def _described(pooling: PoolingConfig, max_tokens: int) -> dict[str, object]:
+    """What clients may want to know of a model that does not generate. max_tokens: of an input."""
     return {
         "task": pooling.task,
         "dimensions": pooling.dimensions,
-        "max_tokens": pooling.max_tokens,
+        "max_tokens": max_tokens,
         "normalize": pooling.normalize,
         "labels": pooling.labels,
     }

@@ -102,9 +102,7 @@ def _check_cohere(context: ServingContext, request: RerankRequest) -> None:
     if request.max_chunks_per_doc is not None and request.max_chunks_per_doc < 1:
         message = f"max_chunks_per_doc must be at least 1, got {request.max_chunks_per_doc}"
         raise RequestError(message, "max_chunks_per_doc")
-    most, pooling = context.model.context_length, context.model.pooling
-    if pooling is not None and pooling.max_tokens is not None:
-        most = min(most, pooling.max_tokens)
+    most = context.model.context_length
     if request.max_tokens_per_doc not in (None, COHERE_TOKENS_PER_DOC) and request.max_tokens_per_doc < most:
         message = (
             f"max_tokens_per_doc must be at least {most}, what this model reads of a query and a document together, "
