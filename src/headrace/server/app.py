@@ -132,6 +132,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),
+        RouteSpec("/flush_cache", get, "admin", control.flush_cache_by_get, "The same, not for browsers", failure=Outcome, query=FlushQuery),
         RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
         RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
         RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),

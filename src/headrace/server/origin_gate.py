@@ -17,7 +17,7 @@ import socket
 from headrace.config.web import ANY, is_same_origin, normal_origin, parse_hosts, split_authority
 from headrace.errors import ForbiddenError
 from headrace.log import get_logger
-from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
+from headrace.server.http import ASGIApp, Headers, Receive, Scope, Send, send_error
 
 log = get_logger(__name__)
 
@@ -97,7 +97,7 @@ class OriginGate:
             return all(self._is_ours(origin.decode("latin-1"), hosts) for origin in origins)
         if site in (None, b"none"):
             return True
-        # A user followed a link to us: the page with the link cannot see the reply, and a GET changes nothing.
+        # A user followed a link to us: the page with the link cannot see the reply, and a browser's GET changes nothing.
         is_visit = fetch.get(b"sec-fetch-mode") == b"navigate" and fetch.get(b"sec-fetch-dest") == b"document"
         return is_visit and method in ("GET", "HEAD")
 
@@ -106,6 +106,16 @@ class OriginGate:
         if normal_origin(origin) in self._origins:
             return True
         return len(hosts) == 1 and is_same_origin(origin, hosts[0].decode("latin-1"))
+
+
+def is_browsers(headers: Headers) -> bool:
+    """Whether a request may come from a browser: from a page, a link or an image, even if what says from where was held back."""
+    return any(
+        name in (b"origin", b"referer")
+        or name.startswith(b"sec-fetch-")
+        or (name == b"user-agent" and value.strip().lower().startswith(b"mozilla/"))
+        for name, value in headers
+    )
 
 
 def is_loopback(host: str) -> bool:
