@@ -350,7 +350,6 @@ def test_a_prediction_is_all_of_its_text(
 @pytest.mark.parametrize(
     "extra, param",
     [
-        ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"n": 2, "best_of": 3}, "best_of"),
         ({"logprobs": 21}, "logprobs"),

@@ -16,6 +16,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.choice_stream import ChoiceStream
 from headrace.server.context import ServingContext
+from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import Exchange
 from headrace.server.ollama.chat_request import checked_think, conversation_of
 from headrace.server.ollama.models import adapter_of, full_name
@@ -42,11 +43,10 @@ _NAMES = {
     "response_format": "format",
 }
 _NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b")
-_NOT_SUPPORTED = ("template", "suffix", "context", "width", "height", "steps")
+_NOT_SUPPORTED = ("template", "context", "width", "height", "steps")
 _INSTEAD = {
     "template": "; raw takes a prompt that is complete",
     "context": "; send the conversation to /api/chat",
-    "suffix": ": this server does not fill in the middle",
 }
 _JSON_OBJECT: dict[str, object] = {"type": "object"}
 
@@ -80,25 +80,28 @@ class OllamaGenerationAPI:
             raise _renamed(error) from None
 
     async def generate(self, exchange: Exchange) -> None:
-        """What follows a prompt: as the user's only message, or with `raw` as it is. So it is for models without a chat template, too."""
+        """What follows a prompt: as the user's only message, or with `raw` as it is. So it is for models without a chat template, too.
+
+        With a suffix: what belongs between the two.
+        """
         body = await exchange.read_json(_GENERATE, any_content_type=True)
         for name in _NOT_SUPPORTED:
             if getattr(body, name) not in (None, "", [], 0):
                 message = f"{name} is not supported{_INSTEAD.get(name, '')}"
                 raise RequestError(message, name, "unsupported_parameter")
-        if not body.prompt:
+        if not body.prompt and not body.suffix:
             await self._unasked(exchange, body, "generate")
             return
-        is_raw = body.raw or (self.context.model.chat_template is None and not body.system)
+        is_raw = body.raw or body.suffix or (self.context.model.chat_template is None and not body.system)
         try:
             self.context.check_tokenizer("prompt")
             if is_raw and body.images:
                 raise RequestError("images: a raw prompt takes none; they need a chat template", "images")
             if is_raw:
-                run = await self._raw_run(exchange, body, body.prompt)
+                run = await self._raw_run(exchange, body, body.prompt or "")
             else:
                 messages = [OllamaMessage(role="system", content=body.system)] if body.system else []
-                messages.append(OllamaMessage(role="user", content=body.prompt, images=body.images))
+                messages.append(OllamaMessage(role="user", content=body.prompt or "", images=body.images))
                 run = await self._chat_run(exchange, body, messages, [])
             await self._answer(exchange, body, "generate", run)
         except RequestError as error:
@@ -142,7 +145,10 @@ class OllamaGenerationAPI:
         adapter = adapter_of(context, body.model)
         context.check_text_length("prompt", len(prompt))
         sampling = self._sampling(body)
-        ids = await context.in_text_thread(lambda: context.model.tokenizer.encode_batch([prompt], True, True)[0])
+        tokenizer, middle = context.model.tokenizer, await middle_of(context, body.suffix) if body.suffix else None
+        ids: Any = await context.in_text_thread(lambda: tokenizer.encode(prompt, middle is None, middle is None))
+        if middle is not None:
+            ids, sampling = middle.around(ids), middle.ending(sampling)
         limit, room = sampling.max_new_tokens, context.model.context_length - len(ids)
         if limit is not None and limit > room > 0:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
