@@ -33,6 +33,8 @@ GENERATION = (
     "/v1/completions",
     "/v1/embeddings",
     "/encode",
+    "/embed",
+    "/v2/embed",
     "/classify",
     "/v1/rerank",
     "/v1/score",
@@ -73,7 +75,10 @@ CONTROL = (
 )
 
 
-POOLING = dict.fromkeys(("/v1/embeddings", "/embeddings", "/encode", "/api/embed", "/api/embeddings"), EMBEDDING)
+POOLING = dict.fromkeys(
+    ("/v1/embeddings", "/embeddings", "/embed", "/v1/embed", "/v2/embed", "/encode", "/api/embed", "/api/embeddings"),
+    EMBEDDING,
+)
 POOLING |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), CROSS_ENCODER)
 POOLING |= dict.fromkeys(("/classify", "/v1/classify"), CLASSIFIER)
 """The model that can serve the examples of these routes."""

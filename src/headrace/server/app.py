@@ -60,6 +60,7 @@ from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, Tokeniz
 from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate, is_loopback
 from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
+from headrace.server.pooling.embed import CohereEmbedRequest, EmbedAPI, TeiEmbedRequest
 from headrace.server.pooling.encode import EncodeAPI
 from headrace.server.pooling.kinds import described, refusing_to_generate
 from headrace.server.pooling.rerank import RerankAPI, RerankRequest
@@ -172,8 +173,15 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
 def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
     """Routes of embedding models, rerankers and classifiers."""
     classify, rerank, score = ClassifyAPI(context), RerankAPI(context), ScoreAPI(context)
+    embed = EmbedAPI(context)
     post = ("POST",)
     return [
+        RouteSpec("/embed", post, "user", embed.tei, "TEI: embeddings", TeiEmbedRequest),
+        RouteSpec("/v2/embed", post, "user", embed.cohere_v2, "Cohere: embeddings", CohereEmbedRequest),
+        RouteSpec(
+            "/v1/embed", post, "user", embed.cohere_v1, "Cohere: embeddings, in the older form", CohereEmbedRequest
+        ),
+        RouteSpec("/info", ("GET",), "user", embed.info, "TEI: the served model"),
         *(
             RouteSpec(path, post, "user", rerank.rerank, "Documents by their relevance", RerankRequest)
             for path in ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -51,6 +51,9 @@ def request_examples(model: str) -> dict[str, Examples]:
         "apply_softmax": True,
     }
     classified: Examples = {"A text": {**named, "input": _BEGINNING}}
+    cohere: Examples = {
+        "Two texts": {**named, "texts": found, "input_type": "search_document", "embedding_types": ["float"]}
+    }
     scored: Examples = {"Pairs of texts": pairs, "Probabilities of labels": labels}
     examples: dict[str, Examples] = {
         "/v1/chat/completions": {
@@ -65,6 +68,8 @@ def request_examples(model: str) -> dict[str, Examples]:
             "A text": {**named, "input": _QUESTION},
             "Two texts at once": {**named, "input": [_QUESTION, _BEGINNING], "encoding_format": "base64"},
         },
+        "/embed": {"A text": {"inputs": _QUESTION}, "Two texts at once": {"inputs": [_QUESTION, _BEGINNING]}},
+        **dict.fromkeys(("/v1/embed", "/v2/embed"), cohere),
         "/encode": {"A text": {"text": _QUESTION}, "Two texts at once": {"text": [_QUESTION, _BEGINNING]}},
         **dict.fromkeys(("/classify", "/v1/classify"), classified),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ranked),

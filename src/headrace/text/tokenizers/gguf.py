@@ -152,7 +152,7 @@ def _gguf_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
 
 def _fill_in_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
     """The tokens before the parts of a text whose middle is wanted, if the metadata names them; converters write -1 for a token that is missing."""
-    found = {}
+    found: dict[str, str] = {}
     for role, keys in (
         ("prefix", ("fim_pre", "prefix")),
         ("suffix", ("fim_suf", "suffix")),
