@@ -168,6 +168,7 @@ class FakeFrontend:
         self.context_length = context_length
         self.tokenizer = byte_tokenizer(*special)
         self.has_tokenizer = True
+        self.has_experts = False
         self.reset()
 
     def reset(self) -> None:
@@ -218,7 +219,7 @@ class FakeFrontend:
     ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
             self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=self.context_length,
-            has_tokenizer=self.has_tokenizer,
+            has_tokenizer=self.has_tokenizer, has_experts=self.has_experts,
         )  # fmt: skip
         call = split_call(obj, limits)
         self.calls.append(obj)

@@ -7,6 +7,8 @@ import torch
 from engines import running_engine
 from weights_harness import PROMPTS, engine_of, fresh, save, tensors_of, tokens
 
+from headrace.errors import RequestError
+
 TWO: dict[str, Any] = {
     "tp_size": 2,
     "ep_size": 2,
@@ -77,6 +79,8 @@ def test_the_choice_of_experts_is_that_of_one_process(ranks, mixtures, answers):
             assert tokens(engine) == answers[0]
             found.append(engine.dump_expert_distribution_record())
             engine.stop_expert_distribution_record()
+            with pytest.raises(RequestError, match="return_routed_experts"):
+                engine.generate(input_ids=PROMPTS[0], return_routed_experts=True)
     assert found[0] == found[1]
 
 

@@ -258,6 +258,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     lora_fingerprints: tuple[str, ...] = ()
     kv_cache_added_error: float | None = None
+    has_experts: bool = False
 
     @property
     def attention(self) -> str:
