@@ -117,7 +117,7 @@ class FakeWeights:
 
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
         self.operations.append(operation)
-        if isinstance(operation, UpdateFromTensors):
+        if isinstance(operation, UpdateFromTensors) and operation.random_but is None:
             self.file = Path(operation.file).read_bytes()  # noqa: ASYNC240, it is memory
         return self.reply
 

@@ -69,6 +69,8 @@ METHODS = {
     "/update_weight_version": ("update_weight_version",),
     "/weight_version": ("get_model_info",),
     "/get_weight_version": ("get_model_info",),
+    "/weights_checker": ("check_weights",),
+    "/post_process_weights": ("post_process_weights",),
     "/save_sharded_state": ("save_sharded_state",),
     "/release_memory_occupation": ("release_memory_occupation",),
     "/resume_memory_occupation": ("resume_memory_occupation",),

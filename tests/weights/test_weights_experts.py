@@ -103,6 +103,19 @@ def test_what_no_rank_can_take_is_refused_by_all(ranks, answers):
     assert tokens(ranks) == answers[0]
 
 
+def test_checksums_are_those_of_one_process_and_random_values_reach_every_rank(ranks, mixtures, answers):
+    with engine_of(mixtures[0]) as one:
+        want = one.check_weights()
+    assert want["success"]
+    assert ranks.check_weights() == want
+    assert ranks.check_weights("snapshot")["success"]
+    assert ranks.check_weights("reset_tensors")["success"]
+    assert not ranks.check_weights("compare", skip_tensor_list=["layers.0", "embed", "lm_head", "norm"])["success"]
+    assert ranks.update_weights_from_disk(mixtures[0])[0]
+    assert ranks.check_weights("compare")["success"]
+    assert tokens(ranks) == answers[0]
+
+
 def test_weights_are_read_from_the_rank_that_has_them(ranks, mixtures):
     stored = tensors_of(mixtures[0])
     assert ELSEWHERE in stored

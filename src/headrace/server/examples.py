@@ -119,6 +119,8 @@ def request_examples(model: str) -> dict[str, Examples]:
         },
         "/destroy_weights_update_group": {"The usual group": {}},
         "/get_weights_by_name": {"The first two rows": {"name": _WEIGHT, "truncate_size": 2}},
+        "/weights_checker": {"Checksums": {"action": "checksum"}, "Compare": {"action": "compare"}},
+        "/post_process_weights": {"After an update": {"post_process_quantization": True}},
         "/update_weight_version": {"A name": {"new_version": "2"}},
         "/save_sharded_state": {"A new folder": {"path": "weights-1"}},
         "/release_memory_occupation": {"The KV cache": {"tags": ["kv_cache"]}},
