@@ -82,6 +82,7 @@ HTTP_ONLY = {
     "/embed": "`encode` gives the same numbers",
     "/v1/embed": "`encode` gives the same numbers",
     "/v2/embed": "`encode` gives the same numbers",
+    "/infill": "for the plug-ins of llama.cpp's server",
     "/info": "for clients of Text Embeddings Inference",
     "/classify": "`encode` gives the same numbers",
     "/v1/classify": "`encode` gives the same numbers",

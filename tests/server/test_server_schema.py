@@ -44,6 +44,7 @@ GENERATION = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/generate",
+    "/infill",
     "/tokenize",
     "/detokenize",
     "/open_session",
@@ -165,7 +166,8 @@ def test_every_body_has_an_example_that_the_server_accepts(api):
     """Each by a model that can serve it."""
     weight = WeightOpReply(1, True, "done", "default", shape=(2, 1), values=bytes(8))
     with ExitStack() as stack:
-        generating = stack.enter_context(running_server(fake_context_length=4096))
+        fills = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+        generating = stack.enter_context(running_server(fake_context_length=4096, special_tokens=fills))
         pooling = {kind: stack.enter_context(pooling_server(kind)) for kind in set(POOLING.values())}
         client = stack.enter_context(httpx.Client(timeout=60))
         seen = set()

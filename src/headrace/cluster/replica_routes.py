@@ -25,6 +25,7 @@ SAME_IN_ALL = frozenset(
         "/models",
         "/models/{id:path}",
         "/generate",
+        "/infill",
         "/embed",
         "/v1/embed",
         "/v2/embed",

@@ -37,6 +37,7 @@ from headrace.server.error_forms import ApiError, form_of
 from headrace.server.examples import request_examples
 from headrace.server.experts import ExpertsAPI
 from headrace.server.http import Endpoint, ErrorBoundary
+from headrace.server.infill import InfillAPI, InfillRequest
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
@@ -110,6 +111,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
             failure=AnthropicErrorReply,
         ),
         RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput, generates=True),
+        RouteSpec("/infill", post, "user", InfillAPI(context).infill, "llama.cpp: fill in the middle", InfillRequest, generates=True),
         *_pooling_routes(context),
         RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
         RouteSpec("/ready", get, "public", control.ready, "New requests are accepted", failure=Liveness),

@@ -82,6 +82,13 @@ def request_examples(model: str) -> dict[str, Examples]:
             "Streamed": {**native, "stream": True},
             "Two texts at once": {**native, "text": [_BEGINNING, "The capital of Italy is"]},
         },
+        "/infill": {
+            "Code": {
+                "input_prefix": "def is_even(n):\n    return ",
+                "input_suffix": "\n\nprint(is_even(4))\n",
+                "n_predict": 32,
+            }
+        },
         "/tokenize": tokens,
         "/v1/tokenize": tokens,
         "/detokenize": ids,

@@ -26,10 +26,14 @@ class Middle:
 
     def ending(self, sampling: SamplingParams) -> SamplingParams:
         """The same parameters, for an output that ends with the middle."""
-        if sampling.ignore_eos:
-            return sampling
-        given = sampling.stop_token_ids or []
-        return msgspec.structs.replace(sampling, stop_token_ids=[*given, *sorted(self.how.ends)])
+        return stopping(sampling, self.how)
+
+
+def stopping(sampling: SamplingParams, how: FillInMiddle) -> SamplingParams:
+    """The same parameters, for an output that ends with the middle."""
+    if sampling.ignore_eos:
+        return sampling
+    return msgspec.structs.replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or []), *sorted(how.ends)])
 
 
 def fill_in_middle(context: ServingContext, param: str) -> FillInMiddle:

@@ -68,6 +68,36 @@ class FillInMiddle:
             return [*begin, self.suffix, *suffix, self.prefix, *prefix]
         return [*begin, self.prefix, *prefix, self.suffix, *suffix, self.middle]
 
+    def prompt_with_files(
+        self, tokenizer: Tokenizer, prefix: str, suffix: str, start: str, files: Sequence[tuple[str, str]], room: int
+    ) -> list[int]:
+        """The prompt after parts of other files (name, text), as `/infill` makes it. start: how the middle begins. Texts never become special tokens.
+
+        room: most tokens. Of a prefix and a suffix that are longer the nearest to the middle are taken, three quarters of the room for the prefix;
+        of the files the last.
+        """
+        before, after, begun = tokenizer.encode_batch([prefix, suffix, start], False)
+        room = max(0, room - len(self.begin) - 3 - len(begun))
+        num_after = min(len(after), max(room // 4, room - len(before)))
+        num_before = min(len(before), room - num_after)
+        prompt = self.prompt([*before[len(before) - num_before :], *begun], after[:num_after])
+        extra = self._files(tokenizer, files)
+        return [*extra[max(0, len(extra) - (room - num_before - num_after)) :], *prompt]
+
+    def _files(self, tokenizer: Tokenizer, files: Sequence[tuple[str, str]]) -> list[int]:
+        """The repository and its files; the names of the repository and of the file with the middle are those that llama.cpp's server gives them."""
+        runs: list[tuple[int | None, str]] = [] if self.repository is None else [(self.repository, "myproject\n")]
+        for name, text in files:
+            runs += [(None, "\n\n--- snippet ---\n\n") if self.file is None else (self.file, f"{name}\n"), (None, text)]
+        if self.file is not None:
+            runs.append((self.file, "filename\n"))
+        rows = tokenizer.encode_batch([text for _, text in runs], False)
+        return [
+            index
+            for (mark, _), row in zip(runs, rows, strict=True)
+            for index in ([mark] if mark is not None else []) + row
+        ]
+
 
 def _ids(tokenizer: Tokenizer, texts: Iterable[str]) -> list[int]:
     """Of those texts that are tokens."""
