@@ -9,7 +9,7 @@ def checked_error(path: str, body: Any) -> dict[str, Any]:
         assert list(body) == ["error"], path
         assert type(body["error"]) is str, path
         return {"message": body["error"]}
-    if path.startswith("/v1/messages"):
+    if path.startswith(("/v1/messages", "/messages")):
         assert body["type"] == "error", path
         assert set(body["error"]) == {"type", "message"}, path
         return dict(body["error"])

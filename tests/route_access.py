@@ -27,6 +27,8 @@ ADMIN_ONLY = {
     "/destroy_weights_update_group",
     "/get_weights_by_name",
     "/save_sharded_state",
+    "/weights_checker",
+    "/post_process_weights",
     "/update_weight_version",
     "/release_memory_occupation",
     "/resume_memory_occupation",

@@ -6,6 +6,7 @@ HeadraceError
 │   ├── NotFoundError     unknown model, adapter, session, rid     404
 │   ├── AuthError         missing or wrong key                     401
 │   ├── ForbiddenError    a web page or a host name that is not allowed  403
+│   ├── MethodError       another method is wanted                  405
 │   ├── LateError         not done within the server's time limit  408
 │   └── TooLargeError     body or prompt beyond a byte limit       413
 ├── CapacityError         no room now; `retry_after_s` says when   429 / 503
@@ -92,6 +93,12 @@ class ForbiddenError(RequestError):
 
     status_code = 403
     error_type = "permission_error"
+
+
+class MethodError(RequestError):
+    """The route answers this method to others only; POST it."""
+
+    status_code = 405
 
 
 class LateError(RequestError):

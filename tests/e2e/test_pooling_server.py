@@ -19,6 +19,8 @@ from tiny_encoder import WORDS, tiny_encoder
 
 CLOSE = 1e-5
 """Of float32 numbers that are summed in another order."""
+LIMIT = 64
+"""Of the tokens of a text, by sentence_bert_config.json: fewer than the positions of the model."""
 OPTIONS = ("--dtype", "float32", "--num-threads", "2", "--disable-metrics")
 
 
@@ -38,7 +40,7 @@ def reference(folder: Path, model: Any, *given: str) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("bert")
-    return folder, tiny_encoder(folder, "bert")
+    return folder, tiny_encoder(folder, "bert", pooling="mean", normalize=True, max_tokens=LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,29 @@ def test_the_server_is_well_and_says_what_it_is(embedding: ServerProcess):
     assert refusal["param"] == "input"
     assert "input 1 has 122 tokens" in refusal["message"]
     cut = embedding.post("/v1/embeddings", too_long | {"truncate": True})
-    assert cut["usage"]["prompt_tokens"] == 4 + 96
+    assert cut["usage"]["prompt_tokens"] == 4 + LIMIT
+
+
+def test_the_longest_text_is_one_number_everywhere(embedding: ServerProcess):
+    refusals = [
+        httpx.post(f"{embedding.url}{path}", json=body, timeout=30).json()["error"]
+        for path, body in (
+            ("/v1/embeddings", {"input": "cat " * (LIMIT - 1)}),
+            ("/v1/embeddings", {"input": "cat " * 300 * LIMIT}),
+            ("/v1/embeddings", {"input": "cat", "truncate_prompt_tokens": LIMIT + 1}),
+            ("/encode", {"text": "cat " * (LIMIT - 1)}),
+            ("/api/embed", {"input": "cat " * (LIMIT - 1), "truncate": False}),
+        )
+    ]
+    messages = [error if isinstance(error, str) else error["message"] for error in refusals]
+    assert all(str(LIMIT) in message for message in messages), messages
+    (card,) = httpx.get(f"{embedding.url}/v1/models").json()["data"]
+    info = httpx.get(f"{embedding.url}/model_info").json()
+    shown = httpx.post(f"{embedding.url}/api/show", json={"model": card["id"]}).json()["model_info"]
+    (loaded,) = httpx.get(f"{embedding.url}/api/ps").json()["models"]
+    tokens = embedding.post("/tokenize", {"prompt": "cat"})
+    found = [card["max_model_len"], info["context_length"], info["pooling"]["max_tokens"], shown["bert.context_length"]]
+    assert [*found, loaded["context_length"], tokens["max_model_len"]] == [LIMIT] * 6
 
 
 def test_a_cross_encoder_ranks_and_scores_as_the_reference(tmp_path: Path):

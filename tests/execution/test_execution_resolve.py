@@ -92,6 +92,12 @@ def test_dynamic_ntk_is_served_up_to_the_trained_length():
         resolve(ServerArgs(context_length=257), model, LAPTOP, BACKENDS)
 
 
+def test_the_longest_text_of_an_embedding_model_is_its_context_unless_the_operator_says_another_length():
+    assert resolve(ServerArgs(), MODEL, LAPTOP, BACKENDS, most_tokens=100).context_length == 100
+    assert resolve(ServerArgs(context_length=50), MODEL, LAPTOP, BACKENDS, most_tokens=100).context_length == 50
+    assert resolve(ServerArgs(context_length=200), MODEL, LAPTOP, BACKENDS, most_tokens=100).context_length == 200
+
+
 @pytest.mark.parametrize(
     ("facts", "options", "size"),
     [

@@ -200,6 +200,7 @@ CARRIED = {
 }
 SEEN_ELSEWHERE = {
     "return_progress",
+    "return_routed_experts",
     "image_data",
     "audio_data",
     "video_data",

@@ -17,10 +17,12 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import ModelError, RequestError
+from headrace.text.fill_in_middle import FillInMiddle
 from headrace.text.tokenizers import (
     RenderedPrompt,
     Segment,
     SpecialTexts,
+    Tokenizer,
     load_tokenizer,
     tokenizer_from_gguf,
 )
@@ -314,16 +316,51 @@ def test_sentencepiece_control_tokens_are_special(tmp_path):
     assert tokenizer.special_ids == {0, 1, 2}
 
 
-def byte_pairs_gguf(path, pre, vocab, merges):
+def byte_pairs_gguf(path, pre, vocab, merges, ids=()):
+    """ids: more of the metadata's tokens, by name."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(vocab)
     writer.add_token_merges(merges)
+    for name, index in dict(ids).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     return path
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("fim_pre", "fim_suf", "fim_mid"), (5, 6, 7)),
+        (("prefix", "suffix", "middle"), (5, 6, 7)),
+        (("fim_pre", "fim_suf"), None),
+        (("fim_pre", "fim_suf", "nothing"), None),
+    ],
+)
+def test_the_metadata_names_the_tokens_that_fill_in_the_middle(tmp_path, trained, names, found):
+    """Whatever their texts are, and also once the tokenizer is saved as a folder. A missing token may be -1 in the file."""
+    ids = {name: 5 + place for place, name in enumerate(names)} | {"fim_pad": 2**32 - 1, "fim_rep": 2**32 - 1}
+    tokenizer = load_tokenizer(byte_pairs_gguf(tmp_path / "m.gguf", "qwen2", *trained, ids))
+    tokenizer.save(tmp_path)
+    (tmp_path / "m.gguf").unlink()
+    for one in (tokenizer, load_tokenizer(tmp_path)):
+        fills = FillInMiddle.of(one)
+        assert (fills and (fills.prefix, fills.suffix, fills.middle)) == found
+
+
+def test_texts_that_begin_with_bos_begin_with_it_before_the_prefix_too():
+    backend = tokenizers.Tokenizer.from_str(SMOLLM2._backend.to_str())
+    backend.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    start, pre, suf, mid = (
+        backend.token_to_id(text) for text in ("<|im_start|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    )
+    backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", start)])
+    fills = FillInMiddle.of(Tokenizer(backend, bos_id=start))
+    assert fills.prompt([7], [8, 9]) == [start, pre, 7, suf, 8, 9, mid]
+    assert fills.prompt([7], [8, 9], begins=False) == [pre, 7, suf, 8, 9, mid]
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ class FakeWeights:
 
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
         self.operations.append(operation)
-        if isinstance(operation, UpdateFromTensors):
+        if isinstance(operation, UpdateFromTensors) and operation.random_but is None:
             self.file = Path(operation.file).read_bytes()  # noqa: ASYNC240, it is memory
         return self.reply
 
@@ -170,6 +170,7 @@ class FakeFrontend:
         self.context_length = context_length
         self.tokenizer = byte_tokenizer(*special)
         self.has_tokenizer = True
+        self.has_experts = False
         self.reset()
 
     def reset(self) -> None:
@@ -220,7 +221,7 @@ class FakeFrontend:
     ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
             self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=self.context_length,
-            has_tokenizer=self.has_tokenizer,
+            has_tokenizer=self.has_tokenizer, has_experts=self.has_experts,
         )  # fmt: skip
         call = split_call(obj, limits)
         self.calls.append(obj)

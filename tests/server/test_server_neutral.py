@@ -1,11 +1,13 @@
 """Fields that ask for nothing are accepted in every route and at every depth; whatever asks for something is refused by name."""
 
+import dataclasses
 import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
-from fake_frontend import MODEL, Running, byte_tokenizer
+from fake_frontend import MODEL, Running, byte_tokenizer, running_server
 from other_apis import CHAT, COMPLETION, DETOKENIZE, GENERATE, ROUTER, SGLANG_SAMPLING, TOKENIZE, Defaults
 
 from error_bodies import checked_error
@@ -144,7 +146,7 @@ def test_a_request_without_a_model_s_name_means_what_is_served(client: httpx.Cli
 def test_what_other_apis_define_is_refused_when_it_asks_for_something(client: httpx.Client):
     asking = {
         "cache_prompt": False, "mirostat": 2,
-        "return_routed_experts": True, "return_hidden_states": True, "kv_transfer_params": {"a": 1}, "use_beam_search": True,
+        "return_hidden_states": True, "kv_transfer_params": {"a": 1}, "use_beam_search": True,
         "length_penalty": 2.0, "samplers": ["top_k"], "t_max_predict_ms": 100,
     }  # fmt: skip
     for route in ("/v1/chat/completions", "/v1/completions"):
@@ -152,6 +154,26 @@ def test_what_other_apis_define_is_refused_when_it_asks_for_something(client: ht
             reply = client.post(route, json=GOOD[route] | {name: value})
             assert reply.status_code == 400, name
             assert reply.json()["error"]["param"] == name
+
+
+def test_a_model_without_experts_may_be_asked_which_it_chose():
+    """Trainers ask always. A mixture refuses, in words."""
+    for has_experts in (False, True):
+        with running_server() as server:
+            model = server.app.state.context.model
+            ready = msgspec.structs.replace(model.ready, has_experts=has_experts)
+            server.app.state.context.model = dataclasses.replace(model, ready=ready)
+            server.frontend.has_experts = has_experts
+            routes = ("/v1/chat/completions", "/v1/completions", "/generate")
+            for path, body in (*((route, GOOD[route]) for route in routes), ("/generate", {"text": ["hi", "a"]})):
+                reply = httpx.post(server.url + path, json=body | {"return_routed_experts": True})
+                assert reply.status_code == (400 if has_experts else 200), (path, reply.text)
+                if has_experts:
+                    error = reply.json()["error"]
+                    assert (error["param"], error["code"]) == ("return_routed_experts", "unsupported_parameter")
+                    assert "/start_expert_distribution_record" in error["message"]
+            wrong = httpx.post(f"{server.url}/generate", json={"text": "hi", "return_routed_experts": [True, False]})
+            assert wrong.status_code == 400
 
 
 def test_true_is_not_1_and_false_is_not_0(client: httpx.Client):

@@ -468,7 +468,6 @@ def test_other_fields(client: httpx.Client):
     assert client.post(GENERATE, json=PROMPT | empty).status_code == 200
     for name, value in {
         "template": "x",
-        "suffix": "x",
         "context": [1],
         "images": ["a"],
         "width": 5,

@@ -366,7 +366,6 @@ def test_a_prediction_is_all_of_its_text(
 @pytest.mark.parametrize(
     "extra, param",
     [
-        ({"suffix": "x"}, "suffix"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"best_of": 0}, "best_of"),
         ({"best_of": -1}, "best_of"),
@@ -503,6 +502,40 @@ def test_special_tokens_in_user_text_are_text(client: httpx.Client, server: Runn
 def test_token_routes_exist_below_v1_too(client: httpx.Client, route: str):
     body = {"prompt": "hi"} if route == "/tokenize" else {"tokens": [72, 105]}
     assert client.post("/v1" + route, json=body).json() == client.post(route, json=body).json()
+
+
+WITHOUT_V1: dict[str, dict[str, Any] | None] = {
+    "/chat/completions": CHAT,
+    "/completions": {"prompt": "hi"},
+    "/responses": {"input": "hi"},
+    "/messages": CHAT | {"max_tokens": 5},
+    "/messages/count_tokens": CHAT,
+    "/models": None,
+    f"/models/{MODEL}": None,
+    "/models/nope": None,
+    "/responses/nope": None,
+}
+
+
+@pytest.mark.parametrize("path", WITHOUT_V1)
+def test_the_routes_of_openai_and_anthropic_exist_without_v1_too(client: httpx.Client, path: str):
+    """For clients whose address of the API is that of the server. Errors have the same shape, too."""
+    body = WITHOUT_V1[path]
+    headers = {"anthropic-version": "2023-06-01"} if "message" in path else {}
+    own = {"id", "created", "created_at", "completed_at", "metadata"}
+    replies = [
+        client.get(prefix + path) if body is None else client.post(prefix + path, json=body, headers=headers)
+        for prefix in ("", "/v1")
+    ]
+    assert replies[0].status_code == replies[1].status_code == (404 if "nope" in path else 200)
+    short, full = ({name: value for name, value in reply.json().items() if name not in own} for reply in replies)
+    if path == "/responses":
+        assert short.pop("output")[0]["content"] == full.pop("output")[0]["content"]
+    assert short == full
+    assert ("request-id" in replies[0].headers) == ("request-id" in replies[1].headers) == ("message" in path)
+    if body is not None:
+        wrong = [client.post(prefix + path, json={"model": "nope"}).json() for prefix in ("", "/v1")]
+        assert wrong[0] == wrong[1] != {}
 
 
 def test_tokenize_and_detokenize_are_inverse(client: httpx.Client):

@@ -13,7 +13,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.server.context import ServerStatus
 from headrace.server.origin_gate import HostList, is_loopback
-from route_access import PUBLIC
+from route_access import ADMIN_ONLY, PUBLIC
 
 FOREIGN_PAGES: dict[str, dict[str, str]] = {
     "another site": {"origin": "https://evil.example"},
@@ -57,7 +57,7 @@ def routes(app: Any) -> list[tuple[str, str]]:
 def has_effects(frontend: FakeFrontend) -> bool:
     return bool(
         frontend.calls or frontend.aborted or frontend.opened or frontend.closed or frontend.adapters.loads or frontend.profiled
-        or frontend.faults or frontend.weights.operations
+        or frontend.faults or frontend.weights.operations or frontend.flush_timeouts
     )  # fmt: skip
 
 
@@ -264,12 +264,59 @@ def test_hosts_are_names_and_addresses(text: str):
         ServerArgs(allowed_hosts=text)
 
 
-async def test_get_changes_nothing():
+BROWSERS = "Mozilla/5.0 (X11; Linux x86_64; rv:78.0) Gecko/20100101 Firefox/78.0"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"user-agent": BROWSERS},  # an image without a referrer, in a browser without Sec-Fetch
+        {"user-agent": "mozilla/4.0"},
+        {"user-agent": "python-requests/2", "referer": "https://evil.example/"},
+        {"referer": ""},
+        {"sec-fetch-mode": "no-cors"},
+        {"sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"},
+        {"origin": "http://localhost:30000"},
+        [("user-agent", "curl/8"), ("user-agent", BROWSERS)],
+    ],
+)
+async def test_no_browser_may_get_what_flushes_the_cache(headers: Any):
+    for options in ({}, {"allow_origins": "*"}):
+        async with client_of(**options) as (client, _, frontend):
+            del client.headers["user-agent"]
+            for path in ("/flush_cache", "/flush_cache?timeout=1"):
+                reply = await client.get(path, headers=headers)
+                assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+                assert "use POST" in checked_error(path, reply.json())["message"]
+            assert frontend.flush_timeouts == []
+
+
+async def test_clients_that_are_no_browsers_may_get_it_and_only_it():
+    """As slime does, which polls until the cache is empty. HEAD has no effect."""
+    async with client_of() as (client, app, frontend):
+        for agent in ("python-requests/2.32", "curl/8.5", "aiohttp/3", ""):
+            reply = await client.get("/flush_cache?timeout=2.5", headers={"user-agent": agent})
+            assert (reply.status_code, reply.json()) == (200, {"success": True, "message": "flushed"})
+        assert frontend.flush_timeouts == [2.5] * 4
+        assert (await client.head("/flush_cache")).status_code == 405
+        assert (await client.get("/flush_cache?timout=1")).status_code == 400
+        assert len(frontend.flush_timeouts) == 4
+        admin_gets = {path for method, path in routes(app) if method == "GET" and path in ADMIN_ONLY}
+        assert admin_gets == {"/flush_cache", "/internal_state", "/cache_tree", "/get_weights_by_name"}
+    async with client_of(api_key="user", admin_api_key="admin") as (client, _, frontend):
+        for key, status in (("", 401), ("user", 401), ("admin", 200)):
+            reply = await client.get("/flush_cache", headers={"authorization": f"Bearer {key}"})
+            assert reply.status_code == status
+        assert len(frontend.flush_timeouts) == 1
+
+
+async def test_a_browsers_get_changes_nothing():
     """What a link or an image can ask for: no route with an effect, `/health_generate` (one token, public) apart."""
     async with client_of() as (client, app, frontend):
         for method, path in routes(app):
             if method in ("GET", "HEAD"):
-                (await client.request(method, path))
+                (await client.request(method, path, headers={"user-agent": BROWSERS}))
         assert not has_effects(frontend)
         assert {path for method, path in routes(app) if method == "GET"} & PUBLIC == PUBLIC
 

@@ -33,6 +33,8 @@ GENERATION = (
     "/v1/completions",
     "/v1/embeddings",
     "/encode",
+    "/embed",
+    "/v2/embed",
     "/classify",
     "/v1/rerank",
     "/v1/score",
@@ -42,6 +44,7 @@ GENERATION = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/generate",
+    "/infill",
     "/tokenize",
     "/detokenize",
     "/open_session",
@@ -63,6 +66,8 @@ CONTROL = (
     "/get_weights_by_name",
     "/update_weight_version",
     "/save_sharded_state",
+    "/weights_checker",
+    "/post_process_weights",
     "/release_memory_occupation",
     "/resume_memory_occupation",
     "/abort_request",
@@ -73,7 +78,10 @@ CONTROL = (
 )
 
 
-POOLING = dict.fromkeys(("/v1/embeddings", "/encode", "/api/embed", "/api/embeddings"), EMBEDDING)
+POOLING = dict.fromkeys(
+    ("/v1/embeddings", "/embeddings", "/embed", "/v1/embed", "/v2/embed", "/encode", "/api/embed", "/api/embeddings"),
+    EMBEDDING,
+)
 POOLING |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), CROSS_ENCODER)
 POOLING |= dict.fromkeys(("/classify", "/v1/classify"), CLASSIFIER)
 """The model that can serve the examples of these routes."""
@@ -158,7 +166,8 @@ def test_every_body_has_an_example_that_the_server_accepts(api):
     """Each by a model that can serve it."""
     weight = WeightOpReply(1, True, "done", "default", shape=(2, 1), values=bytes(8))
     with ExitStack() as stack:
-        generating = stack.enter_context(running_server(fake_context_length=4096))
+        fills = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+        generating = stack.enter_context(running_server(fake_context_length=4096, special_tokens=fills))
         pooling = {kind: stack.enter_context(pooling_server(kind)) for kind in set(POOLING.values())}
         client = stack.enter_context(httpx.Client(timeout=60))
         seen = set()
@@ -166,7 +175,8 @@ def test_every_body_has_an_example_that_the_server_accepts(api):
             server = pooling[POOLING[path]] if path in POOLING else generating
             if "score" in path and "text_1" in body:
                 server = pooling[CROSS_ENCODER]
-            server.frontend.weights.reply = weight
+            checks = path == "/weights_checker"
+            server.frontend.weights.reply = msgspec.structs.replace(weight, values=b"{}") if checks else weight
             reply = client.request(method, server.url + path, json=body)
             assert reply.status_code == 200, (path, title, reply.text)
             assert '"error":{' not in reply.text, (path, title)

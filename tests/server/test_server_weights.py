@@ -7,6 +7,7 @@ import pytest
 from fake_frontend import Running
 
 from headrace.messages.weights import (
+    CheckWeights,
     ContinueGeneration,
     DestroyGroup,
     GetWeight,
@@ -106,6 +107,41 @@ def test_what_makes_no_sense_is_refused(path, body, client: httpx.Client, server
     reply = client.post(path, json=body)
     assert reply.status_code == 400
     assert "error" in reply.json()
+    assert server.frontend.weights.operations == []
+
+
+def test_slimes_check_of_an_update(client: httpx.Client, server: Running):
+    """As it is sent around the first update, and what SGLang's newer clients add."""
+    path = "/weights_checker"
+    for action in ("snapshot", "compare", "checksum"):
+        assert client.post(path, json={"action": action}).json() == {"success": True, "message": "done"}
+        assert server.frontend.weights.operations[-1] == CheckWeights(action)
+    more = {"allow_quant_error": True, "skip_tensor_list": ["lm_head"], "selector": "all"}
+    assert client.post(path, json={"action": "reset_tensors"} | more).status_code == 200
+
+    assert server.frontend.weights.operations[-1] == UpdateFromTensors("", random_but=("lm_head",))
+    server.frontend.weights.reply = WeightOpReply(1, True, "two", "v", values=b'{"a": "1", "b": "2"}')
+    reply = client.post(path, json={}).json()
+    (rank,) = reply["ranks"]
+    assert rank["checksums"] == {"a": "1", "b": "2"}
+    assert rank["per_gpu_checksum"] == reply["per_engine_checksum"]
+    server.frontend.weights.reply = WeightOpReply(1, False, "2 of 3 weights differ", "v")
+    reply = client.post(path, json={"action": "compare"})
+    assert (reply.status_code, reply.json()) == (400, {"success": False, "message": "2 of 3 weights differ"})
+    refused = client.post(path, json={"action": "reset"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "action")
+
+
+def test_there_is_nothing_to_do_after_an_update(client: httpx.Client, server: Running):
+    for body in (
+        {"restore_weights_before_load": True, "post_process_quantization": False},
+        {"restore_weights_before_load": False, "post_process_quantization": True},
+        {},
+    ):
+        reply = client.post("/post_process_weights", json=body)
+        assert (reply.status_code, reply.json()["success"]) == (200, True)
+        assert "nothing to do" in reply.json()["message"]
+    assert client.post("/post_process_weights", json={"other": 1}).status_code == 400
     assert server.frontend.weights.operations == []
 
 

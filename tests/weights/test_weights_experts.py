@@ -7,6 +7,8 @@ import torch
 from engines import running_engine
 from weights_harness import PROMPTS, engine_of, fresh, save, tensors_of, tokens
 
+from headrace.errors import RequestError
+
 TWO: dict[str, Any] = {
     "tp_size": 2,
     "ep_size": 2,
@@ -77,6 +79,8 @@ def test_the_choice_of_experts_is_that_of_one_process(ranks, mixtures, answers):
             assert tokens(engine) == answers[0]
             found.append(engine.dump_expert_distribution_record())
             engine.stop_expert_distribution_record()
+            with pytest.raises(RequestError, match="return_routed_experts"):
+                engine.generate(input_ids=PROMPTS[0], return_routed_experts=True)
     assert found[0] == found[1]
 
 
@@ -96,6 +100,19 @@ def test_what_no_rank_can_take_is_refused_by_all(ranks, answers):
     success, message = ranks.update_weights_from_tensor([(ELSEWHERE, torch.full((64, 96), torch.nan))])
     assert not success
     assert "NaN" in message
+    assert tokens(ranks) == answers[0]
+
+
+def test_checksums_are_those_of_one_process_and_random_values_reach_every_rank(ranks, mixtures, answers):
+    with engine_of(mixtures[0]) as one:
+        want = one.check_weights()
+    assert want["success"]
+    assert ranks.check_weights() == want
+    assert ranks.check_weights("snapshot")["success"]
+    assert ranks.check_weights("reset_tensors")["success"]
+    assert not ranks.check_weights("compare", skip_tensor_list=["layers.0", "embed", "lm_head", "norm"])["success"]
+    assert ranks.update_weights_from_disk(mixtures[0])[0]
+    assert ranks.check_weights("compare")["success"]
     assert tokens(ranks) == answers[0]
 
 

@@ -377,6 +377,7 @@ class GenerateOptions(TypedDict, total=False):
     token_ids_logprob: list[int | list[int]] | None
     return_text_in_logprobs: bool
     return_hidden_states: bool | list[bool]
+    return_routed_experts: bool | list[bool]
     return_progress: bool
     custom_logit_processor: str | list[str | None] | None
     prediction: str | list[str | None] | None

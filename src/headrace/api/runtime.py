@@ -364,6 +364,29 @@ class Runtime(WeightOperations, Scores):
             raise RequestError(answer["message"], "name")
         return list(answer)
 
+    def check_weights(
+        self,
+        action: str = "checksum",
+        *,
+        allow_quant_error: bool = False,
+        skip_tensor_list: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """See `WeightOperations.check_weights`."""
+        names = None if skip_tensor_list is None else list(skip_tensor_list)
+        asked = {"action": action, "allow_quant_error": allow_quant_error, "skip_tensor_list": names}
+        return dict(self._http.operate("/weights_checker", json.dumps(asked).encode()))
+
+    def post_process_weights(
+        self, *, restore_weights_before_load: bool = False, post_process_quantization: bool = False
+    ) -> tuple[bool, str]:
+        """See `WeightOperations.post_process_weights`."""
+        asked = {
+            "restore_weights_before_load": restore_weights_before_load,
+            "post_process_quantization": post_process_quantization,
+        }
+        reply = self._http.operate("/post_process_weights", json.dumps(asked).encode())
+        return reply["success"], reply["message"]
+
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
         body = json.dumps(msgspec.structs.asdict(operation)).encode()
         return _operation_reply(self._http.operate(OPERATION_PATHS[type(operation)], body))

@@ -10,12 +10,15 @@ from typing import Any
 from headrace.frontend.weight_checks import (
     GROUP_NAME,
     GROUP_TIMEOUT_S,
+    NOTHING_TO_PROCESS,
     TRUNCATE_SIZE,
+    check_result,
     checked_group,
     checked_load_format,
     checked_tags,
     checked_tensors,
     checked_truncate_size,
+    checking,
     nested_values,
     note_on_tags,
 )
@@ -157,6 +160,27 @@ class WeightOperations(ABC):
     def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
         """The first rows of a weight (elements of a vector) as lists. Raises RequestError for an unknown name."""
         return nested_values(self._operate(GetWeight(name, checked_truncate_size(truncate_size))))
+
+    def check_weights(
+        self,
+        action: str = "checksum",
+        *,
+        allow_quant_error: bool = False,
+        skip_tensor_list: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Check what updates have done to the weights. Returns `success`, `message` and for checksums `ranks`, as SGLang's route does.
+
+        checksum: of every weight. snapshot: keep the checksums. compare: fails unless they are those of the snapshot. reset_tensors: random
+        values, so that a comparison shows whether an update replaces everything. skip_tensor_list: leave out names that hold one of these.
+        allow_quant_error: accepted without effect.
+        """
+        return check_result(self._operate(checking(action, skip_tensor_list)))
+
+    def post_process_weights(
+        self, *, restore_weights_before_load: bool = False, post_process_quantization: bool = False
+    ) -> Result:
+        """Nothing: an update is complete when it has been installed."""
+        return True, NOTHING_TO_PROCESS
 
     def save_sharded_state(self, path: str) -> Result:
         """Write the current weights to a new folder called `path` below --save-dir, from which they can be served again."""

@@ -64,7 +64,7 @@ _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens in GGUF."""
 # fmt: off
-_ENDS = frozenset({
+END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "[e~[", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>",
@@ -306,7 +306,7 @@ def end_ids(file: GgufFile) -> list[int]:
     if file.get("tokenizer.ggml.token_type"):
         types, tokens = file.listed("tokenizer.ggml.token_type", int), file.listed("tokenizer.ggml.tokens", str)
         for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
-            if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS:
+            if kind in (_CONTROL, _USER_DEFINED) and token in END_TEXTS:
                 known.setdefault(token, index)
     passed: set[object] = set()
     if {"<|call|>", "<|return|>"} <= known.keys() or {"<|calls|>", "<|flush|>"} <= known.keys():

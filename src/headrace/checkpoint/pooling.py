@@ -38,7 +38,8 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     task: embed = the vector stands for the text. classify = it has a number (a logit) for each label; with one label it is a score: the relevance
     of a document for a query (cross-encoders), or a reward.
     pooling: of the first token, the mean of all, or of the last. dense: applied in order. normalize: to length 1, after all else.
-    max_tokens: longer inputs are cut if the request asks for it, and else refused; None = the model's context.
+    max_tokens: the context unless --context-length says otherwise; longer inputs are cut if the request asks for it, and else refused.
+    None = the positions of the model.
     labels: names of the numbers of `classify`, in order. activation: what clients see of `classify` unless they ask for the numbers themselves.
     matryoshka: whether the first numbers of a vector alone are a vector, too, once they are normalised. is_pair: whether the model was made
     for pairs of texts. dimensions: of the vector. lower_case: texts are written in lower case before the tokenizer sees them.

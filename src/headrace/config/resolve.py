@@ -148,8 +148,9 @@ def resolve(
     backends: Sequence[AttentionFacts],
     *,
     batch_invariant: bool = True,
+    most_tokens: int | None = None,
 ) -> Config:
-    """Decide every setting. backends: the fastest first. batch_invariant: of the model, see `ModelSpec`.
+    """Decide every setting. backends: the fastest first. batch_invariant: of the model, see `ModelSpec`. most_tokens: of a text, see `PoolingConfig`.
 
     Raises ConfigError, which says what does not fit and what to change.
     """
@@ -176,7 +177,7 @@ def resolve(
     if page_size is None:
         page_size = backend.page_size
         decisions.append(f"page_size {page_size}: preferred by attention backend {backend.name}")
-    context_length = _context_length(args, model, decisions)
+    context_length = _context_length(args, model, decisions, most_tokens)
     cuda_graph_sizes = _cuda_graph_sizes(args, device, backend, decisions)
     num_threads = args.num_threads or facts.num_cpus
     if args.num_threads is None and device == "cpu":
@@ -566,11 +567,12 @@ def _max_step_ms(args: ServerArgs, device: str, deterministic: bool, batch_invar
     return None
 
 
-def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str]) -> int:
+def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str], most_tokens: int | None = None) -> int:
     trained = model.max_position_embeddings
     if args.context_length is None:
-        decisions.append(f"context_length {trained}: the model's")
-        return trained
+        own = most_tokens or trained
+        decisions.append(f"context_length {own}: the model's")
+        return own
     if args.context_length > trained:
         is_dynamic = model.rope.rope_type == "dynamic"
         why = "; dynamic NTK scaling beyond them would change keys that are in the cache already" if is_dynamic else ""

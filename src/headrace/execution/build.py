@@ -468,6 +468,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
         encoder=_encoder_info(built),
         fingerprint=built.fingerprint,
         lora_fingerprints=built.lora_fingerprints,
+        has_experts=setup.model_config.moe is not None,
     )
 
 

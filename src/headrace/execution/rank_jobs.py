@@ -46,6 +46,7 @@ from headrace.messages.rank_job import (
 from headrace.messages.rank_step import encode
 from headrace.messages.safetensors_bytes import safetensors_parts
 from headrace.messages.weights import (
+    CheckWeights,
     DestroyGroup,
     GetWeight,
     InitGroup,
@@ -281,15 +282,20 @@ class LeaderWeights:
     def start(self, operation: WorkerOperation) -> WeightJob:
         """See `WeightExecutor`."""
         match operation:
-            case UpdateFromTensors() | UpdateFromDistributed() | GetWeight() | SaveWeights() | InitGroup() if (
-                self._jobs.span_hosts
-            ):
+            case (
+                UpdateFromTensors()
+                | UpdateFromDistributed()
+                | GetWeight()
+                | CheckWeights()
+                | SaveWeights()
+                | InitGroup()
+            ) if self._jobs.span_hosts:
                 return Job(_refuse_on_several_hosts)
             case UpdateFromDisk() | UpdateFromTensors() | ReleaseMemory() | ResumeMemory():
                 return _JobOfAll(self._jobs, lambda begun, abandoned: self._prepare(operation, begun, abandoned))
             case UpdateFromDistributed():
                 return _JobOfAll(self._jobs, lambda begun, abandoned: self._received(operation, begun, abandoned))
-            case GetWeight() | SaveWeights():
+            case GetWeight() | CheckWeights() | SaveWeights():
                 return Job(lambda abandoned: self._whole(operation, abandoned))
             case InitGroup() | DestroyGroup():
                 # A trainer has one connection to the server: the leader's.
@@ -310,7 +316,7 @@ class LeaderWeights:
             case _:
                 return prepared
 
-    def _whole(self, operation: GetWeight | SaveWeights, abandoned: threading.Event) -> Prepared:
+    def _whole(self, operation: GetWeight | CheckWeights | SaveWeights, abandoned: threading.Event) -> Prepared:
         """Read whole weights, of which the other ranks put their parts into files."""
         with self._folder(operation) as folder:
             wanted = self._weights.model.weights()
@@ -324,7 +330,7 @@ class LeaderWeights:
             files = [SafetensorsFile(Path(folder) / f"rank-{rank}") for rank in range(1, self._size)]
             return self._weights.prepare(operation, abandoned, lambda weight: read_whole(weight, files))
 
-    def _folder(self, operation: GetWeight | SaveWeights) -> tempfile.TemporaryDirectory[str]:
+    def _folder(self, operation: GetWeight | CheckWeights | SaveWeights) -> tempfile.TemporaryDirectory[str]:
         """For the parts: where they are to be saved there is room. Raises RequestError or ExecutionError."""
         place = None
         try:

@@ -72,7 +72,14 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     pooling = read_pooling(checkpoint.path, model_config, args.is_embedding)
     spec = _spec(model_config, pooling, args)
-    config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
+    config = resolve(
+        args,
+        model_config,
+        device_facts(),
+        select.BACKENDS,
+        batch_invariant=spec.batch_invariant,
+        most_tokens=None if pooling is None else pooling.max_tokens,
+    )
     dtype = getattr(torch, config.dtype)
     if rank.group is not None:
         check_can_be_split(args, spec, config)

@@ -9,10 +9,13 @@ Memory while an update is prepared: the old weights, the new ones in the kernels
 as they came (a mapped file, or what was received).
 """
 
+import hashlib
+import json
 import math
 import os
 import threading
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +35,7 @@ from headrace.layers.weight import Keeper, Kept, Weight
 from headrace.log import get_logger
 from headrace.messages.safetensors_bytes import DTYPE_NAMES
 from headrace.messages.weights import (
+    CheckWeights,
     DestroyGroup,
     GetWeight,
     InitGroup,
@@ -202,6 +206,7 @@ class ModelWeights:
     draft: DraftMemory | None = None
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
     _released: dict[MemoryTag, Released] = field(default_factory=dict)
+    _snapshot: dict[str, str] | None = None
 
     def start(self, operation: WorkerOperation) -> Job:
         """See `WeightExecutor`."""
@@ -217,6 +222,8 @@ class ModelWeights:
         match operation:
             case UpdateFromDisk():
                 return self._from_disk(operation)
+            case UpdateFromTensors(random_but=tuple() as skipped):
+                return self._updated(_random_tensors(self.model, skipped), lambda name: name)
             case UpdateFromTensors():
                 return self._updated(_file_tensors(Path(operation.file), operation.bucketed))
             case UpdateFromDistributed():
@@ -227,6 +234,8 @@ class ModelWeights:
                 return self._destroy_group(operation.group_name)
             case GetWeight():
                 return self._get(operation, read)
+            case CheckWeights():
+                return self._check(operation, read)
             case SaveWeights():
                 return self.saver.save(self.model.weights(), operation.path, read)
             case ReleaseMemory():
@@ -242,15 +251,15 @@ class ModelWeights:
         switch = self._switch(new)
         return Prepared(f"loaded layers: {len(new)}", switch, changes_weights=True, fingerprint=fingerprint)
 
-    def _updated(self, tensors: list[tuple[str, torch.Tensor]]) -> Prepared:
+    def _updated(self, tensors: list[tuple[str, torch.Tensor]], rename: Callable[[str], str] | None = None) -> Prepared:
         """Stage named tensors. Consumes the list, so that each is freed once it is packed. Raises ModelError."""
-        given = len(tensors)
+        given, rename = len(tensors), rename or self.rename
         wanted = {weight.name: weight for weight in self.model.weights()}
-        _check_tensors([(self.rename(name), tensor) for name, tensor in tensors], wanted, self.ignored)
+        _check_tensors([(rename(name), tensor) for name, tensor in tensors], wanted, self.ignored)
         parts: dict[int, tuple[Keeper, dict[str, torch.Tensor]]] = {}
         while tensors:
             name, tensor = tensors.pop()
-            weight = wanted.get(self.rename(name))
+            weight = wanted.get(rename(name))
             for keeper in weight.keepers if weight is not None else ():
                 parts.setdefault(id(keeper), (keeper, {}))[1][weight.part] = tensor  # type: ignore[union-attr]
         new = []
@@ -345,6 +354,28 @@ class ModelWeights:
         rows = read(self.weight(operation.name))[: operation.truncate_size].float().cpu().contiguous()
         return Prepared("read", shape=tuple(rows.shape), values=rows.numpy().tobytes())
 
+    def _check(self, operation: CheckWeights, read: Callable[[Weight], torch.Tensor]) -> Prepared:
+        """Raises RequestError without a snapshot, and ModelError where the weights are not those of the snapshot."""
+        if operation.action == "compare" and self._snapshot is None:
+            raise RequestError("there is no snapshot of the weights to compare with; ask for one first", "action")
+        sums = {weight.name: _checksum(read(weight)) for weight in _chosen(self.model, operation.skipped)}
+        match operation.action:
+            case "checksum":
+                return Prepared(f"checksums of weights: {len(sums)}", values=json.dumps(sums).encode())
+            case "snapshot":
+                self._snapshot = sums
+                return Prepared(f"weights in the snapshot: {len(sums)}")
+            case "compare":
+                kept = self._snapshot or {}
+                differing = [name for name, checksum in sums.items() if kept.get(name) != checksum]
+                if differing:
+                    more = ", ..." if len(differing) > _NAMES_IN_A_MESSAGE else ""
+                    shown = ", ".join(differing[:_NAMES_IN_A_MESSAGE])
+                    raise ModelError(
+                        f"{len(differing)} of {len(sums)} weights are not those of the snapshot: {shown}{more}"
+                    )
+                return Prepared(f"weights as in the snapshot: {len(sums)}")
+
     # -- memory
 
     def _release(self, tags: Sequence[MemoryTag]) -> Prepared:
@@ -388,6 +419,28 @@ class ModelWeights:
                 self.moved()
 
         return Prepared(bytes_message("resumed", taken), install, num_bytes=taken)
+
+
+def _chosen(model: Model, skipped: Sequence[str]) -> list[Weight]:
+    """The weights whose names hold none of the parts `skipped`."""
+    return [weight for weight in model.weights() if not any(part in weight.name for part in skipped)]
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    """Of dtype, shape and bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _random_tensors(model: Model, skipped: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+    """Values that no training gives, the same in every rank."""
+    tensors = []
+    for weight in _chosen(model, skipped):
+        source = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
+        tensors.append((weight.name, torch.rand(weight.shape, generator=source).to(torch.bfloat16)))
+    return tensors
 
 
 def bytes_message(done: Literal["released", "resumed"], num_bytes: int) -> str:

@@ -323,6 +323,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         has_tokenizer=not args.skip_tokenizer_init,
         has_grammars=args.grammar_backend != "none",
         context_length=ready.context_length,
+        has_experts=ready.has_experts,
         guesses=guesses_by_text(args),
     )
 

@@ -35,9 +35,7 @@ class PooledEncoder:
         self._tokenizer = tokenizer
         self._request_log = request_log
         self._cuts_dimensions = pooling.matryoshka or args.allow_dimensions
-        self._most_tokens = min(
-            ready.context_length, ready.max_total_tokens, pooling.max_tokens or ready.context_length
-        )
+        self._most_tokens = min(ready.context_length, ready.max_total_tokens)
         self._task = PoolTask(reads_all=pooling.pooling != "last")
 
     async def split(self, obj: EmbeddingReqInput, limits: CallLimits) -> Call[PooledPrompt]:

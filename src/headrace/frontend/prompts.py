@@ -60,7 +60,7 @@ class CallLimits:
 
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy uses priorities.
     num_replicas: of --dp-size. has_tokenizer: False = token ids only. guesses: by what a request predicts.
-    has_grammars: False = --grammar-backend none. context_length: in tokens.
+    has_grammars: False = --grammar-backend none. context_length: in tokens. has_experts: the model is a mixture.
     """
 
     vocab_size: int
@@ -75,6 +75,7 @@ class CallLimits:
     has_tokenizer: bool = True
     guesses: bool = False
     has_grammars: bool = True
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,9 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     grammars = _grammars(samplings, limits)
     multiple = any(sampling.n > 1 for sampling in samplings)
     logprobs = _logprobs(obj, inputs, multiple, limits.vocab_size)
+    refuse_routed_experts(
+        any(inputs.spread("return_routed_experts", obj.return_routed_experts, bool)), limits.has_experts
+    )
     hidden = inputs.spread("return_hidden_states", obj.return_hidden_states, bool)
     processors = _processors(obj, inputs, limits.processors)
     namespaces = namespaces_of(obj, inputs)
@@ -223,6 +227,13 @@ def _sample_bytes(prompt: Prompt, context_length: int) -> int:
 def _most_utf8_bytes(text: str) -> int:
     """Upper bound of its bytes as UTF-8, in constant time; exact for ASCII."""
     return len(text) if text.isascii() else 4 * len(text)
+
+
+def refuse_routed_experts(asked: bool, has_experts: bool) -> None:
+    """Raises RequestError if a mixture is asked which experts it chose for a request. A model without experts has none to return."""
+    if asked and has_experts:
+        message = "return_routed_experts: a reply does not say which experts were chosen; /start_expert_distribution_record counts them"
+        raise RequestError(message, "return_routed_experts", "unsupported_parameter")
 
 
 def refuse_text(param: str) -> NoReturn:

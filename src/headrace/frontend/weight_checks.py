@@ -3,12 +3,23 @@
 Pure functions; run in the caller's thread.
 """
 
+import hashlib
+import json
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.messages.weights import FOREIGN_TAGS, MEMORY_TAGS, InitGroup, MemoryTag, WeightOpReply
+from headrace.messages.weights import (
+    FOREIGN_TAGS,
+    MEMORY_TAGS,
+    CheckWeights,
+    InitGroup,
+    MemoryTag,
+    UpdateFromTensors,
+    WeightOperation,
+    WeightOpReply,
+)
 
 GROUP_NAME = "weight_update_group"
 GROUP_TIMEOUT_S = 300.0
@@ -90,6 +101,32 @@ def note_on_tags(tags: Sequence[str] | None) -> str:
     return (
         f"{', '.join(foreign)}: this server has no memory of that name, so nothing was done for it" if foreign else ""
     )
+
+
+NOTHING_TO_PROCESS = "nothing to do: weights are quantised and packed when an update is installed"
+
+
+def checking(action: str, skipped: Sequence[str] | None) -> WeightOperation:
+    """What carries out an action of SGLang's weight checker. Raises RequestError for an unknown one."""
+    parts = tuple(skipped or ())
+    match action:
+        case "checksum" | "snapshot" | "compare":
+            return CheckWeights(action, parts)
+        case "reset_tensors":
+            return UpdateFromTensors("", random_but=parts)
+    raise RequestError(f"action must be checksum, snapshot, compare or reset_tensors, got {action[:50]!r}", "action")
+
+
+def check_result(reply: WeightOpReply) -> dict[str, Any]:
+    """The reply of a check in SGLang's form. The weights are whole, however many ranks there are, so they are those of one."""
+    result: dict[str, Any] = {"success": reply.success, "message": reply.message}
+    if reply.values:
+        checksums: dict[str, str] = json.loads(reply.values)
+        total = hashlib.sha256("".join(f"{name}{checksums[name]}" for name in sorted(checksums)).encode()).hexdigest()
+        one = {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": 0, "size": 1}
+        ranks = [{"checksums": checksums, "per_gpu_checksum": total, "parallelism_info": one}]
+        result |= {"ranks": ranks, "per_engine_checksum": total}
+    return result
 
 
 def nested_values(reply: WeightOpReply) -> list[Any]:

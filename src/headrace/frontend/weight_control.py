@@ -27,6 +27,7 @@ from headrace.frontend.update_phases import NOBODY, REPLY_TIMEOUT_S, Fleet, Refu
 from headrace.log import get_logger
 from headrace.messages.weights import (
     CancelUpdate,
+    CheckWeights,
     ContinueGeneration,
     DestroyGroup,
     GetWeight,
@@ -153,6 +154,8 @@ class WeightControl:
                     return await self._destroy_group(operation)
                 case SetWeightVersion():
                     return await self._tell(operation)
+                case CheckWeights():
+                    return await self._check_weights(operation)
                 case _:
                     raise AssertionError(operation)
 
@@ -207,6 +210,12 @@ class WeightControl:
         # Requests already run on some: restart the others, with their memory.
         self._dismiss_failed(replies)
         return _sum_of({replica: reply for replica, reply in replies.items() if reply.success})
+
+    async def _check_weights(self, operation: CheckWeights) -> WeightOpReply:
+        replies = await self._ask_every(operation)
+        if len({reply.values for reply in replies.values() if reply.success}) > 1:
+            return WeightOpReply(NOBODY, False, "the replicas have different weights", self.version)
+        return _sum_of(replies)
 
     # -- process groups
 

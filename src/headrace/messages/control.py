@@ -262,6 +262,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     num_parameters: int = 0
     file_format: Literal["gguf", "safetensors"] = "safetensors"
     stored_precision: str = ""
+    has_experts: bool = False
 
     @property
     def attention(self) -> str:

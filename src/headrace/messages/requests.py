@@ -68,6 +68,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool = False
     return_hidden_states: bool | list[bool] = False
+    return_routed_experts: bool | list[bool] = False
     return_progress: bool = False
     custom_logit_processor: str | list[str | None] | None = None
     prediction: str | list[str | None] | None = None

@@ -41,12 +41,16 @@ class UpdateFromDisk(_Operation, frozen=True, tag=True, array_like=True, gc=Fals
 
 
 class UpdateFromTensors(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Some or all weights from `file`, a safetensors file with Hugging Face names. bucketed: in the form of `weight_sync.bucket`."""
+    """Some or all weights from `file`, a safetensors file with Hugging Face names. bucketed: in the form of `weight_sync.bucket`.
+
+    random_but: random values for all weights whose names hold none of these parts, in place of a file's; None = those of the file.
+    """
 
     file: str
     abort_all_requests: bool = False
     weight_version: str | None = None
     bucketed: bool = False
+    random_but: tuple[str, ...] | None = None
 
 
 class UpdateFromDistributed(_Operation, frozen=True, tag=True, array_like=True, gc=False):
@@ -87,6 +91,16 @@ class GetWeight(_Operation, frozen=True, tag=True, array_like=True, gc=False):
 
     name: str
     truncate_size: int
+
+
+class CheckWeights(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Checksums of all weights whose names hold none of the parts `skipped`.
+
+    checksum: return them, JSON of name -> checksum. snapshot: keep them. compare: with those that were kept; it fails if one differs.
+    """
+
+    action: Literal["checksum", "snapshot", "compare"]
+    skipped: tuple[str, ...] = ()
 
 
 class SaveWeights(_Operation, frozen=True, tag=True, array_like=True, gc=False):
@@ -154,7 +168,9 @@ class CancelUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False)
     """Fail every update and every joining of a group that can still be stopped: not one that is held or is being installed."""
 
 
-WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | SaveWeights | ReleaseMemory | ResumeMemory
+WorkerOperation = (
+    Update | InitGroup | DestroyGroup | GetWeight | CheckWeights | SaveWeights | ReleaseMemory | ResumeMemory
+)
 """Operations of the worker; the scheduler does the others itself."""
 WeightOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion | CancelUpdate
 """Operations of clients. An update is carried out in phases, so that either all replicas have it or none."""
@@ -171,7 +187,7 @@ class WeightOpReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
 class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Result of an operation. weight_version: the current one. num_paused_requests: running and waiting requests at that time.
 
-    shape, values: float32[shape] little-endian, of `GetWeight`. fingerprint: see `Prepared`.
+    shape, values: float32[shape] little-endian, of `GetWeight`; values: also the checksums of `CheckWeights`. fingerprint: see `Prepared`.
     """
 
     id: int

@@ -54,6 +54,8 @@ def read_pooling_config(args: ServerArgs, model: "ModelConfig") -> "PoolingConfi
     pooling = read_pooling(resolve_model(args.model_path), model, args.is_embedding)
     if pooling is not None:
         check_pooling(args, is_encoder=model.encoder is not None)
+        if args.context_length is not None:
+            pooling = msgspec.structs.replace(pooling, max_tokens=args.context_length)
     return pooling
 
 

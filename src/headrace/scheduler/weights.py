@@ -22,6 +22,7 @@ from headrace.messages.control import AbortReq
 from headrace.messages.outputs import TokenIDOut
 from headrace.messages.weights import (
     CancelUpdate,
+    CheckWeights,
     CommitUpdate,
     ContinueGeneration,
     DestroyGroup,
@@ -148,6 +149,7 @@ class WeightControl:
                 | InitGroup()
                 | DestroyGroup()
                 | GetWeight()
+                | CheckWeights()
                 | SaveWeights()
                 | ReleaseMemory()
                 | ResumeMemory()
@@ -222,7 +224,9 @@ class WeightControl:
             # Joining ends by its own time limit, unless it hangs.
             limit_s = work.timeout_s + JOIN_GRACE_S
         try:
-            if "weights" in self._state.gate.released and isinstance(work, _UPDATES | GetWeight | SaveWeights):
+            if "weights" in self._state.gate.released and isinstance(
+                work, _UPDATES | GetWeight | CheckWeights | SaveWeights
+            ):
                 raise RequestError("the weights are released; resume them first")
             job = self._executor().start(work)
         except HeadraceError as error:

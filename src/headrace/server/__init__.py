@@ -8,7 +8,7 @@ a server needs of an engine).
   request_counter.py, body.py (limits of a body), embeds_body.py, output_limit.py, sse.py,
   notes.py (headers about how a request was read), error_forms.py (what errors look like in each API),
   openapi.py (/openapi.json), examples.py (its example bodies)
-- Chats of any API: chat/
+- Chats of any API: chat/; what is between a prompt and a suffix: fill_in_middle.py, infill.py
 - Handlers: native.py, control.py, settings.py, lora.py, weights.py, sessions.py, diagnostics.py, experts.py; those of
   openai/, responses/, anthropic/ and ollama/
 - Web pages: ui/

@@ -35,6 +35,7 @@ from headrace.server.error_forms import ApiError, form_of
 from headrace.server.examples import request_examples
 from headrace.server.experts import ExpertsAPI
 from headrace.server.http import Endpoint, ErrorBoundary
+from headrace.server.infill import InfillAPI, InfillRequest
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
@@ -59,6 +60,7 @@ from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, Tokeniz
 from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate, PatternCors, is_loopback
 from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
+from headrace.server.pooling.embed import CohereEmbedRequest, EmbedAPI, TeiEmbedRequest
 from headrace.server.pooling.encode import EncodeAPI
 from headrace.server.pooling.kinds import described, refusing_to_generate
 from headrace.server.pooling.rerank import RerankAPI, RerankRequest
@@ -68,7 +70,7 @@ from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.responses.protocol import ResponsesRequest
 from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
-from headrace.server.routes import RouteSpec
+from headrace.server.routes import RouteSpec, aliases
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.settings import SetInternalStateBody, SettingsAPI
 from headrace.server.ui.pages import UiPages
@@ -108,6 +110,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
             failure=AnthropicErrorReply,
         ),
         RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput, generates=True),
+        RouteSpec("/infill", post, "user", InfillAPI(context).infill, "llama.cpp: fill in the middle", InfillRequest, generates=True),
         *_pooling_routes(context),
         RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
         RouteSpec("/ready", get, "public", control.ready, "New requests are accepted", failure=Liveness),
@@ -131,6 +134,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),
+        RouteSpec("/flush_cache", get, "admin", control.flush_cache_by_get, "The same, not for browsers", failure=Outcome, query=FlushQuery),
         RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
         RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
         RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),
@@ -150,6 +154,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *ExpertsAPI(context).routes(),
     ]
     # fmt: on
+    table += aliases(table)
     if not context.args.disable_metrics:
         table.append(RouteSpec("/metrics", get, "public", control.metrics, "Prometheus metrics"))
     if context.args.enable_fault_injection:
@@ -169,8 +174,15 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
 def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
     """Routes of embedding models, rerankers and classifiers."""
     classify, rerank, score = ClassifyAPI(context), RerankAPI(context), ScoreAPI(context)
+    embed = EmbedAPI(context)
     post = ("POST",)
     return [
+        RouteSpec("/embed", post, "user", embed.tei, "TEI: embeddings", TeiEmbedRequest),
+        RouteSpec("/v2/embed", post, "user", embed.cohere_v2, "Cohere: embeddings", CohereEmbedRequest),
+        RouteSpec(
+            "/v1/embed", post, "user", embed.cohere_v1, "Cohere: embeddings, in the older form", CohereEmbedRequest
+        ),
+        RouteSpec("/info", ("GET",), "user", embed.info, "TEI: the served model"),
         *(
             RouteSpec(path, post, "user", rerank.rerank, "Documents by their relevance", RerankRequest)
             for path in ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -8,13 +8,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.checkpoint.pooling import PoolingConfig
-from headrace.errors import AuthError, RequestError
+from headrace.errors import AuthError, MethodError, RequestError
 from headrace.frontend.all_replicas import sum_of_states
 from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
+from headrace.server.origin_gate import is_browsers
 from headrace.server.request_frontend import answer
 
 
@@ -116,7 +117,7 @@ class ControlAPI:
                 "image_token": model.senses.tokens.get("image"),
                 "audio_token": model.senses.tokens.get("audio"),
                 "video_token": model.senses.tokens.get("video"),
-                "pooling": None if model.pooling is None else _described(model.pooling),
+                "pooling": None if model.pooling is None else _described(model.pooling, model.context_length),
                 "has_chat_template": model.chat_template is not None,
                 "output_format": None if model.output_format is None else model.output_format.name,
                 "context_length": model.context_length,
@@ -176,6 +177,12 @@ class ControlAPI:
             reply = await self.context.frontend.control.flush_cache(options.timeout)
         await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)
 
+    async def flush_cache_by_get(self, exchange: Exchange) -> None:
+        """The same for trainers, some of which ask with GET. An image or a link of a page can make a browser do that, so browsers are refused."""
+        if exchange.scope["method"] != "GET" or is_browsers(exchange.scope["headers"]):
+            raise MethodError("only clients that are no browsers may GET this: use POST", code="method_not_allowed")
+        await self.flush_cache(exchange)
+
     async def abort_request(self, exchange: Exchange) -> None:
         """Abort a request of the caller by its rid, or all requests (needs the admin key)."""
         body = await exchange.read_json(_ABORT)
@@ -201,12 +208,12 @@ class ControlAPI:
         await exchange.reply_json({"success": True, "message": "injected"})
 
 
-def _described(pooling: PoolingConfig) -> dict[str, object]:
-    """What clients may want to know of a model that does not generate."""
+def _described(pooling: PoolingConfig, max_tokens: int) -> dict[str, object]:
+    """What clients may want to know of a model that does not generate. max_tokens: of an input."""
     return {
         "task": pooling.task,
         "dimensions": pooling.dimensions,
-        "max_tokens": pooling.max_tokens,
+        "max_tokens": max_tokens,
         "normalize": pooling.normalize,
         "labels": pooling.labels,
     }

@@ -78,6 +78,7 @@ def ollama_error(status: int, error: ApiError) -> bytes:
 
 _FORMS: Final[tuple[tuple[str, ErrorForm, type], ...]] = (
     ("/v1/messages", anthropic_error, AnthropicErrorReply),
+    ("/messages", anthropic_error, AnthropicErrorReply),
     ("/api/", ollama_error, OllamaErrorReply),
 )
 

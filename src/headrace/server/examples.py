@@ -7,6 +7,8 @@ description is built.
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.server.routes import without_v1
+
 Examples = Mapping[str, Mapping[str, Any]]
 """Bodies by a short title."""
 
@@ -49,8 +51,11 @@ def request_examples(model: str) -> dict[str, Examples]:
         "apply_softmax": True,
     }
     classified: Examples = {"A text": {**named, "input": _BEGINNING}}
+    cohere: Examples = {
+        "Two texts": {**named, "texts": found, "input_type": "search_document", "embedding_types": ["float"]}
+    }
     scored: Examples = {"Pairs of texts": pairs, "Probabilities of labels": labels}
-    return {
+    examples: dict[str, Examples] = {
         "/v1/chat/completions": {
             "A question": chat,
             "Streamed": {**chat, "stream": True, "stream_options": {"include_usage": True}},
@@ -63,6 +68,8 @@ def request_examples(model: str) -> dict[str, Examples]:
             "A text": {**named, "input": _QUESTION},
             "Two texts at once": {**named, "input": [_QUESTION, _BEGINNING], "encoding_format": "base64"},
         },
+        "/embed": {"A text": {"inputs": _QUESTION}, "Two texts at once": {"inputs": [_QUESTION, _BEGINNING]}},
+        **dict.fromkeys(("/v1/embed", "/v2/embed"), cohere),
         "/encode": {"A text": {"text": _QUESTION}, "Two texts at once": {"text": [_QUESTION, _BEGINNING]}},
         **dict.fromkeys(("/classify", "/v1/classify"), classified),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ranked),
@@ -74,6 +81,13 @@ def request_examples(model: str) -> dict[str, Examples]:
             "A text": native,
             "Streamed": {**native, "stream": True},
             "Two texts at once": {**native, "text": [_BEGINNING, "The capital of Italy is"]},
+        },
+        "/infill": {
+            "Code": {
+                "input_prefix": "def is_even(n):\n    return ",
+                "input_suffix": "\n\nprint(is_even(4))\n",
+                "n_predict": 32,
+            }
         },
         "/tokenize": tokens,
         "/v1/tokenize": tokens,
@@ -112,8 +126,11 @@ def request_examples(model: str) -> dict[str, Examples]:
         },
         "/destroy_weights_update_group": {"The usual group": {}},
         "/get_weights_by_name": {"The first two rows": {"name": _WEIGHT, "truncate_size": 2}},
+        "/weights_checker": {"Checksums": {"action": "checksum"}, "Compare": {"action": "compare"}},
+        "/post_process_weights": {"After an update": {"post_process_quantization": True}},
         "/update_weight_version": {"A name": {"new_version": "2"}},
         "/save_sharded_state": {"A new folder": {"path": "weights-1"}},
         "/release_memory_occupation": {"The KV cache": {"tags": ["kv_cache"]}},
         "/resume_memory_occupation": {"The KV cache": {"tags": ["kv_cache"]}},
     }
+    return examples | {alias: bodies for path, bodies in examples.items() if (alias := without_v1(path)) is not None}

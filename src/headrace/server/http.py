@@ -63,6 +63,7 @@ def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
         # OpenAI's clients retry after a 408 unless told not to.
         special: dict[int, Headers] = {
             401: [(b"www-authenticate", b"Bearer")],
+            405: [(b"allow", b"POST")],
             408: [(b"x-should-retry", b"false")],
         }
         return (

@@ -9,12 +9,11 @@ import msgspec
 from headrace.server.error_forms import reply_type_of
 from headrace.server.examples import Examples
 from headrace.server.http import Exchange
-from headrace.server.routes import RouteSpec
+from headrace.server.routes import API_PATHS, RouteSpec
 from headrace.version import VERSION
 
 _TAGS: Mapping[str, tuple[str, ...]] = {
-    "OpenAI": ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/models"),
-    "Anthropic": ("/v1/messages",),
+    **{tag: (*paths, *(path.removeprefix("/v1") for path in paths)) for tag, paths in API_PATHS.items()},
     "Ollama": ("/api/",),
 }
 """Groups of routes, by the beginnings of their paths. All others are those of `_OWN_TAGS`."""

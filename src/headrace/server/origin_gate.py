@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from headrace.config.web import ANY, LOCAL_APPS, Origins, is_same_origin, parse_hosts, parse_origins, split_authority
 from headrace.errors import ForbiddenError
 from headrace.log import get_logger
-from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
+from headrace.server.http import ASGIApp, Headers, Receive, Scope, Send, send_error
 
 log = get_logger(__name__)
 
@@ -124,7 +124,7 @@ class OriginGate:
             return all(self._is_ours(origin.decode("latin-1"), hosts) for origin in origins)
         if site in (None, b"none"):
             return True
-        # A user followed a link to us: the page with the link cannot see the reply, and a GET changes nothing.
+        # A user followed a link to us: the page with the link cannot see the reply, and a browser's GET changes nothing.
         is_visit = fetch.get(b"sec-fetch-mode") == b"navigate" and fetch.get(b"sec-fetch-dest") == b"document"
         return is_visit and method in ("GET", "HEAD")
 
@@ -133,6 +133,16 @@ class OriginGate:
         if self._origins.allows(origin):
             return True
         return len(hosts) == 1 and is_same_origin(origin, hosts[0].decode("latin-1"))
+
+
+def is_browsers(headers: Headers) -> bool:
+    """Whether a request may come from a browser: from a page, a link or an image, even if what says from where was held back."""
+    return any(
+        name in (b"origin", b"referer")
+        or name.startswith(b"sec-fetch-")
+        or (name == b"user-agent" and value.strip().lower().startswith(b"mozilla/"))
+        for name, value in headers
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -46,4 +46,6 @@ class RequestIdMiddleware:
 
 
 def _is_for_anthropic(scope: Scope) -> bool:
-    return scope["path"].startswith("/v1/messages") or any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return scope["path"].startswith(("/v1/messages", "/messages")) or any(
+        name == b"anthropic-version" for name, _ in scope["headers"]
+    )

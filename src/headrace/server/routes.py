@@ -1,9 +1,16 @@
 """`RouteSpec`, a row of the route table: path, methods, access, handler and what the OpenAPI description says."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from headrace.server.auth import Access
 from headrace.server.http import Handler
+
+API_PATHS: Mapping[str, tuple[str, ...]] = {
+    "OpenAI": ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/models"),
+    "Anthropic": ("/v1/messages",),
+}
+"""Beginnings of the paths of two APIs, whose clients may take the address of the server for that of the API: they leave out `/v1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +33,18 @@ class RouteSpec:
     octets: type | None = None
     query: type | None = None
     generates: bool = False
+
+
+def without_v1(path: str) -> str | None:
+    """The other path of a route of `API_PATHS`; None for other routes."""
+    is_apis = any(path.startswith(beginnings) for beginnings in API_PATHS.values())
+    return path.removeprefix("/v1") if is_apis else None
+
+
+def aliases(table: Iterable[RouteSpec]) -> list[RouteSpec]:
+    """The same routes at their paths `without_v1`."""
+    return [
+        replace(spec, path=path, summary=f"Alias of {spec.path}")
+        for spec in table
+        if (path := without_v1(spec.path)) is not None
+    ]

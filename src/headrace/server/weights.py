@@ -12,12 +12,15 @@ from headrace.errors import RequestError
 from headrace.frontend.weight_checks import (
     GROUP_NAME,
     GROUP_TIMEOUT_S,
+    NOTHING_TO_PROCESS,
     TRUNCATE_SIZE,
+    check_result,
     checked_group,
     checked_load_format,
     checked_tags,
     checked_tensors,
     checked_truncate_size,
+    checking,
     nested_values,
     note_on_tags,
 )
@@ -138,6 +141,25 @@ class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
     path: str
 
 
+class CheckBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to do with the checksums of all weights; reset_tensors: give them random values.
+
+    skip_tensor_list: leave out weights whose names hold one of these. allow_quant_error: accepted without effect, because the same checkpoint
+    gives the same bits.
+    """
+
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    allow_quant_error: bool = False
+    skip_tensor_list: list[str] | None = None
+
+
+class PostProcessBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Accepted without effect: an update is complete when it has been installed."""
+
+    restore_weights_before_load: bool = False
+    post_process_quantization: bool = False
+
+
 class MemoryBody(msgspec.Struct, forbid_unknown_fields=True):
     """What to release or resume; null or empty: everything. cuda_graph: accepted without effect."""
 
@@ -163,6 +185,8 @@ _DESTROY = msgspec.json.Decoder(DestroyBody)
 _GET = msgspec.json.Decoder(GetWeightBody)
 _VERSION = msgspec.json.Decoder(VersionBody)
 _SAVE = msgspec.json.Decoder(SaveBody)
+_CHECK = msgspec.json.Decoder(CheckBody)
+_POST_PROCESS = msgspec.json.Decoder(PostProcessBody)
 _MEMORY = msgspec.json.Decoder(MemoryBody)
 
 
@@ -186,6 +210,8 @@ class WeightsAPI:
             RouteSpec("/update_weights_from_distributed", post, "admin", self.from_distributed, "From the group", DistributedBody, True, failed),
             RouteSpec("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a group", DestroyBody, True, failed),
             RouteSpec("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody, True, failed),
+            RouteSpec("/weights_checker", post, "admin", self.check, "Checksums of the weights", CheckBody, True, failed),
+            RouteSpec("/post_process_weights", post, "admin", self.post_process, "Nothing: updates are complete", PostProcessBody, True, failed),
             RouteSpec("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody, True, failed),
             RouteSpec("/save_sharded_state", post, "admin", self.save, "Weights to a folder of the operator", SaveBody, True, failed),
             RouteSpec("/weight_version", get, "user", self.version, "What the weights are called"),
@@ -278,6 +304,17 @@ class WeightsAPI:
             await exchange.reply_json(nested_values(reply))
         else:
             await self._answer(exchange, reply)
+
+    async def check(self, exchange: Exchange) -> None:
+        """Checksums of all weights; or keep them, compare with those that were kept, or give the weights random values."""
+        body = await exchange.read_json(_CHECK)
+        reply = await self.context.frontend.weights.operate(checking(body.action, body.skip_tensor_list))
+        await exchange.reply_json(check_result(reply), 200 if reply.success else 400)
+
+    async def post_process(self, exchange: Exchange) -> None:
+        """For trainers that ask other servers to quantise and pack what they have sent; here that is a part of an update."""
+        await exchange.read_json(_POST_PROCESS)
+        await self._answer(exchange, WeightOpReply(0, True, NOTHING_TO_PROCESS, self.context.frontend.weights.version))
 
     async def set_version(self, exchange: Exchange) -> None:
         """Change only the version name of the weights."""

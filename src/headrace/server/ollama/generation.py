@@ -17,6 +17,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.choice_stream import ChoiceStream
 from headrace.server.context import ServingContext
+from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import Exchange, Headers
 from headrace.server.notes import HeaderNotes
 from headrace.server.ollama.bodies import read_body
@@ -46,11 +47,10 @@ _NAMES = {
     "response_format": "format",
 }
 _NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b")
-_NOT_SUPPORTED = ("template", "suffix", "context", "width", "height", "steps")
+_NOT_SUPPORTED = ("template", "context", "width", "height", "steps")
 _INSTEAD = {
     "template": "; raw takes a prompt that is complete",
     "context": "; send the conversation to /api/chat",
-    "suffix": ": this server does not fill in the middle",
 }
 _JSON_OBJECT: dict[str, object] = {"type": "object"}
 
@@ -86,25 +86,28 @@ class OllamaGenerationAPI:
             raise _renamed(error) from None
 
     async def generate(self, exchange: Exchange) -> None:
-        """What follows a prompt: as the user's only message, or with `raw` as it is. So it is for models without a chat template, too."""
+        """What follows a prompt: as the user's only message, or with `raw` as it is. So it is for models without a chat template, too.
+
+        With a suffix: what belongs between the two.
+        """
         body, unknown = await read_body(exchange, _GENERATE)
         for name in _NOT_SUPPORTED:
             if getattr(body, name) not in (None, "", [], 0):
                 message = f"{name} is not supported{_INSTEAD.get(name, '')}"
                 raise RequestError(message, name, "unsupported_parameter")
-        if not body.prompt:
+        if not body.prompt and not body.suffix:
             await self._unasked(exchange, body, "generate", unknown)
             return
-        is_raw = body.raw or (self.context.model.chat_template is None and not body.system)
+        is_raw = body.raw or body.suffix or (self.context.model.chat_template is None and not body.system)
         try:
             self.context.check_tokenizer("prompt")
             if is_raw and body.images:
                 raise RequestError("images: a raw prompt takes none; they need a chat template", "images")
             if is_raw:
-                run = await self._raw_run(exchange, body, body.prompt)
+                run = await self._raw_run(exchange, body, body.prompt or "")
             else:
                 messages = [OllamaMessage(role="system", content=body.system)] if body.system else []
-                messages.append(OllamaMessage(role="user", content=body.prompt, images=body.images))
+                messages.append(OllamaMessage(role="user", content=body.prompt or "", images=body.images))
                 run = await self._chat_run(exchange, body, messages, [])
             await self._answer(exchange, body, "generate", run, unknown)
         except RequestError as error:
@@ -146,7 +149,10 @@ class OllamaGenerationAPI:
         adapter = context.adapter_of(body.model)
         context.check_text_length("prompt", len(prompt))
         sampling = self._sampling(body)
-        ids = await context.in_text_thread(lambda: context.model.tokenizer.encode_batch([prompt], True, True)[0])
+        tokenizer, middle = context.model.tokenizer, await middle_of(context, body.suffix) if body.suffix else None
+        ids: Any = await context.in_text_thread(lambda: tokenizer.encode(prompt, middle is None, middle is None))
+        if middle is not None:
+            ids, sampling = middle.around(ids), middle.ending(sampling)
         limit, room = (
             OutputLimit(sampling.max_new_tokens, context.model.context_length),
             context.model.context_length - len(ids),

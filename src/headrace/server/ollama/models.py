@@ -14,6 +14,7 @@ from headrace.server.ollama.bodies import read_body
 from headrace.server.ollama.protocol import OllamaPullRequest, OllamaShowRequest
 from headrace.server.ollama.reply import NDJSON, timestamp
 from headrace.server.ui.pages import redirect_to_ui
+from headrace.text.fill_in_middle import FillInMiddle
 
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is: some clients demand a recent one."""
@@ -164,8 +165,10 @@ class OllamaModelsAPI:
         has_chat = found is not None and model.chat_template is not None
         tools = ["tools"] if has_chat and found is not None and found.has_tools else []
         vision = ["vision"] if "image" in model.senses.tokens else []
+        fills = FillInMiddle.of(model.tokenizer) is not None
         return [
             "completion",
+            *(["insert"] if fills else []),
             *vision,
             *tools,
             *(["thinking"] if has_chat and found is not None and found.has_reasoning else []),

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.frontend.prompts import refuse_routed_experts
 from headrace.frontend.sample_update import LogprobItem, PromptProgress, SampleUpdate
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
@@ -219,6 +220,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         request.check_output_limit()
         request.check_sampling()
         check_token_details(request)
+        refuse_routed_experts(bool(request.return_routed_experts), self.context.model.ready.has_experts)
         self.validate(request)
         return await self.convert(request)
 

@@ -17,6 +17,7 @@ from headrace.frontend.sample_update import LogprobItem, SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.chat.logprobs import finite_logprob, token_text
 from headrace.server.context import ServingContext
+from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
@@ -45,15 +46,15 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         super().__init__(context, CompletionRequest)
 
     def validate(self, request: CompletionRequest) -> None:
-        """Raises RequestError for a suffix, and for best_of and logprobs out of their ranges."""
+        """Raises RequestError for echo, best_of and logprobs beyond what is possible."""
         if split_prompt(request.prompt)[0] is not None:
             self.context.check_tokenizer("prompt")
         if request.echo:
             self.context.check_tokenizer("echo")
+            if request.suffix and split_prompt(request.prompt)[0] is None:
+                raise RequestError("echo with a suffix needs a prompt of text", "echo")
         if request.logprobs is not None:
             self.context.check_tokenizer("logprobs")
-        if request.suffix:
-            raise RequestError("suffix is not supported", "suffix", "unsupported_parameter")
         if request.num_candidates < request.num_samples:
             message = f"best_of must be at least n ({request.num_samples}), got {request.num_candidates}"
             raise RequestError(message, "best_of")
@@ -66,30 +67,40 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {request.logprobs}", "logprobs")
 
     async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
-        """Texts stay texts unless their ids are needed here. Echo with logprobs also requests the prompt's logprobs."""
+        """Texts stay texts unless their ids are needed here. Echo with logprobs also requests the prompt's logprobs.
+
+        With a suffix, the prompt is what stands before the text that is wanted.
+        """
         text, ids = split_prompt(request.prompt)
+        middle = await middle_of(self.context, request.suffix) if request.suffix else None
         if ids is not None:
             ids = self._truncated(ids, request)
         self.context.check_prompt_size("prompt", text, ids)
         shortened = request.truncate_prompt_tokens is not None
-        if text is not None and (shortened or request.return_token_ids or request.add_special_tokens is False):
-            texts, special = [text] if isinstance(text, str) else text, request.add_special_tokens is not False
+        begins = request.add_special_tokens is not False
+        if text is not None and (shortened or request.return_token_ids or middle is not None or not begins):
+            texts, alone = [text] if isinstance(text, str) else text, middle is None
             tokenizer = self.context.model.tokenizer
-            if not all(texts):
+            if alone and not all(texts):
                 raise RequestError("prompt: a prompt is empty", "prompt")
-            rows = await self.context.in_text_thread(lambda: tokenizer.encode_batch(texts, special, True))
+            rows = await self.context.in_text_thread(lambda: tokenizer.encode_batch(texts, begins and alone, alone))
             ids = self._truncated([*rows[0]] if isinstance(text, str) else [*rows], request)
             text = None
+        if middle is not None:
+            ids = middle.around(ids or [], begins)
         generation_id = self.new_id(request)
         length = self.context.model.context_length
         limit = OutputLimit(request.max_new_tokens, length, length - _most_tokens(text, ids))
+        sampling = request.sampling_params(limit.strict)
+        if middle is not None:
+            sampling = middle.ending(sampling)
         logprobs = logprob_options(request, whole_prompt=bool(request.echo))
         if request.num_candidates > request.num_samples:
             logprobs["return_logprob"] = True
         call = GenerateReqInput(
             text=text,
             input_ids=ids,
-            sampling_params=request.sampling_params(limit.strict),
+            sampling_params=sampling,
             rid=generation_id,
             stream=bool(request.stream),
             return_progress=bool(request.return_progress),
@@ -106,7 +117,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
     def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
         """Each prompt truncated as requested."""
         length = self.context.model.context_length
-        if not isinstance(ids[0], list):
+        if not ids or not isinstance(ids[0], list):
             return [*truncated(cast("list[int]", ids), request, length)]
         return [truncated(row, request, length) if isinstance(row, list) else row for row in ids]
 
@@ -137,7 +148,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
     def prompt_text(self, generation: Generation[CompletionRequest], index: int) -> str:
         """The text that echo puts before choice `index`."""
         number = index // generation.request.num_samples
-        text = generation.call.text
+        text = generation.call.text if not generation.request.suffix else split_prompt(generation.request.prompt)[0]
         if isinstance(text, str):
             return text
         if text is not None:

@@ -14,7 +14,7 @@ from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 from headrace.server.pooling.calls import results_of
 from headrace.server.pooling.encode import check_num_numbers
-from headrace.server.pooling.kinds import embedding_of
+from headrace.server.pooling.kinds import check_normalize, embedding_of
 from headrace.server.pooling.protocol import GivenInput, PooledRequest, given_input, renamed, usage_of
 from headrace.server.pooling.replies import object_pieces, reply_in_pieces, vector_json
 
@@ -48,10 +48,7 @@ class EmbeddingServing:
     async def handle_request(self, exchange: Exchange) -> None:
         """The embedding of each input. Errors name the fields as this API spells them."""
         request = await exchange.read_json(_DECODER)
-        pooling = embedding_of(self.context.model)
-        if request.normalize not in (None, pooling.normalize):
-            always = "always" if pooling.normalize else "never"
-            raise RequestError(f"normalize: the embeddings of this model are {always} normalized", "normalize")
+        check_normalize(request.normalize, embedding_of(self.context.model))
         request_id = request.rid or f"embd-{uuid.uuid4().hex}"
         exchange.name_request(request_id)
         try:

@@ -100,6 +100,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     cache_salt: str | None = None
     routed_dp_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
     data_parallel_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
+    return_routed_experts: bool | None = None
     # vLLM's, see token_details.py.
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None

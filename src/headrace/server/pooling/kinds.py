@@ -61,6 +61,13 @@ def pooling_of(model: ServedModel) -> PoolingConfig:
     return model.pooling
 
 
+def check_normalize(asked: bool | None, pooling: PoolingConfig) -> None:
+    """Raises RequestError unless the embeddings are as asked; None = as they are."""
+    if asked not in (None, pooling.normalize):
+        always = "always" if pooling.normalize else "never"
+        raise RequestError(f"normalize: the embeddings of this model are {always} normalized", "normalize")
+
+
 def refusing_to_generate(model: ServedModel) -> Handler:
     """The handler of routes that generate, for a model that does not."""
 

@@ -1,7 +1,10 @@
-"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`, in the shape of Jina's and Cohere's APIs. Runs in the event loop that serves HTTP."""
+"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`, in the shape of Jina's and Cohere's APIs. Runs in the event loop that serves HTTP.
+
+A body with `texts` in place of `documents` is one of Text Embeddings Inference, and so is its reply.
+"""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,7 +17,7 @@ from headrace.server.http import Exchange
 from headrace.server.pooling.calls import check_num_inputs
 from headrace.server.pooling.pairs import PairRequest, score_pairs
 from headrace.server.pooling.protocol import PooledUsage
-from headrace.server.pooling.replies import object_pieces, reply_in_pieces
+from headrace.server.pooling.replies import list_pieces, object_pieces, reply_in_pieces
 
 
 class RerankRequest(PairRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,11 +25,13 @@ class RerankRequest(PairRequest, frozen=True, kw_only=True, forbid_unknown_field
 
     documents: texts, or objects with a `text` and more fields that are returned as they are. top_n: only the best so many; top_k: Voyage's name
     of it. return_documents: None = true. max_chunks_per_doc, max_tokens_per_doc, rank_fields: Cohere's; a document is one chunk, cut to its first
-    `max_tokens_per_doc` tokens and to what the model reads.
+    `max_tokens_per_doc` tokens and to what the model reads. texts, return_text: TEI's.
     """
 
     query: str
-    documents: Annotated[list[str | dict[str, object]], Meta(extra_json_schema={"minItems": 1})]
+    documents: Annotated[list[str | dict[str, object]] | None, Meta(extra_json_schema={"minItems": 1})] = None
+    texts: Annotated[list[str] | None, Meta(extra_json_schema={"minItems": 1})] = None
+    return_text: bool | None = None
     top_n: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
     top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
     return_documents: bool | None = None
@@ -41,6 +46,14 @@ class RerankResult(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
     relevance_score: float
     document: dict[str, object] | None = None
+
+
+class TeiRank(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An element of TEI's reply."""
+
+    index: int
+    score: float
+    text: str | None = None
 
 
 _DECODER = msgspec.json.Decoder(RerankRequest)
@@ -59,6 +72,9 @@ class RerankAPI:
         exchange.name_request(rid)
         async with exchange.until_client_leaves():
             found = await ranked(self.context, exchange, request, rid)
+            if request.texts is not None:
+                await reply_in_pieces(exchange, list_pieces(found.in_tei()))
+                return
             head: dict[str, object] = {"id": rid, "model": request.shown_model(self.context)}
             tokens = {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0}
             tail: dict[str, object] = {"usage": found.usage, "meta": {"tokens": tokens}}
@@ -67,38 +83,59 @@ class RerankAPI:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """scores: of the documents of `request`, in their order. best: the numbers of those that were asked for, the best first."""
+    """scores: of the documents, in their order. best: the numbers of those that were asked for, the best first."""
 
     request: RerankRequest
+    documents: Sequence[str | dict[str, object]]
     scores: list[float]
     best: list[int]
     usage: PooledUsage
 
     def results(self) -> Iterator[RerankResult]:
         """The best first."""
-        documents, shows = self.request.documents, self.request.return_documents is not False
+        shows = self.request.return_documents is not False
         for place in self.best:
-            yield RerankResult(place, self.scores[place], _shown(documents[place]) if shows else None)
+            yield RerankResult(place, self.scores[place], _shown(self.documents[place]) if shows else None)
+
+    def in_tei(self) -> Iterator[TeiRank]:
+        """The same in TEI's form."""
+        texts = self.request.texts if self.request.return_text else None
+        for place in self.best:
+            yield TeiRank(place, self.scores[place], texts[place] if texts else None)
 
 
 async def ranked(context: ServingContext, asker: Asker, request: RerankRequest, rid: str) -> Ranking:
     """Score and sort the documents; equal ones stay in their order. Raises RequestError, and the errors of `score_pairs`."""
     top_n = _top_n(request)
     _check_cohere(request)
-    texts = [_text_of(place, document) for place, document in enumerate(request.documents)]
+    documents, param = _given(request)
+    texts = [_text_of(place, document) for place, document in enumerate(documents)]
     if (most := request.max_tokens_per_doc) is not None and most < context.model.context_length:
         context.check_tokenizer("max_tokens_per_doc")
-        check_num_inputs(context, "documents", len(texts))
+        check_num_inputs(context, param, len(texts))
         for text in texts:
-            context.check_text_length("documents", len(text))
+            context.check_text_length(param, len(text))
         texts = await context.in_text_thread(lambda: context.model.tokenizer.beginnings(texts, most))
     pairs = [(request.query, text) for text in texts]
     found = await score_pairs(
-        context, asker, request, pairs, rid, param="documents", cannot="does not rerank", truncates=True
+        context, asker, request, pairs, rid, param=param, cannot="does not rerank", truncates=True
     )
     scores = found.scores
     order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
-    return Ranking(request, scores, order[:top_n], found.usage)
+    return Ranking(request, documents, scores, order[:top_n], found.usage)
+
+
+def _given(request: RerankRequest) -> tuple[Sequence[str | dict[str, object]], str]:
+    """The documents, and what the client calls them. Raises RequestError."""
+    if request.texts is None:
+        if request.return_text is not None:
+            raise RequestError("return_text goes with texts; with documents it is return_documents", "return_text")
+        if request.documents is None:
+            raise RequestError("missing field 'documents'", "documents", "missing_field")
+        return request.documents, "documents"
+    if request.documents is not None or request.return_documents is not None:
+        raise RequestError("texts goes with neither documents nor return_documents", "texts")
+    return request.texts, "texts"
 
 
 def _check_cohere(request: RerankRequest) -> None:

@@ -10,6 +10,7 @@ from headrace.checkpoint.json_file import read_json_object
 from headrace.errors import ModelError
 from headrace.text.tokenizers.base import Tokenizer, frame_texts
 
+_FIM_TOKENS = ("prefix_token", "suffix_token", "middle_token")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -31,7 +32,9 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
         eos_ids=() if eos is None else (eos,),
         pad_id=ids["pad_token"],
         chat_template=_folder_template(path, config),
-        named_tokens={key: text for key in _NAMED_TOKENS if (text := _content(named.get(key))) is not None},
+        named_tokens={
+            key: text for key in (*_NAMED_TOKENS, *_FIM_TOKENS) if (text := _content(named.get(key))) is not None
+        },
         response_template=template if isinstance(template := config.get("response_template"), dict) else None,
     )
 

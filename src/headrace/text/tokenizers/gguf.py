@@ -125,7 +125,8 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
             f"{name}_token": tokens[index]
             for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
             if (index := _gguf_id(file, tokens, key)) is not None
-        },
+        }
+        | _fill_in_tokens(file, tokens),
     )
 
 
@@ -147,6 +148,20 @@ def _gguf_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
     if not isinstance(index, int) or not 0 <= index < len(tokens):
         raise ModelError(f"{file.path.name}: {name} token {index!r} is outside the vocabulary of {len(tokens)}")
     return index
+
+
+def _fill_in_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+    """The tokens before the parts of a text whose middle is wanted, if the metadata names them; converters write -1 for a token that is missing."""
+    found: dict[str, str] = {}
+    for role, keys in (
+        ("prefix", ("fim_pre", "prefix")),
+        ("suffix", ("fim_suf", "suffix")),
+        ("middle", ("fim_mid", "middle")),
+    ):
+        stated = [file.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
+        named = [tokens[index] for index in stated if isinstance(index, int) and 0 <= index < len(tokens)]
+        found |= {f"{role}_token": token for token in named[:1]}
+    return found
 
 
 def _kind_of(file: GgufFile) -> _Kind:

@@ -1,0 +1,197 @@
+"""`POST /infill` of llama.cpp's server, which editors' plug-ins ask for what belongs at the cursor. Runs in the event loop that serves HTTP."""
+
+import re
+import uuid
+from contextlib import aclosing
+from itertools import chain
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import RequestError
+from headrace.frontend.failures import failure_of
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.messages.requests import GenerateReqInput
+from headrace.sampling.params import SamplingParams
+from headrace.server.context import ServingContext
+from headrace.server.fill_in_middle import fill_in_middle, stopping
+from headrace.server.http import Exchange, encode_json
+from headrace.server.sse import failure_frames, frame, stream_reply
+
+AS_MANY_AS_FIT = -1
+RESERVED_TOKENS = 256
+"""Kept free for the output if the request gives no limit; the rest of the context may be filled with other files."""
+
+_OUR_NAMES = {"max_new_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "input_ids": "input_prefix"}
+_OUR_NAME = re.compile(rf"\b({'|'.join(_OUR_NAMES)})\b")
+
+
+class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of another file. Fields that are not listed (`time`) are labels of the client's own."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /infill.
+
+    prompt: the beginning of the middle. input_extra: what stands before all else. n_predict: -1 = as many as fit. response_fields: only these of
+    the reply; a / leads into an object. The last six fields tune what only llama.cpp's server has, and are accepted without effect.
+    """
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[InfillFile] | None = None
+    prompt: str | None = None
+    model: str = ""
+    stream: bool | None = None
+    n_predict: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
+    top_k: int | None = None
+    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
+    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    repeat_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
+    presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    response_fields: list[str] | None = None
+    samplers: object | None = None
+    id_slot: object | None = None
+    cache_prompt: object | None = None
+    n_indent: object | None = None
+    t_max_prompt_ms: object | None = None
+    t_max_predict_ms: object | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Under the runtime's names."""
+        return SamplingParams(
+            max_new_tokens=None if self.n_predict == AS_MANY_AS_FIT else self.n_predict,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repeat_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            stop=self.stop,
+            seed=self.seed,
+        )
+
+
+_DECODER = msgspec.json.Decoder(InfillRequest)
+
+
+class InfillAPI:
+    """The handler."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def infill(self, exchange: Exchange) -> None:
+        """The text between prefix and suffix, in the shape of llama.cpp's completions."""
+        request = await exchange.read_json(_DECODER)
+        context, rid = self.context, f"infill-{uuid.uuid4().hex}"
+        how = fill_in_middle(context, "input_suffix")
+        before, after, start = request.input_prefix, request.input_suffix, request.prompt or ""
+        files = [(one.filename, one.text) for one in request.input_extra or ()]
+        context.check_text_length("input_prefix", sum(map(len, (before, after, start, *chain(*files)))))
+        wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else RESERVED_TOKENS
+        room = max(1, context.model.context_length - wanted)
+        tokenizer = context.model.tokenizer
+        ids = await context.in_text_thread(lambda: how.prompt_with_files(tokenizer, before, after, start, files, room))
+        exchange.name_request(rid)
+        call = GenerateReqInput(
+            input_ids=[*ids],
+            sampling_params=stopping(request.sampling_params(), how),
+            rid=rid,
+            stream=bool(request.stream),
+            lora_path=context.adapter_of(request.model),
+        )
+        length = context.model.context_length
+        updates = context.frontend.generate_request(call, default_max_new_tokens=length, caller=exchange.caller)
+        try:
+            if request.stream:
+                await stream_reply(
+                    exchange, updates, lambda update: self._frames(request, update), bytes, done=b"", renamed=_renamed
+                )
+                return
+            async with exchange.until_client_leaves(), aclosing(updates):
+                (update,) = [update async for update in updates]
+            assert update.finish is not None, "it has ended"
+            if (failure := failure_of(update.finish)) is not None:
+                raise failure
+            await exchange.reply_json(_chosen(request, self._reply(update)))
+        except RequestError as error:
+            raise _renamed(error) from None
+
+    def _frames(self, request: InfillRequest, update: SampleUpdate) -> bytes:
+        frames = frame(encode_json(_chosen(request, self._reply(update))))
+        return frames if update.finish is None else frames + failure_frames(update.finish)
+
+    def _reply(self, update: SampleUpdate) -> dict[str, object]:
+        """What is new, and after the last the counts and times."""
+        usage, finish = update.usage, update.finish
+        reply: dict[str, object] = {
+            "index": update.index,
+            "content": update.text,
+            "tokens": [],
+            "stop": finish is not None,
+            "id_slot": -1,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+        }
+        if finish is None:
+            return reply
+        word = finish.matched if isinstance(finish.matched, str) else ""
+        return reply | {
+            "model": self.context.model.name,
+            "prompt": "",
+            "has_new_line": "\n" in update.text,
+            "truncated": False,
+            "stop_type": "word" if word else "limit" if finish.type == "length" else "eos",
+            "stopping_word": word,
+            "tokens_cached": usage.cached_tokens,
+            "timings": _timings(update),
+        }
+
+
+def _timings(update: SampleUpdate) -> dict[str, float]:
+    usage, times = update.usage, update.times
+    first_s = times.ttft_s if times.ttft_s is not None else times.e2e_s or 0.0
+    spans = {
+        "prompt": (usage.prompt_tokens - usage.cached_tokens, max(0.0, first_s - times.queue_s)),
+        "predicted": (usage.completion_tokens, max(0.0, (times.e2e_s or 0.0) - first_s)),
+    }
+    found: dict[str, float] = {"cache_n": usage.cached_tokens}
+    for name, (count, seconds) in spans.items():
+        found |= {
+            f"{name}_n": count,
+            f"{name}_ms": 1000 * seconds,
+            f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
+            f"{name}_per_second": count / seconds if seconds else 0.0,
+        }
+    return found
+
+
+def _chosen(request: InfillRequest, reply: dict[str, object]) -> dict[str, object]:
+    """The fields of the reply that the client asks for, under the names by which it does."""
+    if not request.response_fields:
+        return reply
+    chosen: dict[str, object] = {}
+    for path in request.response_fields:
+        value: object = reply
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            chosen[path] = value
+    return chosen
+
+
+def _renamed(error: RequestError) -> RequestError:
+    """The error with our own names of the fields replaced by llama.cpp's."""
+    error.message = _OUR_NAME.sub(lambda found: _OUR_NAMES[found[0]], error.message)
+    error.param = _OUR_NAMES.get(error.param, error.param) if error.param is not None else None
+    return error

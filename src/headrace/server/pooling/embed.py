@@ -1,0 +1,243 @@
+"""`POST /embed` and `GET /info` as Text Embeddings Inference has them, `POST /v2/embed` and `/v1/embed` as Cohere has them.
+
+Runs in the event loop that serves HTTP. `/v1/embeddings` is in `server/openai/`.
+"""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import RequestError
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.messages.packing import unpack_float32
+from headrace.messages.requests import EmbeddingReqInput
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange, encode_json
+from headrace.server.pooling.calls import results_of
+from headrace.server.pooling.encode import check_num_numbers
+from headrace.server.pooling.kinds import check_normalize, embedding_of, scores_pairs
+from headrace.server.pooling.protocol import GivenInput, PooledRequest, given_input, renamed
+from headrace.server.pooling.replies import list_pieces, normalized, reply_in_pieces, vector_json
+from headrace.version import VERSION
+
+CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+
+
+class TeiEmbedRequest(PooledRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /embed.
+
+    inputs: a text, texts, token ids, or lists of token ids. normalize: None = true. truncate: None = true, longer inputs are cut.
+    """
+
+    inputs: GivenInput
+    normalize: bool | None = None
+    dimensions: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    prompt_name: str | None = None
+
+
+class CoherePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of an input. Images are refused."""
+
+    type: str
+    text: str | None = None
+    image_url: object | None = None
+
+
+class CohereInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An input in parts, which are joined by line breaks."""
+
+    content: list[CoherePart]
+
+
+class CohereEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v2/embed and /v1/embed.
+
+    texts, inputs: one of them. input_type: what the texts are for; accepted without effect, because no prompt is put before a text.
+    truncate: at which side longer inputs are cut; None = END. max_tokens: most tokens of an input that are read. output_dimension: as `dimensions`.
+    """
+
+    model: str = ""
+    input_type: str | None = None
+    texts: list[str] | None = None
+    inputs: list[CohereInput] | None = None
+    images: list[str] | None = None
+    max_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    output_dimension: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    embedding_types: list[CohereType] | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    priority: int | None = None
+
+    def given_texts(self) -> list[str]:
+        """Raises RequestError unless there is one text for each input."""
+        if self.images or self.input_type == "image":
+            raise RequestError("images: this model makes embeddings of texts", "images", "unsupported_parameter")
+        if (self.texts is None) == (self.inputs is None):
+            raise RequestError("give exactly one of texts and inputs", "texts")
+        return (
+            self.texts
+            if self.texts is not None
+            else [_joined(place, one) for place, one in enumerate(self.inputs or ())]
+        )
+
+
+_TEI = msgspec.json.Decoder(TeiEmbedRequest)
+_COHERE = msgspec.json.Decoder(CohereEmbedRequest)
+
+
+class EmbedAPI:
+    """The handlers."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def tei(self, exchange: Exchange) -> None:
+        """A list with the vector of each input."""
+        request = await exchange.read_json(_TEI)
+        pooling = embedding_of(self.context.model)
+        if request.normalize is False:
+            check_normalize(False, pooling)
+        if request.prompt_name is not None:
+            message = "prompt_name: no prompts are kept here; write the prompt before the text"
+            raise RequestError(message, "prompt_name", "unsupported_parameter")
+        rid = request.rid or f"embd-{uuid.uuid4().hex}"
+        fields = given_input("inputs", request.inputs) | request.call_fields(self.context, rid, truncates=True)
+        async with exchange.until_client_leaves():
+            updates = await self._embedded(exchange, "inputs", dimensions=request.dimensions, **fields)
+            lengths_are_one = pooling.normalize or request.normalize is False
+            vectors = (update.pooled or b"" for update in updates)
+            items = (vector_json(vector if lengths_are_one else normalized(vector)) for vector in vectors)
+            await reply_in_pieces(exchange, list_pieces(items))
+
+    async def cohere_v1(self, exchange: Exchange) -> None:
+        """The vectors, or with `embedding_types` as `cohere_v2`."""
+        await self._cohere(exchange, "1")
+
+    async def cohere_v2(self, exchange: Exchange) -> None:
+        """The vectors in each of the types that were asked for."""
+        await self._cohere(exchange, "2")
+
+    async def _cohere(self, exchange: Exchange, version: str) -> None:
+        request = await exchange.read_json(_COHERE)
+        embedding_of(self.context.model)
+        texts, rid = request.given_texts(), str(uuid.uuid4())
+        types = list(dict.fromkeys(request.embedding_types or ("float",)))
+        for name in types:
+            if name in ("int8", "uint8"):
+                raise RequestError(
+                    f"embedding_types: {name} is not supported; float, base64, binary and ubinary are",
+                    "embedding_types",
+                    "unsupported_parameter",
+                )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
+        is_limit = request.max_tokens is not None and request.max_tokens < self.context.model.context_length
+        most = request.max_tokens if is_limit else -1
+        async with exchange.until_client_leaves():
+            updates = await self._embedded(
+                exchange,
+                "texts",
+                text=texts,
+                rid=rid,
+                dimensions=request.output_dimension,
+                truncate_prompt_tokens=None if request.truncate == "NONE" else most,
+                truncation_side="left" if request.truncate == "START" else "right",
+                lora_path=self.context.adapter_of(request.model),
+                priority=request.priority,
+            )
+            is_plain = version == "1" and request.embedding_types is None
+            num_tokens = sum(update.usage.prompt_tokens for update in updates)
+            head: dict[str, object] = {
+                "id": rid,
+                "texts": texts,
+                "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
+                "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+            }
+            await reply_in_pieces(exchange, _cohere_pieces(head, updates, types, is_plain))
+
+    async def info(self, exchange: Exchange) -> None:
+        """The model and the limits of a request."""
+        model, args = self.context.model, self.context.args
+        pooling = model.pooling
+        labels = {} if pooling is None else {str(index): label for index, label in enumerate(pooling.labels)}
+        names = {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
+        kind: dict[str, object] | None = None
+        if pooling is not None and pooling.task == "embed":
+            kind = {"embedding": {"pooling": "last_token" if pooling.pooling == "last" else pooling.pooling}}
+        elif pooling is not None:
+            kind = {"reranker" if scores_pairs(pooling) else "classifier": names}
+        await exchange.reply_json(
+            {
+                "model_id": model.name,
+                "model_sha": None,
+                "model_dtype": model.ready.dtype,
+                "model_type": kind,
+                "max_concurrent_requests": model.ready.max_running_requests * args.num_replicas
+                + args.max_queued_requests,
+                "max_input_length": model.context_length,
+                "max_batch_tokens": model.ready.chunked_prefill_size,
+                "max_batch_requests": model.ready.max_running_requests,
+                "max_client_batch_size": args.max_inputs,
+                "auto_truncate": True,
+                "tokenization_workers": args.tokenizer_worker_num,
+                "version": VERSION,
+            }
+        )
+
+    async def _embedded(self, exchange: Exchange, param: str, **fields: Any) -> list[SampleUpdate]:
+        """param: what the client calls the inputs. Raises RequestError with its names."""
+        exchange.name_request(fields["rid"])
+        try:
+            call = EmbeddingReqInput(**fields)
+            self.context.check_tokenizer(param)
+            check_num_numbers(self.context, call, param)
+            return await results_of(self.context, exchange, call)
+        except RequestError as error:
+            if error.param == "dimensions" and param == "texts":
+                error.param, error.message = (
+                    "output_dimension",
+                    f"output_{error.message}".replace("dimensions", "dimension", 1),
+                )
+            raise renamed(error, param) from None
+
+
+def _joined(place: int, given: CohereInput) -> str:
+    texts = [part.text for part in given.content if part.type == "text" and part.text is not None]
+    if not texts or len(texts) < len(given.content):
+        message = f"inputs[{place}].content: this model makes embeddings of texts alone"
+        raise RequestError(message, f"inputs[{place}].content", "unsupported_parameter")
+    return "\n".join(texts)
+
+
+def _cohere_pieces(
+    head: dict[str, object], updates: Sequence[SampleUpdate], types: Sequence[CohereType], is_plain: bool
+) -> Iterator[bytes]:
+    """The reply: the fields of `head`, then the vectors. is_plain: as a list instead of a list for each type."""
+    begin = encode_json(head)[:-1] + b',"embeddings":'
+    if is_plain:
+        return list_pieces(_in_type("float", updates), begin + b"[", b"]}")
+    lists = [
+        list_pieces(_in_type(name, updates), (b"," if place else begin + b"{") + encode_json(name) + b":[")
+        for place, name in enumerate(types)
+    ]
+    return chain(*lists, [b"}}"])
+
+
+def _in_type(name: CohereType, updates: Sequence[SampleUpdate]) -> Iterator[object]:
+    """The vectors as JSON. binary, ubinary: a bit for each number, 1 if it is above 0, eight in an int8 or a uint8."""
+    for update in updates:
+        pooled = update.pooled or b""
+        if name in ("binary", "ubinary"):
+            yield [byte - (128 if name == "binary" else 0) for byte in _signs(unpack_float32(pooled))]
+        else:
+            yield vector_json(pooled, as_base64=name == "base64")
+
+
+def _signs(values: Sequence[float]) -> bytes:
+    """The first number is the highest bit."""
+    bits = "".join("1" if value > 0 else "0" for value in values)
+    bits += "0" * (-len(bits) % 8)
+    return int(bits, 2).to_bytes(len(bits) // 8, "big")
