@@ -258,11 +258,11 @@ def test_prompts_that_are_none(client: httpx.Client):
 CHATS: dict[str, Any] = {
     "no messages": {"messages": []},
     "null": {"messages": None},
-    "unknown role": {"messages": [{"role": "wizard", "content": "x"}]},
+    "empty role": {"messages": [{"role": "", "content": "x"}]},
     "no role": {"messages": [{"content": "x"}]},
     "no content": {"messages": [{"role": "user"}]},
     "empty parts": {"messages": [{"role": "user", "content": []}]},
-    "orphan tool result": {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]},
+    "call without a name": {"messages": [{"role": "assistant", "function_call": {"arguments": "{}"}}]},
     "a call twice": {
         "messages": [
             {"role": "user", "content": "x"},

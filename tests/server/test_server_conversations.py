@@ -127,6 +127,21 @@ def test_arguments_that_are_no_object_are_shown_in_one(templated: tuple[str, Run
 
 
 @pytest.mark.parametrize("path", APIS)
+def test_a_template_that_wants_text_of_the_assistant_gets_a_blank(path: str):
+    """As Mistral's."""
+    wants = "{% if m.role == 'assistant' and not m.content and not m.tool_calls %}{{ raise_exception('no content') }}{% endif %}"
+    name, more = "input" if path == RESPONSES else "messages", {"max_tokens": 5} if path == MESSAGES else {}
+    with running_server(
+        BEGIN.replace("<|", wants + "<|", 1) + TEMPLATES["tojson"] + END, fake_context_length=4096
+    ) as strict:
+        turn = [USER, {"role": "assistant", "content": ""}, {"role": "user", "content": "more"}]
+        assert (
+            prompt_of(strict, path, {name: turn, **more}) == "<|user|>hi\n<|assistant|> \n<|user|>more\n<|assistant|>"
+        )
+        assert "<call f>" in prompt_of(strict, path, called(path, "{}")), "calls are enough"
+
+
+@pytest.mark.parametrize("path", APIS)
 def test_results_and_replies_may_be_empty(server: Running, path: str):
     nothing: list[dict[str, Any]] = [{"content": None}, {"content": ""}]
     if path != RESPONSES:

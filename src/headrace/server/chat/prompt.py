@@ -151,9 +151,9 @@ def _first_rendered(
     if any(message["role"] == "system" for message in messages[1:]):
         # Some templates take a system message only at the beginning; coding agents send others later.
         forms += [_late_system_as_user(form) for form in forms]
-    if any(is_unasked(messages)) or any(message["role"] not in ROLES for message in messages):
-        # Some templates refuse, or leave out, roles that they do not know, and results without a call.
-        forms += [_as_user(form) for form in forms]
+    if any(is_unasked(messages)) or any(message["role"] not in ROLES or _says_nothing(message) for message in messages):
+        # Some templates refuse, or leave out, roles that they do not know, results without a call, and replies that say nothing.
+        forms += [_plainer(form) for form in forms]
     error: RequestError | None = None
     for form in forms:
         try:
@@ -188,12 +188,17 @@ def _late_system_as_user(messages: Sequence[Message]) -> list[Message]:
     )
 
 
-def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages of roles of the client's own, and the results whose call is not there, as the user's."""
+def _says_nothing(message: Message) -> bool:
+    return message["role"] == "assistant" and not message.get("content") and not calls_of(message)
+
+
+def _plainer(messages: Sequence[Message]) -> list[Message]:
+    """The messages of roles of the client's own, and the results whose call is not there, as the user's, and a blank for each reply of nothing."""
     turned = [
         _call_written_out(message) if unasked else message
         for message, unasked in zip(messages, is_unasked(messages), strict=True)
     ]
+    turned = [message | {"content": " "} if _says_nothing(message) else message for message in turned]
     return _joined_users([message if message["role"] in ROLES else message | {"role": "user"} for message in turned])
 
 
