@@ -362,6 +362,7 @@ def test_annotations_beside_a_recursive_reference_say_nothing(beside):
         ({"items": {"minProperties": 2}}, "`minProperties`", "#/items/minProperties"),
         ({"items": {"const": {"a": ["b\x01"]}}}, "control characters in `const`", "#/items/const"),
         ({"enum": ["\x7f"]}, "control characters in `enum`", "#/enum"),
+        ({"items": {"const": {"a": [-(2**63)]}}}, "-9223372036854775808 in `const`", "#/items/const"),
         ({"patternProperties": {"^[^a]": {}, "^[^b]": {}}}, "/^[^b]/", "#/patternProperties"),
         ({"patternProperties": {"^[^a]": {}, r"^[^a]\1": {}}}, "backreferences", "#"),
     ],

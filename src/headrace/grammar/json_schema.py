@@ -107,25 +107,33 @@ def _check_num_properties(schema: dict[str, Json], field: str) -> None:
 
 
 def _check_values(schema: dict[str, Json], field: str) -> None:
-    """Raises RequestError for control characters in `const` and `enum` that cannot be written: the library would leave them out."""
+    """Raises RequestError for values of `const` and `enum` that cannot be written.
+
+    The library would leave control characters out, and it does not survive the smallest integer of 64 bits.
+    """
     for place, part in subschemas(schema):
         for keyword in ("const", "enum"):
-            if keyword in part and any(re.search(UNWRITABLE, text) for text in _strings(part[keyword])):
+            values = list(_scalars(part.get(keyword)))
+            if any(isinstance(value, int) and value == -(2**63) for value in values):
+                raise RequestError(
+                    f"the number {-(2**63)} in `{keyword}` is not supported (at {place}/{keyword})", field
+                )
+            if any(isinstance(value, str) and re.search(UNWRITABLE, value) for value in values):
                 raise RequestError(
                     f"control characters in `{keyword}` are not supported, except \\n, \\r, \\t, \\b and \\f (at {place}/{keyword})",
                     field,
                 )
 
 
-def _strings(value: Json) -> Iterator[str]:
-    """The strings in a value; names are written as they are."""
+def _scalars(value: Json) -> Iterator[Json]:
+    """What a value has that is no list and no object; names are written as they are."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list | dict):
+        if isinstance(value, list | dict):
             waiting += value if isinstance(value, list) else value.values()
+        else:
+            yield value
 
 
 def _listed(value: Json) -> list[Json]:
