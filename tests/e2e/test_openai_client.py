@@ -160,11 +160,13 @@ def test_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 3
 
 
-def test_more_than_the_context_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tokens") as refused:
-        client.chat.completions.create(**{**GREEDY, "max_tokens": 100_000})
-
-    assert refused.value.param == "max_tokens"
+def test_more_than_the_context_is_lowered_to_the_room_and_noted(client: openai.OpenAI) -> None:
+    asked = {**GREEDY, "max_tokens": 100_000, "extra_body": {"stop_regex": "."}}
+    reply = client.chat.completions.with_raw_response.create(**asked)
+    usage = reply.parse().usage
+    assert usage is not None
+    room = client.models.retrieve(MODEL).model_dump()["max_model_len"] - usage.prompt_tokens
+    assert reply.headers["x-headrace-noted"] == f"max_tokens={room}"
 
 
 class City(pydantic.BaseModel):

@@ -66,6 +66,26 @@ async def test_a_prompt_that_fills_the_context_may_ask_for_no_tokens(make_fronte
     assert answer["output_ids"] == []
 
 
+@pytest.mark.parametrize("length", [CONTEXT_LENGTH, CONTEXT_LENGTH + 5, 50 * CONTEXT_LENGTH + 70_000])
+async def test_with_auto_truncate_a_prompt_and_its_limit_are_cut_to_the_context(make_frontend, length):
+    frontend = make_frontend(allow_auto_truncate=True)
+    for prompt in ("x" * length, {"input_ids": [5] * length}):
+        given = {"text": prompt} if isinstance(prompt, str) else prompt
+        [answer] = await frontend.call(**given, sampling_params={"max_new_tokens": 9999})
+        assert answer["meta_info"]["prompt_tokens"] == CONTEXT_LENGTH - 1
+        assert answer["meta_info"]["completion_tokens"] == 1
+
+
+async def test_with_auto_truncate_what_fits_stays_as_it_is(make_frontend):
+    frontend = make_frontend(allow_auto_truncate=True)
+    await frontend.call("x" * 10, sampling_params={"max_new_tokens": CONTEXT_LENGTH - 10})
+    await frontend.call("x" * 10, sampling_params={"max_new_tokens": CONTEXT_LENGTH - 9})
+    limits = [frontend.engine.requests[rid].task.params.max_new_tokens for rid in frontend.engine.order]
+    assert limits == [CONTEXT_LENGTH - 10] * 2
+    with pytest.raises(RequestError, match="max_new_tokens"):
+        await frontend.start("x" * 10, sampling_params={"max_new_tokens": -1})
+
+
 async def test_a_long_prompt_within_a_batch_refuses_the_batch_before_anything_is_sent(make_frontend):
     frontend = make_frontend()
 

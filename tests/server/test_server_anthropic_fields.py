@@ -39,7 +39,7 @@ REFUSED: dict[str, Any] = {
     "inference_geo": "us",
     "mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}],
     "speed": "fast",
-    "thread": {"type": "continue", "previous_message_id": "msg_1"},
+    "thread": {"type": "fork"},
 }
 
 
@@ -59,6 +59,20 @@ def test_every_field_is_honoured_accepted_or_refused_by_name(client: httpx.Clien
     for name in ("seed", "response_format", "unknown"):
         reply = client.post(MESSAGES, json=HI | {name: 5})
         assert (reply.status_code, name in reply.json()["error"]["message"]) == (400, True)
+
+
+def test_a_thread_is_never_here_so_that_the_client_sends_all_messages_again(client: httpx.Client):
+    """`beta.messages.tool_runner` of anthropic 2.14 goes on with a thread after each reply, and begins anew at this code."""
+    reply = client.post(MESSAGES, json=HI | {"thread": {"type": "continue", "previous_message_id": "msg_1"}})
+    assert reply.status_code == 404
+    assert reply.json()["error"]["type"] == "not_found_error"
+    assert reply.json()["error"]["details"] == {"error_code": "thread_not_found"}
+    for thread in (None, {}, {"type": "create"}):
+        assert client.post(MESSAGES, json=HI | {"thread": thread}).status_code == 200
+    for thread in ({"type": "fork"}, {"type": ["create"]}, {"a": 1}, "create", 5, ["create"]):
+        reply = client.post(MESSAGES, json=HI | {"thread": thread})
+        assert (reply.status_code, "thread" in reply.json()["error"]["message"]) == (400, True)
+        assert "details" not in reply.json()["error"]
 
 
 def test_beta_flags_are_ignored(client: httpx.Client):

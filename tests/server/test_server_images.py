@@ -127,6 +127,15 @@ def test_every_api_gives_the_same_prompt(server: Running, client: httpx.Client, 
     assert server.frontend.calls[-1].input_ids.count(token) == 1
 
 
+def test_a_limit_beside_an_image_is_lowered_where_the_image_s_tokens_are_known(client: httpx.Client, server: Running):
+    body = chat(text("hi"), image(), max_tokens=1000)
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    params = server.frontend.calls[-1].sampling_params
+    assert (params.max_new_tokens, server.frontend.resolved[-1].max_new_tokens) == (None, 1000)
+    assert client.post("/v1/chat/completions", json=chat(text("hi"), max_tokens=1000)).status_code == 200
+    assert server.frontend.calls[-1].sampling_params.max_new_tokens == 1000
+
+
 def test_what_a_user_writes_is_no_image(server: Running, client: httpx.Client):
     reply = client.post("/v1/chat/completions", json=chat(text("<image> is "), image(detail="low"), text("<image>")))
     assert reply.status_code == 200, reply.text

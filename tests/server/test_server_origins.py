@@ -180,7 +180,7 @@ def test_loopback_is_told_by_the_address_and_not_by_the_spelling():
 
 
 LOCAL = [
-    "http://localhost", "http://localhost:3000", "https://localhost:8443", "HTTP://LocalHost:5173", "http://127.0.0.1:8080", "http://[::1]:5173",
+    "http://localhost", "http://localhost:3000", "https://localhost:8443", "HTTP://LocalHost:5173", "http://127.0.0.1:8080", "http://0.0.0.0:8080", "http://[::1]:5173",
     "app://obsidian.md", "app://.", "vscode-webview://0m6cl2be0u7hcdhnbm", "chrome-extension://abcdefghijklmnop", "CHROME-EXTENSION://ABCDEF",
     "moz-extension://3c5a7d3e-0000-4000-8000-000000000000", "tauri://localhost", "http://tauri.localhost", "file://",
 ]  # fmt: skip

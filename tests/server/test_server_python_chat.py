@@ -177,6 +177,14 @@ def test_what_a_reply_would_not_show_is_refused() -> None:
             runtime.chat(USER, **options)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_honoured_is_logged(server: Running, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"messages": USER, "max_tokens": 10_000, "verbosity": "low"}
+    with caplog.at_level("INFO"):
+        Here(server).stream(asked) if stream else Here(server).whole(asked)
+    assert [record.message for record in caplog.records if record.message.endswith(": verbosity, max_tokens")]
+
+
 def test_a_failure_of_the_engine_is_raised(server: Running, chats: Any) -> None:
     server.frontend.script.error, server.frontend.script.fail_at = ExecutionError("it broke"), 3
     with pytest.raises(ExecutionError, match="it broke"):

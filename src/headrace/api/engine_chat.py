@@ -69,6 +69,7 @@ class EngineChat:
             if update.finish is not None and (failure := failure_of(update.finish)) is not None:
                 raise failure
             count.add(update)
+        serving.headers(generation)  # the log names what is not honoured as it stands
         completion = serving.response(generation, news, count.total())
         return read_reply(msgspec.to_builtins(completion))
 
@@ -104,6 +105,7 @@ class EngineChat:
                         raise failure
                     count.add(update)
                 yield writer.delta(update)
+        serving.headers(generation)
         yield writer.usage(serving.total_usage(generation, count.total()))
 
 

@@ -190,6 +190,7 @@ class ServerOptions(TypedDict, total=False):
     speculative_shared_tokens: int
     speculative_draft_model_path: str | None
     speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"]
+    allow_auto_truncate: bool
     enable_cache_report: bool
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"]
     enable_deterministic_inference: bool

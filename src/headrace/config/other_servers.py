@@ -185,7 +185,6 @@ TABLE: tuple[Entry, ...] = (
     _already(VLLM, "--enable-request-id-headers", "every reply has x-request-id"),
     _refused(VLLM, "--enable-force-include-usage", 'requests ask for it: "stream_options": {"include_usage": true}'),
     _refused(VLLM, "--return-tokens-as-token-ids", "requests may ask for token ids, see docs/http-api.md"),
-    _refused(SGLANG, "--allow-auto-truncate", "prompts that are too long are refused (400)"),
     _switch(SGLANG, "--stream-output", "incremental_streaming_output"),
     _refused(
         SGLANG, "--enable-return-hidden-states --enable-return-routed-experts", "replies have tokens and logprobs"

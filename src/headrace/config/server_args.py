@@ -406,6 +406,7 @@ class ServerArgs:
     speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
         "auto", _Q, "As --quantization, of the draft model; auto: the same."
     )
+    allow_auto_truncate: bool = _opt(False, _Q, "Cut too long prompts at their end, and limits of output to the room.")
     enable_cache_report: bool = _opt(True, _Q, "Report the number of cached prompt tokens in the usage of replies.")
 
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _opt(

@@ -20,7 +20,7 @@ _APP_AUTHORITY = re.compile(r"[a-z0-9._~-]*(:[0-9]{1,5})?")
 
 LOCAL_APPS = "local-apps"
 _LOCAL_APPS = (
-    *(f"{scheme}://{host}:*" for scheme in _DEFAULT_PORTS for host in ("localhost", "127.0.0.1", "[::1]", "tauri.localhost")),
+    *(f"{scheme}://{host}:*" for scheme in _DEFAULT_PORTS for host in ("localhost", "127.0.0.1", "0.0.0.0", "[::1]", "tauri.localhost")),
     *(f"{scheme}://*" for scheme in ("app", "chrome-extension", "moz-extension", "safari-web-extension", "tauri", "vscode-webview")),
     "file://",
     "vscode-file://vscode-app",

@@ -28,6 +28,7 @@ from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
+from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.grammar import GrammarSpec
 from headrace.messages.packing import pack_int32
@@ -42,6 +43,8 @@ from headrace.messages.requests import (
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+
+log = get_logger(__name__)
 
 DUMPED_CHARACTERS = 200
 """Length of a prompt's text in dumps."""
@@ -81,7 +84,7 @@ class Encoder:
         self._args = args
         self._ready = ready
         self._tokenizer = tokenizer
-        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length)
+        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length, args.allow_auto_truncate)
         self._defaults = defaults
         # Requests without a seed get different ones, which are the same again after a restart of the server.
         self._seeds = random.Random(args.random_seed)
@@ -151,6 +154,8 @@ class Encoder:
             if prompt.prediction and prompt.prediction not in predictions:
                 predictions[prompt.prediction] = await self._predicted_ids(prompt.prediction)
             predicted_ids = predictions.get(prompt.prediction, [])
+            if self._args.allow_auto_truncate:
+                prompt, content = self._cut(prompt, content)
             if prompt.session is not None:
                 content = self._go_on(prompt, content, own[0])
             try:
@@ -244,6 +249,18 @@ class Encoder:
             seed=self._seeds.getrandbits(63),
             max_n=self._args.max_n,
         )
+
+    def _cut(self, prompt: Prompt, content: PromptContent) -> tuple[Prompt, PromptContent]:
+        """The beginning of a prompt that is too long, and a limit of output within the room, as --allow-auto-truncate of SGLang has it. Prompts with
+        media or embeddings stay whole."""
+        context, num_tokens = self._ready.context_length, content.num_tokens
+        if num_tokens >= context and prompt.given.only_tokens:
+            log.warning("a prompt of %d tokens is cut to the context of %d", num_tokens, context)
+            content = PromptContent(content.token_ids[: 4 * (context - 1)])
+        asked, room = prompt.sampling.max_new_tokens, context - content.num_tokens
+        if asked is not None and asked > room > 0:
+            prompt = dataclasses.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, max_new_tokens=room))
+        return prompt, content
 
     def _room(self, prompt: Prompt, num_tokens: int) -> int:
         """Number of output tokens for which the context has room. Raises ContextLengthError, RequestError."""

@@ -30,11 +30,12 @@ class OllamaErrorReply(msgspec.Struct, frozen=True):
     error: str
 
 
-class AnthropicError(msgspec.Struct, frozen=True):
-    """What happened, and its kind."""
+class AnthropicError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happened, and its kind. details: what the vendor's clients look at to recover by themselves."""
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicErrorReply(msgspec.Struct, frozen=True):
@@ -53,6 +54,9 @@ def openai_error(status: int, error: ApiError) -> bytes:
     return msgspec.json.encode({"error": error})
 
 
+THREAD_NOT_FOUND: Final = "thread_not_found"
+"""Anthropic's code of a conversation that the server does not hold: its clients then send all messages again."""
+
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -66,9 +70,10 @@ _ANTHROPIC_TYPES: Final = {
 
 
 def anthropic_error(status: int, error: ApiError) -> bytes:
-    """`{"type": "error", "error": {"type", "message"}}`."""
+    """`{"type": "error", "error": {"type", "message"}}`, for a thread with `details`."""
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    details = {"error_code": THREAD_NOT_FOUND} if error.code == THREAD_NOT_FOUND else None
+    return msgspec.json.encode(AnthropicErrorReply("error", AnthropicError(kind, error.message, details)))
 
 
 def ollama_error(status: int, error: ApiError) -> bytes:

@@ -99,8 +99,9 @@ class AsyncDynamicBatchTokenizer:
     Long texts have a thread of their own. Cancelling a waiter does not disturb the others.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, context_length: int) -> None:
-        """context_length: in tokens; a text far beyond it is refused without tokenizing all of it."""
+    def __init__(self, tokenizer: TextTokenizer, context_length: int, cuts: bool = False) -> None:
+        """context_length: in tokens; a text far beyond it is refused without tokenizing all of it, or with `cuts` only its beginning is tokenized."""
+        self._cuts = cuts
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._short = ThreadPoolExecutor(1, "tokenize")
@@ -194,6 +195,9 @@ class AsyncDynamicBatchTokenizer:
     def _encode(self, texts: list[str]) -> list[list[int]]:
         # A raw prompt is written by the developer, so special tokens in it count, as in transformers and other servers.
         # User messages of a chat take another way, where they never count (`Tokenizer.encode_rendered`).
+        if self._cuts:
+            most = max(LONG_CHARACTERS, USUAL_CHARACTERS * self._context_length)
+            texts = [text[:most] for text in texts]
         for text in texts:
             refuse_too_long(self._tokenizer, text, self._context_length, "text")
         return [ids for batch in _batches(texts) for ids in self._tokenizer.encode_batch(batch, True, True)]

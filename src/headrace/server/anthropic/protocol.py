@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.errors import RequestError
+from headrace.errors import NotFoundError, RequestError
 from headrace.messages.neutral import asks_for_nothing, is_empty
 from headrace.messages.requests import SessionParams
+from headrace.server.error_forms import THREAD_NOT_FOUND
 
 NO_EFFECT = frozenset({"cache_control", "diagnostics", "metadata", "service_tier", "user_profile_id", "workspace_id"})
 """Accepted without effect: labels, hints for caches that work by marks, and requests for the vendor's own reports."""
@@ -185,6 +186,7 @@ class MessagesRequest(PromptRequest, frozen=True, kw_only=True, forbid_unknown_f
     fallback_credit_token: object | None = None
     fallbacks: object | None = None
     inference_geo: str | None = None
+    # Only a new one.
     thread: object | None = None
 
 
@@ -197,7 +199,6 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
     "inference_geo": (),
     "mcp_servers": (),
     "speed": ("standard",),
-    "thread": ({"type": "create"},),
 }
 """Fields that are not supported, each with the non-empty values at which it asks for nothing."""
 
@@ -205,7 +206,9 @@ _KEEPS_ALL = "clear_thinking_20251015"
 
 
 def refuse_unsupported(request: PromptRequest) -> None:
-    """Raises RequestError naming the first field that asks for something this server does not do."""
+    """Raises RequestError naming the first field that asks for something this server does not do, NotFoundError for a thread."""
+    if isinstance(request, MessagesRequest):
+        _check_thread(request.thread)
     for name, neutral in _NOT_YET.items():
         value = getattr(request, name, None)
         if not (asks_for_nothing(name, value) or value in neutral):
@@ -225,6 +228,23 @@ def refuse_unsupported(request: PromptRequest) -> None:
             raise RequestError(
                 f"{where}.keep must be 'all': this server clears no thinking", f"{where}.keep", "unsupported_parameter"
             )
+
+
+def _check_thread(thread: object) -> None:
+    """A new thread is as none: the messages are sent in full. One to go on with is never here, and clients then send all messages."""
+    if not isinstance(thread, dict) and not is_empty(thread):
+        raise RequestError('thread must be {"type": "create"}', "thread")
+    match thread:
+        case {"type": "continue"}:
+            raise NotFoundError(
+                "thread: this server keeps no threads; send the whole conversation in messages",
+                "thread",
+                THREAD_NOT_FOUND,
+            )
+        case {"type": "create"}:
+            pass
+        case _ if not is_empty(thread):
+            raise RequestError('thread.type must be "create"', "thread.type")
 
 
 def _unsupported(name: str) -> RequestError:
