@@ -115,4 +115,4 @@ def test_the_server_does_what_the_class_says(client: httpx.Client, name: str):
                 right = reply.status_code == 200 and NOTED not in reply.headers
         if not right:
             wrong.append((kind, field.path, field.word, reply.status_code, reply.headers.get(NOTED), reply.text[:150]))
-    assert not wrong
+    assert not wrong, "\n".join(map(str, wrong))
