@@ -45,7 +45,7 @@ GRID = [
     (5, 1, 32, 33, 0.0),
     (4, 4, 80, 0, 7.0),
     (14, 2, 48, 5, 3.0),
-    (8, 8, 128, 200, 0.0),
+    (2, 2, 128, 200, 0.0),
 ]
 
 
@@ -153,7 +153,7 @@ def part(qkv: tuple[torch.Tensor, ...], start: int, end: int) -> tuple[torch.Ten
 
 @over_serving
 @pytest.mark.parametrize("shape", GRID, ids=str)
-@pytest.mark.parametrize("length", [1, 16, 130, 300])
+@pytest.mark.parametrize("length", [1, 16, 300])
 def test_a_prompt_gives_what_float64_gives(backend: Backend, shape: tuple[int, int, int, int, float], length: int):
     cache, qkv = Cache(backend, shape), random_qkv(length, shape)
 

@@ -13,6 +13,12 @@ def chat(text):
     return list(map(ord, text))
 
 
+@pytest.fixture(scope="module")
+def workloads():
+    """Of all presets, with the seed that they have by default."""
+    return make_workloads(TEXT, chat).workloads
+
+
 @pytest.mark.parametrize(
     ("name", "num_requests", "shortest", "longest", "new_tokens", "concurrency"),
     [
@@ -33,8 +39,8 @@ def chat(text):
         ("H", 32, 30, 80, 128, 1),
     ],
 )
-def test_shapes(name, num_requests, shortest, longest, new_tokens, concurrency):
-    workload = make_workloads(TEXT, chat).workloads[name]
+def test_shapes(workloads, name, num_requests, shortest, longest, new_tokens, concurrency):
+    workload = workloads[name]
     lengths = [len(prompt) for prompt in workload.prompts]
 
     assert len(lengths) == num_requests
@@ -44,21 +50,18 @@ def test_shapes(name, num_requests, shortest, longest, new_tokens, concurrency):
 
 
 def test_one_seed_gives_the_same_prompts_and_another_gives_others():
-    assert (
-        make_workloads(TEXT, chat, 1).workloads["B8"].prompts == make_workloads(TEXT, chat, 1).workloads["B8"].prompts
+    first, again, other = (
+        make_workloads(TEXT, chat, seed, max_requests=3).workloads["B8"].prompts for seed in (1, 1, 2)
     )
-    assert (
-        make_workloads(TEXT, chat, 1).workloads["B8"].prompts != make_workloads(TEXT, chat, 2).workloads["B8"].prompts
-    )
+    assert first == again != other
 
 
-def test_fewer_requests_are_the_first_ones():
+def test_fewer_requests_are_the_first_ones(workloads):
     few = make_workloads(TEXT, chat, max_requests=3).workloads["B8"].prompts
-    assert few == make_workloads(TEXT, chat).workloads["B8"].prompts[:3]
+    assert few == workloads["B8"].prompts[:3]
 
 
-def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured():
-    workloads = make_workloads(TEXT, chat).workloads
+def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured(workloads):
     warm, cold, spaced = workloads["C"], workloads["Ccold"], workloads["Cspaced"]
 
     assert {tuple(prompt[:1024]) for prompt in warm.prompts} == {tuple(warm.priming[0][:1024])}
@@ -68,22 +71,19 @@ def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured()
     assert cold.prompts[0][:1024] != warm.prompts[0][:1024]
 
 
-def test_long_and_short_has_long_prompts_beside():
-    workloads = make_workloads(TEXT, chat).workloads
+def test_long_and_short_has_long_prompts_beside(workloads):
 
     assert {len(prompt) for prompt in workloads["LS"].beside} == {8000}
     assert not any(workload.beside for name, workload in workloads.items() if name != "LS")
 
 
-def test_other_presets_share_no_beginning():
-    prompts = [
-        p for name in ("A", "B1", "B8", "B32", "D", "D8k") for p in make_workloads(TEXT, chat).workloads[name].prompts
-    ]
+def test_other_presets_share_no_beginning(workloads):
+    prompts = [p for name in ("A", "B1", "B8", "B32", "D", "D8k") for p in workloads[name].prompts]
     assert len({tuple(prompt[:8]) for prompt in prompts}) >= len(prompts) - 1  # two random cuts may meet
 
 
-def test_tasks_are_whole_texts_and_models_may_end_their_answers():
-    tasks = {name: make_workloads(TEXT, chat).workloads[name] for name in "ERFGH"}
+def test_tasks_are_whole_texts_and_models_may_end_their_answers(workloads):
+    tasks = {name: workloads[name] for name in "ERFGH"}
 
     def text(name):
         return "".join(map(chr, tasks[name].prompts[0]))

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from model_harness import FAMILIES, open_runner, random_tokens, save_tiny, tiny_config
 from thread_group import on_stages
 
-from headrace.distributed.stages import ALL_LAYERS
+from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.errors import ModelError
 from headrace.kernels.cpu import why_not
 
 BACKENDS = ["torch_native", *([] if why_not() else ["cpu"])]
@@ -51,3 +52,8 @@ def test_stages_give_the_bits_of_one_process(folders, family, backend):
     for count in (2, 3):
         leader, *_ = on_stages(count, lambda stage: logits_of(folder, backend, stage))
         assert torch.equal(leader, whole)
+
+
+def test_every_stage_has_a_layer():
+    with pytest.raises(ModelError, match="2 layers cannot be split over 3 stages"):
+        Stage(0, 3).split(2, 1.0)

@@ -1,14 +1,13 @@
 """A mixture of experts whose ranks compute attention for different requests: the text and the logprobs of one process."""
 
-import os
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
 from engines import (
@@ -38,9 +37,17 @@ PLAIN = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_mixture: str) -> Iterator[Engine]:
+def started(tiny_mixture: str) -> Iterator[tuple[Engine, psutil.Process]]:
+    """An engine of two ranks, and the process that the second had at first."""
+    others = followers()
     with running_engine(tiny_mixture, **FLOAT32, **TWO) as engine:
-        yield engine
+        [follower] = followers() - others
+        yield engine, follower
+
+
+@pytest.fixture(scope="module")
+def ranks(started: tuple[Engine, psutil.Process]) -> Engine:
+    return started[0]
 
 
 def hundred_prompts() -> list[list[int]]:
@@ -136,63 +143,68 @@ def test_a_prompt_that_comes_again_is_found_in_its_part_and_its_samples_prefill_
     assert computed <= 200 + 3 * 8  # each other sample computes what its last page lacks
 
 
-def test_the_pool_is_counted_over_all_parts_and_a_request_fits_into_one(tiny_mixture: str):
-    with running_engine(tiny_mixture, max_total_tokens=512, dtype="float32", **TWO) as engine:
-        info = engine.get_server_info()
-        assert info["max_total_num_tokens"] == 512
-        assert info["context_length"] == 256
-        assert engine.internal_state().pool.total_tokens == 512
-        longest = engine.generate(input_ids=[5] * 200, sampling_params={**PLAIN, "max_new_tokens": 56})
-        assert longest["meta_info"]["completion_tokens"] == 56
-        engine.generate(input_ids=[6] * 200, sampling_params=PLAIN)
-        assert engine.internal_state().pool.evictable_tokens > 256  # each is in another part
-        with pytest.raises(HeadraceError, match="256"):
-            engine.generate(input_ids=[5] * 250, sampling_params={**PLAIN, "max_new_tokens": 56})
+@pytest.fixture(scope="module")
+def small(tiny_mixture: str) -> Iterator[Engine]:
+    """With a pool of 704 tokens, of which each of two parts has half."""
+    options = {"max_total_tokens": 704, "schedule_conservativeness": 0.1, "dtype": "float32"}
+    with running_engine(tiny_mixture, **options, **TWO) as engine:
+        yield engine
 
 
-def test_requests_that_were_set_back_are_as_alone(tiny_mixture: str):
+def test_the_pool_is_counted_over_all_parts_and_a_request_fits_into_one(small: Engine):
+    info = small.get_server_info()
+    assert info["max_total_num_tokens"] == 704
+    assert info["context_length"] == 352
+    assert small.internal_state().pool.total_tokens == 704
+    small.flush_cache()
+    longest = small.generate(input_ids=[5] * 296, sampling_params={**PLAIN, "max_new_tokens": 56})
+    assert longest["meta_info"]["completion_tokens"] == 56
+    small.generate(input_ids=[6] * 296, sampling_params=PLAIN)
+    assert small.internal_state().pool.evictable_tokens > 352  # each is in another part
+    with pytest.raises(HeadraceError, match="352"):
+        small.generate(input_ids=[5] * 340, sampling_params={**PLAIN, "max_new_tokens": 56})
+
+
+def test_requests_that_were_set_back_are_as_alone(small: Engine):
     """More prompts than the parts have room for; and a pause that sends all of them back to the queue."""
     greedy = {"temperature": 0.0, "max_new_tokens": 90, "ignore_eos": True}
     sampling = [greedy, {**greedy, "temperature": 0.8, "seed": 3}] * 6
     prompts = [[5 + i] * 40 for i in range(len(sampling))]
-    options = {"max_total_tokens": 704, "schedule_conservativeness": 0.1, "dtype": "float32"}
-    with running_engine(tiny_mixture, **options, **TWO) as engine:
-        alone = [
-            engine.generate(input_ids=prompt, sampling_params=one)["output_ids"]
-            for prompt, one in zip(prompts, sampling, strict=True)
-        ]
-        engine.flush_cache()
-        found = engine.generate(input_ids=prompts, sampling_params=sampling)
-        assert [one["output_ids"] for one in found] == alone
-        assert engine.internal_state().num_retracted > 0
-        assert ids_after_retraction(engine, prompts, sampling) == alone
-        assert engine.internal_state().memory_repairs == 0
+    alone = [
+        small.generate(input_ids=prompt, sampling_params=one)["output_ids"]
+        for prompt, one in zip(prompts, sampling, strict=True)
+    ]
+    small.flush_cache()
+    found = small.generate(input_ids=prompts, sampling_params=sampling)
+    assert [one["output_ids"] for one in found] == alone
+    assert small.internal_state().num_retracted > 0
+    assert ids_after_retraction(small, prompts, sampling) == alone
+    assert small.internal_state().memory_repairs == 0
 
 
-def test_a_rank_that_is_killed_costs_no_token(tiny_mixture: str):
+def test_a_rank_that_is_killed_costs_no_token(started: tuple[Engine, psutil.Process]):
+    ranks, lost = started
     prompts = [[5 + i, 6, 7, 8, 9] for i in range(4)]
     sampling = {"temperature": 0.9, "seed": 5, "max_new_tokens": 200, "ignore_eos": True}
-    others = followers()
-    with running_engine(tiny_mixture, **FLOAT32, **TWO) as engine:
-        whole = [out["output_ids"] for out in engine.generate(input_ids=prompts, sampling_params=sampling)]
-        [lost] = followers() - others
-        begun = threading.Event()
-        outputs: list[list[int]] = []
+    whole = [out["output_ids"] for out in ranks.generate(input_ids=prompts, sampling_params=sampling)]
+    begun = threading.Event()
+    outputs: list[list[int]] = []
 
-        def generate() -> None:
-            last: dict[int, list[int]] = {}
-            for item in engine.generate(input_ids=prompts, sampling_params=sampling, stream=True):
-                last[item.get("index", 0)] = item["output_ids"]
-                begun.set()
-            outputs.extend(last[i] for i in sorted(last))
+    def generate() -> None:
+        last: dict[int, list[int]] = {}
+        for item in ranks.generate(input_ids=prompts, sampling_params=sampling, stream=True):
+            last[item.get("index", 0)] = item["output_ids"]
+            begun.set()
+        outputs.extend(last[i] for i in sorted(last))
 
-        thread = threading.Thread(target=generate)
-        thread.start()
-        assert begun.wait(LIMIT_S)
-        os.kill(lost.pid, signal.SIGKILL)
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-        assert outputs == whole
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert begun.wait(LIMIT_S)
+    lost.kill()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert outputs == whole
+    assert not lost.is_running()
 
 
 def test_a_server_answers_the_openai_client_and_counts_one_replica(tiny_mixture: str):

@@ -56,13 +56,15 @@ def drafting(model: str, **options: Any) -> dict[str, Any]:
 def test_answers_are_those_without_a_draft_model(
     tiny_model: str, tiny_mixture: str, plain: dict[str, Answer], options: dict[str, Any]
 ) -> None:
+    cases = CASES
     if "attention_backend" in options:
+        cases = [case for case in CASES if len(case.ids) > 1]
         with running_engine(tiny_model, **options) as engine:
-            plain = one_by_one(engine, CASES)
+            plain = one_by_one(engine, cases)
     for draft in (tiny_model, tiny_mixture):
         with running_engine(tiny_model, **drafting(draft, **options)) as engine:
-            assert one_by_one(engine, CASES) == plain
-            assert together(engine, CASES) == plain
+            assert one_by_one(engine, cases) == plain
+            assert together(engine, cases) == plain
 
 
 def test_a_draft_model_on_a_device_is_queued_with_the_steps(

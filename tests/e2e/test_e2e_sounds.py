@@ -147,10 +147,11 @@ def test_new_weights_and_released_memory_leave_the_text_as_it_is(engine: Engine,
     assert answer() == before
 
 
-@pytest.fixture(scope="module", params=[[], ["--tokenizer-worker-num", "2"]], ids=["one process", "http workers"])
-def server(written: tuple[Path, Any], request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def server(written: tuple[Path, Any]) -> Iterator[ServerProcess]:
+    """Two HTTP workers; those of test_image_clients are one process."""
     options = ["--dtype", "float32", "--max-total-tokens", "4096", "--served-model-name", "tiny"]
-    with serving(str(written[0]), *options, *request.param) as it:
+    with serving(str(written[0]), *options, "--tokenizer-worker-num", "2") as it:
         yield it
 
 

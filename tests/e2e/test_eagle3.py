@@ -269,6 +269,8 @@ def test_guesses_are_those_of_the_published_head(
 def test_answers_are_those_without_a_head(tiny_deep_model: str, trained: Trained) -> None:
     cases = make_cases([1, 130], {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED})
     for options in ({}, {"max_total_tokens": 448}, {"attention_backend": "torch_native"}):
+        if "attention_backend" in options:
+            cases = [case for case in cases if len(case.ids) > 1]
         with running_engine(tiny_deep_model, **options) as engine:
             plain = one_by_one(engine, cases)
         with running_engine(tiny_deep_model, **guessing(trained, **options)) as engine:

@@ -26,7 +26,8 @@ PROMPTS = [
     "Water boils at 100 degrees, and it freezes at",
     "Das Wetter ist heute",
 ]
-SAMPLING: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32}
+SAMPLING: dict[str, Any] = {"temperature": 0, "max_new_tokens": 10}
+LONGER = SAMPLING | {"max_new_tokens": 32}
 
 FLOAT32_LOGPROB_TOLERANCE = 1e-3
 """Sums of a few thousand float32 products in another order move logits of up to 45 by some 1e-5 in each of 30 layers; 6e-5 was
@@ -81,7 +82,7 @@ def next_token_logits(model: transformers.LlamaForCausalLM, prompt: list[int], o
 def test_float32_text_is_that_of_transformers(tokenizer: Tokenizer) -> None:
     model = reference(torch.float32)
     with running_engine("smollm2", dtype="float32") as engine:
-        outputs = engine.generate(PROMPTS, SAMPLING, return_logprob=True, top_logprobs_num=5)
+        outputs = engine.generate(PROMPTS, LONGER, return_logprob=True, top_logprobs_num=5)
 
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         logits = next_token_logits(model, tokenizer.encode(prompt), output["output_ids"])
@@ -93,12 +94,10 @@ def test_float32_text_is_that_of_transformers(tokenizer: Tokenizer) -> None:
                 assert value == pytest.approx(row[token_id], abs=FLOAT32_LOGPROB_TOLERANCE)
 
 
-def test_bfloat16_text_is_that_of_transformers_where_its_choice_is_clear(
-    tokenizer: Tokenizer, answers: list[dict[str, Any]]
-) -> None:
+def test_bfloat16_text_is_that_of_transformers_where_its_choice_is_clear(engine: Engine, tokenizer: Tokenizer) -> None:
     model = reference(torch.bfloat16)
     num_clear = num_tokens = 0
-    for prompt, output in zip(PROMPTS, answers, strict=True):
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, LONGER), strict=True):
         ids = output["output_ids"]
         logits = next_token_logits(model, tokenizer.encode(prompt), ids)
         best = logits.topk(2)
@@ -130,7 +129,7 @@ def test_token_ids_are_a_prompt_too(engine: Engine, answers: list[dict[str, Any]
 
 def test_turns_of_a_session_give_what_the_whole_prompt_gives(engine: Engine, tokenizer: Tokenizer) -> None:
     session = engine.open_session()
-    first = engine.generate(PROMPTS[0], SAMPLING, session_params={"id": session})
+    first = engine.generate(PROMPTS[0], LONGER, session_params={"id": session})
     second = engine.generate(" Moreover,", SAMPLING, session_params={"id": session})
     branch = engine.generate(" However,", SAMPLING, session_params={"id": session, "rid": first["meta_info"]["id"]})
     engine.close_session(session)
@@ -273,7 +272,7 @@ def test_a_runtime_has_sessions(runtime: Runtime, answers: list[dict[str, Any]])
 
 
 def test_the_openai_route_gives_what_the_engine_gives(runtime: Runtime, answers: list[dict[str, Any]]) -> None:
-    body = {"model": "smollm2", "prompt": PROMPTS, "temperature": 0, "max_tokens": 32}
+    body = {"model": "smollm2", "prompt": PROMPTS, "temperature": 0, "max_tokens": SAMPLING["max_new_tokens"]}
     reply = httpx.post(f"{runtime.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
 
     assert [choice["text"] for choice in reply["choices"]] == [answer["text"] for answer in answers]

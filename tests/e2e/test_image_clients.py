@@ -58,10 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module", params=[[], ["--tokenizer-worker-num", "2"]], ids=["one process", "http workers"])
-def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    """One process; the HTTP workers are those of test_e2e_sounds."""
     options = ["--dtype", "float32", "--max-total-tokens", "4096", "--served-model-name", MODEL]
-    with serving(str(folder), *options, *request.param) as it:
+    with serving(str(folder), *options) as it:
         yield it
 
 

@@ -84,19 +84,14 @@ def test_an_adapter_that_does_not_load_is_a_reason_not_to_start(tiny_model: str,
         running_engine(tiny_model, lora_paths=f"x={tmp_path / 'absent'}", **TWO).__enter__()
 
 
-def test_after_a_rank_was_lost_adapters_are_there_again(tiny_model: str, adapters: dict[str, str]):
-    others = followers()
-    with running_engine(tiny_model, lora_paths=f"x={adapters['x']}", **TWO) as engine:
-        engine.load_lora_adapter("y", adapters["y"])
-        whole = [
-            engine.generate(input_ids=PROMPTS[0], sampling_params=LONG, lora_path=name)["output_ids"] for name in "xy"
-        ]
-        streams = [
-            engine.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True, lora_path=name) for name in "xy"
-        ]
-        for stream in streams:
-            next(stream)
-        [lost] = followers() - others
-        os.kill(lost.pid, signal.SIGKILL)
-        assert [list(stream)[-1]["output_ids"] for stream in streams] == whole
-        assert engine.lora_adapters() == ["x", "y"]
+def test_after_a_rank_was_lost_adapters_are_there_again(adapters: dict[str, str], ranks: Engine):
+    ranks.load_lora_adapter("y", adapters["y"])
+    whole = [ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG, lora_path=name)["output_ids"] for name in "xy"]
+    streams = [ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True, lora_path=name) for name in "xy"]
+    for stream in streams:
+        next(stream)
+    [lost] = followers()
+    os.kill(lost.pid, signal.SIGKILL)
+    assert [list(stream)[-1]["output_ids"] for stream in streams] == whole
+    assert ranks.lora_adapters() == ["x", "y"]
+    ranks.unload_lora_adapter("y")

@@ -13,7 +13,7 @@ from engines import FILTERED, GREEDY, PENALISED, SEEDED, Case, answer_of, random
 from headrace.api.engine import Engine
 from headrace.frontend.request_state import ReqState
 
-N = 90
+N = 60
 LONG = {"max_new_tokens": N, "ignore_eos": True}
 PROMPT = random_ids(150, seed=3)
 SAMPLINGS: dict[str, dict[str, Any]] = {

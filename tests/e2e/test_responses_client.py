@@ -161,16 +161,15 @@ def test_the_text_of_a_custom_tool_matches_its_lark_definition(client: openai.Op
     text = re.compile(r'\*\*\* Begin\n(?:[+-][^\n]{1,16}\n|@@ "[a-z]{1,8}"\n){1,3}\*\*\* End\n')
     form: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": definition}
     tool: dict[str, Any] = {"type": "custom", "name": "patch", "format": form}
-    for choice in ("required", {"type": "custom", "name": "patch"}):
-        for seed in range(2):
-            fields: dict[str, Any] = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
-            fields |= {"temperature": 1.0, "extra_body": {"seed": seed}}
-            (call,) = client.responses.create(**CALLED | fields).output
-            assert isinstance(call, ResponseCustomToolCall)
-            assert text.fullmatch(call.input), call.input
-            with client.responses.stream(**CALLED | fields) as stream:
-                deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
-            assert "".join(deltas) == call.input
+    for seed, choice in enumerate(("required", {"type": "custom", "name": "patch"})):
+        fields: dict[str, Any] = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        fields |= {"temperature": 1.0, "extra_body": {"seed": seed}}
+        (call,) = client.responses.create(**CALLED | fields).output
+        assert isinstance(call, ResponseCustomToolCall)
+        assert text.fullmatch(call.input), call.input
+        with client.responses.stream(**CALLED | fields) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == call.input
     chat: Any = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Write a patch."}],

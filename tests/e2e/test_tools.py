@@ -12,7 +12,7 @@ import pytest
 from server_process import ServerProcess, serving
 
 MODEL = "smollm2"
-NUM_PROMPTS = 24
+NUM_PROMPTS = 10
 
 WEATHER = {
     "type": "object",

@@ -39,9 +39,7 @@ def assert_nothing_is_left(server: Server) -> None:
     assert [path.name for path in server.folder.iterdir()] == ["log"]
 
 
-@pytest.mark.parametrize(
-    "victim, number", [("scheduler", signal.SIGKILL), ("scheduler", signal.SIGABRT), ("detokenizer", signal.SIGKILL)]
-)
+@pytest.mark.parametrize("victim, number", [("scheduler", signal.SIGABRT), ("detokenizer", signal.SIGKILL)])
 def test_without_recovery_a_child_that_dies_is_an_error_to_every_waiter_and_the_end(
     tiny_model: Path, victim: str, number: signal.Signals
 ):

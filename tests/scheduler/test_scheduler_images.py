@@ -240,7 +240,7 @@ SETUP = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(setup=SETUP, actions=st.lists(ACTION, min_size=1, max_size=20))
 def test_every_history_with_images_ends_with_right_tokens(setup, actions):
     setup = setup | {"num_pages": setup["num_pages"] * (4 if setup["page_size"] == 1 else 1)}

@@ -55,7 +55,7 @@ def guess_of(number: int, most: int) -> tuple[int, int]:
     return count, number // 7 % (count + 1)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(setup=SETUP, actions=st.lists(ACTION, min_size=1, max_size=25))
 def test_every_history_ends_with_right_tokens_and_a_whole_pool(setup, actions):
     setup = setup | {
@@ -113,7 +113,7 @@ def test_every_history_ends_with_right_tokens_and_a_whole_pool(setup, actions):
     rig.check_idle()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     requests=st.lists(st.tuples(PROMPTS, st.integers(1, 24)), min_size=2, max_size=10),
     overlap=st.booleans(),

@@ -182,24 +182,23 @@ def test_what_is_saved_is_whole(ranks, size, old, answers, folder):
     assert "already exists" in message
 
 
-def test_after_a_rank_was_lost_the_new_weights_are_served_again(size, old, new, answers):
-    others = followers()
-    with running_engine(old, **size, **TWO) as engine:
-        assert engine.update_weights_from_disk(new)[0]
-        want = engine.generate(input_ids=PROMPTS[0], sampling_params=LONG)["output_ids"]
-        begun = threading.Event()
-        found: list[list[int]] = []
+def test_after_a_rank_was_lost_the_new_weights_are_served_again(ranks, old, new, answers):
+    assert ranks.update_weights_from_disk(new)[0]
+    want = ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG)["output_ids"]
+    begun = threading.Event()
+    found: list[list[int]] = []
 
-        def read() -> None:
-            for output in engine.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True):
-                begun.set()
-                found[:] = [output["output_ids"]]
+    def read() -> None:
+        for output in ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True):
+            begun.set()
+            found[:] = [output["output_ids"]]
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        assert begun.wait(60)
-        [lost] = followers() - others
-        os.kill(lost.pid, signal.SIGKILL)
-        reader.join(60)
-        assert found == [want]
-        assert served(engine) == answers[1]
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(60)
+    [lost] = followers()
+    os.kill(lost.pid, signal.SIGKILL)
+    reader.join(60)
+    assert found == [want]
+    assert served(ranks) == answers[1]
+    assert ranks.update_weights_from_disk(old)[0]
