@@ -202,9 +202,9 @@ def refuse_unsupported(request: ResponsesRequest) -> None:
             instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise RequestError(f"{name} is not supported{instead}", name, "unsupported_parameter")
     check_temperature(request.temperature)
-    if None not in (request.repeat_penalty, request.repetition_penalty):
-        if request.repeat_penalty != request.repetition_penalty:
-            raise RequestError("repeat_penalty and repetition_penalty differ: give one of them", "repeat_penalty")
+    penalties = {request.repeat_penalty, request.repetition_penalty} - {None}
+    if len(penalties) > 1:
+        raise RequestError("repeat_penalty and repetition_penalty differ: give one of them", "repeat_penalty")
     reasoning = request.reasoning
     if reasoning is not None:
         for name, neutral in (("context", "auto"), ("mode", "standard")):
