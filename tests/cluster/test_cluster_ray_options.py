@@ -230,6 +230,7 @@ async def test_failures_of_the_proxy_itself_have_the_form_of_the_api():
         ("/v1/chat/completions", SSE, b"data: {}\n\n", b"data: %b\n\ndata: [DONE]\n\n"),
         ("/generate", SSE, b": keep-alive\n\n", b"data: %b\n\ndata: [DONE]\n\n"),
         ("/v1/messages", SSE, b"event: ping\ndata: {}\n\n", b"event: error\ndata: %b\n\n"),
+        ("/messages", SSE, b"event: ping\ndata: {}\n\n", b"event: error\ndata: %b\n\n"),
         ("/api/generate", LINES, b"{}\n", b"%b\n"),
     ],
 )
@@ -240,15 +241,16 @@ async def test_a_stream_whose_replica_dies_ends_with_an_error_of_its_api(path, k
     assert (await replied(path, begins(kind), part(sent), part(b"", False))).content == sent, "one that ended by itself"
 
 
-async def test_a_stream_of_responses_whose_replica_dies_ends_with_a_failed_response():
+@pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
+async def test_a_stream_of_responses_whose_replica_dies_ends_with_a_failed_response(path):
     for parts in ([CREATED, DELTA], [CREATED + DELTA], [CREATED[:50], CREATED[50:] + DELTA]):
-        reply = await replied("/v1/responses", begins(SSE), *map(part, parts))
+        reply = await replied(path, begins(SSE), *map(part, parts))
         last = reply.content.removeprefix(CREATED + DELTA).decode()
         assert last.startswith("event: response.failed\ndata: ")
         told = json.loads(last.split("data: ")[1])
         assert (told["type"], told["sequence_number"]) == ("response.failed", 5)
         assert told["response"] == {"id": "r", "status": "failed", "error": {"code": "server_error", "message": LOST}}
-    last = (await replied("/v1/responses", begins(SSE), part(b": keep-alive\n\n"))).content.decode()
+    last = (await replied(path, begins(SSE), part(b": keep-alive\n\n"))).content.decode()
     assert json.loads(last.split("data: ")[1]) == {
         "type": "error", "code": "server_error", "message": LOST, "param": None, "sequence_number": 0,
     }  # fmt: skip

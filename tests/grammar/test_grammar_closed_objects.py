@@ -49,6 +49,9 @@ AS_CLOSED = [
     ({**A, "dependentRequired": {"a": ["b"]}}, {**A, "properties": {**A["properties"], "b": True}, "dependentRequired": {"a": ["b"]}, **CLOSED}),
     ({**A, "not": {"required": ["b"]}}, {**A, **CLOSED}),
     ({"items": A}, {"items": {**A, **CLOSED}}),
+    ({**A, **CLOSED}, {**A, **CLOSED}),
+    ({"allOf": [A, B], **CLOSED}, {"allOf": [A, B], **CLOSED}),
+    ({"$defs": {"A": A}, "$ref": "#/$defs/A", **CLOSED}, {"$defs": {"A": A}, "$ref": "#/$defs/A", **CLOSED}),
     ({"additionalProperties": A, "not": {"required": ["k"]}}, {"additionalProperties": {**A, **CLOSED}, "not": {"required": ["k"]}}),
 ]  # fmt: skip
 """Schemas, and as what they are read."""
@@ -60,6 +63,8 @@ AS_WRITTEN = [
     {**A, "additionalProperties": True},
     {**A, "additionalProperties": {"type": "integer"}},
     {**A, "additionalProperties": False},
+    {**A, "unevaluatedProperties": True},
+    {"allOf": [A], "unevaluatedProperties": {}},
     {**A, "patternProperties": {"^b": {"type": "string"}}},
     {"allOf": [{**A, "additionalProperties": True}, B]},
     {"anyOf": [{**A, "additionalProperties": {"type": "string"}}, {"type": "object", "required": ["b"]}]},

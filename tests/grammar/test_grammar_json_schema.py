@@ -363,6 +363,10 @@ def test_annotations_beside_a_recursive_reference_say_nothing(beside):
         ({"items": {"const": {"a": ["b\x01"]}}}, "control characters in `const`", "#/items/const"),
         ({"enum": ["\x7f"]}, "control characters in `enum`", "#/enum"),
         ({"items": {"const": {"a": [-(2**63)]}}}, "-9223372036854775808 in `const`", "#/items/const"),
+        ({"enum": [1, -(2**63) + 1]}, "-9223372036854775807 in `enum`", "#/enum"),
+        ({"enum": [1, -(2.0**63)]}, "in `enum`", "#/enum"),
+        ({"properties": {"id": {"enum": [2**53 + 1]}}}, "9007199254740993 in `enum`", "#/properties/id/enum"),
+        ({"const": 2**64 - 1}, "18446744073709551615 in `const`", "#/const"),
         ({"patternProperties": {"^[^a]": {}, "^[^b]": {}}}, "/^[^b]/", "#/patternProperties"),
         ({"patternProperties": {"^[^a]": {}, r"^[^a]\1": {}}}, "backreferences", "#"),
     ],
@@ -529,3 +533,9 @@ def test_random_outputs_are_valid(schema, seed, closes_objects):
     text = random_output(made, random.Random(seed))
     if text is not None:
         jsonschema_rs.validator_for(schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), 2**62, 2**63 - 1, 2**53 + 2, 1.5])
+def test_a_large_number_that_is_a_literal_is_written_as_it_stands(value):
+    assert json_takes({"const": value}, value)
+    assert not json_takes({"const": value}, value - 0.5 if value == 1.5 else value - 1)

@@ -119,6 +119,19 @@ def test_what_does_not_fit_is_cut_where_it_is_far_from_the_cursor(
     assert ids[: len(ids) - len(core)] == ids_of(server.frontend, "c" * 2000, *CURRENT)[-(412 - len(core)) or 9999 :]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_infill_with_too_large_a_limit_keeps_its_prompt_and_is_noted(
+    client: httpx.Client, server: Running, stream: bool
+):
+    reply = client.post(INFILL, json=LLAMA_VIM | {"n_predict": 99_999, "stream": stream})
+    assert reply.status_code == 200, reply.text
+    ids, room = server.frontend.calls[-1].input_ids, server.frontend.resolved[-1].max_new_tokens
+    assert ids == ids_of(server.frontend, *HEAD, *CURRENT, QWEN[0], BEFORE, QWEN[1], AFTER, QWEN[2])
+    assert room == 512 - len(ids)
+    assert reply.headers["x-headrace-noted"] == f"n_predict={room}"
+    assert "x-headrace-noted" not in client.post(INFILL, json=LLAMA_VIM | {"n_predict": 9}).headers
+
+
 def test_a_stream_of_llama_cpps_server(client: httpx.Client, server: Running):
     reply = client.post(INFILL, json=LLAMA_VIM | {"stream": True, "response_fields": None})
     frames = reply.text.split("\n\n")

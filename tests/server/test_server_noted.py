@@ -158,6 +158,29 @@ def test_the_names_of_ollama_and_llama_cpp_are_served(client: httpx.Client, serv
         assert noted(client, route, format="") is None
 
 
+def test_ollamas_words_are_served_on_responses_too(client: httpx.Client, server: Running):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert noted(client, RESPONSES, repeat_penalty=1.3) is None
+    assert server.frontend.resolved[-1].repetition_penalty == 1.3
+    for asked, kind in (
+        ("json", {"type": "json_object"}),
+        (schema, {"type": "json_schema", "name": "s", "schema": schema}),
+    ):
+        assert noted(client, RESPONSES, format=asked) is None
+        grammar = server.frontend.resolved[-1].grammar
+        assert noted(client, RESPONSES, text={"format": kind}) is None
+        assert grammar == server.frontend.resolved[-1].grammar is not None
+    assert noted(client, RESPONSES, format="") is None
+    for fields, name in (
+        ({"format": "xml"}, "format"),
+        ({"format": "json", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"format": "json", "regex": "a"}, "format"),
+        ({"repeat_penalty": 1.3, "repetition_penalty": 1.2}, "repeat_penalty"),
+    ):
+        reply = client.post(RESPONSES, json=GOOD[RESPONSES] | fields)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+
+
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}[{{ enable_thinking }} {{ reasoning_effort }}]"
 NOTHING_SAID = "[ ]"
 
@@ -202,6 +225,28 @@ def test_thinking_in_the_words_of_other_clients(
 ):
     running, client = thinking
     assert noted(client, CHAT, **fields) == note
+    prompt = running.frontend.calls[-1].input_ids
+    assert running.frontend.tokenizer.decode(prompt, False) == f"hi{said}"
+
+
+@pytest.mark.parametrize(
+    "fields, said, note",
+    [
+        ({"reasoning": {"effort": "default"}}, NOTHING_SAID, "reasoning.effort"),
+        ({"reasoning": {"effort": "default"}, "think": "low"}, "[True low]", "reasoning.effort"),
+        ({"think": True}, "[True ]", None),
+        ({"think": False}, "[False ]", None),
+        ({"think": "low"}, "[True low]", None),
+        ({"think": "low", "reasoning": {"effort": "high"}}, "[True high]", "think=high"),
+        ({"think": ""}, NOTHING_SAID, None),
+    ],
+    ids=str,
+)
+def test_thinking_in_the_words_of_other_clients_on_responses(
+    thinking: tuple[Running, httpx.Client], fields: dict[str, Any], said: str, note: str | None
+):
+    running, client = thinking
+    assert noted(client, RESPONSES, **fields) == note
     prompt = running.frontend.calls[-1].input_ids
     assert running.frontend.tokenizer.decode(prompt, False) == f"hi{said}"
 

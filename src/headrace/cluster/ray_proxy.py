@@ -110,9 +110,9 @@ def _last_event(path: str, reply: _Reply, error: ApiError) -> bytes:
         return b""
     if path.startswith("/api/"):
         return error_line(error)
-    if path.startswith("/v1/messages"):
+    if path.startswith(("/v1/messages", "/messages")):
         return error_event(error)
-    if path.startswith("/v1/responses"):
+    if path.startswith(("/v1/responses", "/responses")):
         return _failed_response(reply, error)
     return error_frame(error) + DONE
 

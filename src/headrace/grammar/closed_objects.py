@@ -86,6 +86,8 @@ class _Group:
             self.names.update(dict.fromkeys(value))
         elif keyword == "required":
             self.others.update(dict.fromkeys(_strings(value)))
+        elif keyword == "unevaluatedProperties" and value is False:
+            self.lists = True
         elif keyword in ("additionalProperties", "unevaluatedProperties") or (keyword == "patternProperties" and value):
             self.is_open = True
         elif keyword == "minProperties" and isinstance(value, int | float):
@@ -185,6 +187,9 @@ class _Closing:
             return made
         made["properties"] = {**made.get("properties", {}), **{name: True for name in names if name not in properties}}
         made["additionalProperties"] = False
+        evaluated = {*group.names}.union(*(found.names for _, found in adding))
+        if made.get("unevaluatedProperties") is False and {*names} <= evaluated:
+            del made["unevaluatedProperties"]
         return made
 
     def _delegated(self, schema: dict[str, Json], keyword: str, index: int) -> Json:

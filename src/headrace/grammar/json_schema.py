@@ -109,20 +109,30 @@ def _check_num_properties(schema: dict[str, Json], field: str) -> None:
 def _check_values(schema: dict[str, Json], field: str) -> None:
     """Raises RequestError for values of `const` and `enum` that cannot be written.
 
-    The library would leave control characters out, and it does not survive the smallest integer of 64 bits.
+    The library would leave control characters out, and would write another integer that a float can hold.
     """
     for place, part in subschemas(schema):
         for keyword in ("const", "enum"):
             values = list(_scalars(part.get(keyword)))
-            if any(isinstance(value, int) and value == -(2**63) for value in values):
+            wrong = next((value for value in values if not _is_written_exactly(value)), None)
+            if wrong is not None:
                 raise RequestError(
-                    f"the number {-(2**63)} in `{keyword}` is not supported (at {place}/{keyword})", field
+                    f"the number {wrong} in `{keyword}` is not supported: it has more digits than a float of 64 bits holds, "
+                    f"or is beyond integers of 64 bits; write it as a string (at {place}/{keyword})",
+                    field,
                 )
             if any(isinstance(value, str) and re.search(UNWRITABLE, value) for value in values):
                 raise RequestError(
                     f"control characters in `{keyword}` are not supported, except \\n, \\r, \\t, \\b and \\f (at {place}/{keyword})",
                     field,
                 )
+
+
+def _is_written_exactly(value: Json) -> bool:
+    """Whether the library, which counts in floats, writes a literal as it stands. It does not survive the smallest integer of 64 bits."""
+    if isinstance(value, float):
+        return value != -(2.0**63)
+    return not isinstance(value, int) or value == 2**63 - 1 or (abs(value) < 2**63 and int(float(value)) == value)
 
 
 def _scalars(value: Json) -> Iterator[Json]:

@@ -114,6 +114,8 @@ def _drop_idle(schema: dict[str, Json]) -> None:
     if "contains" not in schema:
         schema.pop("minContains", None)
         schema.pop("maxContains", None)
+    if schema.get("unevaluatedProperties") in (True, {}):
+        del schema["unevaluatedProperties"]
     names = schema.get("propertyNames")
     if names is True or names == {} or names == {"type": "string"}:
         del schema["propertyNames"]

@@ -16,7 +16,9 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.context import ServingContext
 from headrace.server.fill_in_middle import fill_in_middle, stopping
-from headrace.server.http import Exchange, encode_json
+from headrace.server.http import Exchange, Headers, encode_json
+from headrace.server.notes import noted_fields
+from headrace.server.output_limit import OutputLimit
 from headrace.server.sse import failure_frames, frame, stream_reply
 
 AS_MANY_AS_FIT = -1
@@ -65,10 +67,10 @@ class InfillRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     t_max_prompt_ms: object | None = None
     t_max_predict_ms: object | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
         """Under the runtime's names."""
         return SamplingParams(
-            max_new_tokens=None if self.n_predict == AS_MANY_AS_FIT else self.n_predict,
+            max_new_tokens=max_new_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -89,6 +91,7 @@ class InfillAPI:
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
+        self._noted = noted_fields()
 
     async def infill(self, exchange: Exchange) -> None:
         """The text between prefix and suffix, in the shape of llama.cpp's completions."""
@@ -99,31 +102,41 @@ class InfillAPI:
         files = [(one.filename, one.text) for one in request.input_extra or ()]
         context.check_text_length("input_prefix", sum(map(len, (before, after, start, *chain(*files)))))
         wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else RESERVED_TOKENS
-        room = max(1, context.model.context_length - wanted)
+        length = context.model.context_length
+        room = max(1, length - min(wanted, length // 2))
         tokenizer = context.model.tokenizer
         ids = await context.in_text_thread(lambda: how.prompt_with_files(tokenizer, before, after, start, files, room))
         exchange.name_request(rid)
+        asked = None if request.n_predict == AS_MANY_AS_FIT else request.n_predict
+        limit = OutputLimit(asked, length, length - len(ids))
+        notes = [f"n_predict={limit.least_room}"] if limit.may_be_lowered else []
         call = GenerateReqInput(
             input_ids=[*ids],
-            sampling_params=stopping(request.sampling_params(), how),
+            sampling_params=stopping(request.sampling_params(limit.strict), how),
             rid=rid,
             stream=bool(request.stream),
             lora_path=context.adapter_of(request.model),
         )
-        length = context.model.context_length
-        updates = context.frontend.generate_request(call, default_max_new_tokens=length, caller=exchange.caller)
+        updates = context.frontend.generate_request(
+            call, default_max_new_tokens=limit.default(length), caller=exchange.caller
+        )
+
+        def frames(update: SampleUpdate) -> bytes:
+            return self._frames(request, update)
+
+        def headers() -> Headers:
+            return self._noted.headers(notes)
+
         try:
             if request.stream:
-                await stream_reply(
-                    exchange, updates, lambda update: self._frames(request, update), bytes, done=b"", renamed=_renamed
-                )
+                await stream_reply(exchange, updates, frames, bytes, done=b"", renamed=_renamed, headers=headers)
                 return
             async with exchange.until_client_leaves(), aclosing(updates):
                 (update,) = [update async for update in updates]
             assert update.finish is not None, "it has ended"
             if (failure := failure_of(update.finish)) is not None:
                 raise failure
-            await exchange.reply_json(_chosen(request, self._reply(update)))
+            await exchange.reply_json(_chosen(request, self._reply(update)), headers=headers())
         except RequestError as error:
             raise _renamed(error) from None
 

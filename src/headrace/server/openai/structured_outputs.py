@@ -112,7 +112,7 @@ class StructuredFields(GrammarFields, frozen=True, kw_only=True):
         """Every field that could ask, some with empty values. Raises RequestError."""
         for kind in GRAMMAR_KINDS:
             yield AskedGrammar(kind, kind, getattr(self, kind))
-        yield AskedGrammar("format", "json_schema", _ollamas_format(self.format))
+        yield AskedGrammar("format", "json_schema", ollamas_format(self.format))
         yield AskedGrammar("grammar", "ebnf", self.grammar)
         yield AskedGrammar("guided_json", "json_schema", self.guided_json)
         yield AskedGrammar("guided_regex", "regex", self.guided_regex)
@@ -136,7 +136,7 @@ class StructuredFields(GrammarFields, frozen=True, kw_only=True):
         return None
 
 
-def _ollamas_format(given: str | Schema | None) -> object:
+def ollamas_format(given: str | Schema | None) -> object:
     """The schema that `format` means. Raises RequestError."""
     if isinstance(given, str) and given not in ("", "json"):
         raise RequestError(f'format must be "json" or a JSON schema (an object), got {given[:50]!r}', "format")

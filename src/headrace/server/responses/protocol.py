@@ -14,6 +14,7 @@ from headrace.messages.neutral import asks_for_nothing
 from headrace.sampling.grammar_fields import GrammarFields, Schema
 from headrace.server.notes import NO_EFFECT, without_effect
 from headrace.server.openai.protocol import check_temperature
+from headrace.server.openai.thinking_fields import AskedEffort, ReasoningEffort
 
 MAX_LOGPROBS = 20
 """Most alternatives per token."""
@@ -37,13 +38,11 @@ INCLUDABLE = frozenset(
 Logprobs are added. Reasoning is never encrypted: its text is in the item. The others belong to items that no reply has.
 """
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`reasoning`. effort: for templates that know it. summary: accepted; the reasoning is given as it is and not summarised."""
 
-    effort: Effort | None = None
+    effort: AskedEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -131,6 +130,10 @@ class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_
     timings_per_token: object | None = None
     request_id: object | None = None
     id_slot: object | None = None
+    # Ollama's; as on /v1/chat/completions.
+    format: str | Schema | None = None
+    think: bool | ReasoningEffort | None = None
+    repeat_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
     # Ours.
     stop: str | list[str] | None = None
     seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
@@ -147,6 +150,12 @@ class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: str | None = None
     routed_dp_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
     data_parallel_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model shall think: `reasoning.effort`, or else the word of `think`."""
+        asked = self.reasoning.effort if self.reasoning is not None else None
+        return asked if asked not in (None, "default") else self.think if isinstance(self.think, str) else None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -179,6 +188,10 @@ def noted_in(request: ResponsesRequest) -> list[str]:
     noted = without_effect(request, NO_EFFECT)
     if request.text is not None and not asks_for_nothing("verbosity", request.text.verbosity):
         noted.append("text.verbosity")
+    if request.reasoning is not None and request.reasoning.effort == "default":
+        noted.append("reasoning.effort")
+    if isinstance(request.think, str) and request.think != request.effort:
+        noted.append(f"think={request.effort}")
     return noted
 
 
@@ -189,6 +202,9 @@ def refuse_unsupported(request: ResponsesRequest) -> None:
             instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise RequestError(f"{name} is not supported{instead}", name, "unsupported_parameter")
     check_temperature(request.temperature)
+    penalties = {request.repeat_penalty, request.repetition_penalty} - {None}
+    if len(penalties) > 1:
+        raise RequestError("repeat_penalty and repetition_penalty differ: give one of them", "repeat_penalty")
     reasoning = request.reasoning
     if reasoning is not None:
         for name, neutral in (("context", "auto"), ("mode", "standard")):

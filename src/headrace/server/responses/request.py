@@ -14,6 +14,7 @@ from headrace.messages.neutral import is_empty
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, check_only_one
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.conversation import Conversation
+from headrace.server.openai.structured_outputs import ollamas_format
 from headrace.server.responses.items import Item, messages_of
 from headrace.server.responses.protocol import ResponsesRequest, TextFormat
 from headrace.server.responses.tools import OfferedTools, chosen_tools, offered_tools
@@ -57,7 +58,8 @@ def asked_response(
         choice=choice,
         parallel=request.parallel_tool_calls is not False,
         template_kwargs=request.chat_template_kwargs or {},
-        effort=request.reasoning.effort if request.reasoning is not None else None,
+        thinking=None if request.think is None else request.think is not False,
+        effort=request.effort,
     )
     return AskedResponse(conversation, _sampling(request), tools)
 
@@ -67,7 +69,7 @@ def grammar_field(request: ResponsesRequest) -> str | None:
     own = next((kind for kind in GRAMMAR_KINDS if not is_empty(getattr(request, kind))), None)
     text_format = request.text.format if request.text is not None else None
     is_bound = text_format is not None and text_format.type in ("json_schema", "json_object")
-    return own or ("text.format" if is_bound else None)
+    return own or ("text.format" if is_bound else "format" if request.format else None)
 
 
 def _sampling(request: ResponsesRequest) -> SamplingParams:
@@ -83,13 +85,16 @@ def _sampling(request: ResponsesRequest) -> SamplingParams:
         seed=request.seed,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty,
+        repetition_penalty=request.repeat_penalty if request.repetition_penalty is None else request.repetition_penalty,
         ignore_eos=bool(request.ignore_eos),
     )
     asked: dict[str, object] = {kind: value for kind in GRAMMAR_KINDS if not is_empty(value := getattr(request, kind))}
+    if (schema := ollamas_format(request.format)) not in (None, "", {}):
+        check_only_one([*asked, "format"])
+        asked["json_schema"] = schema
     text_format = request.text.format if request.text is not None else None
     if text_format is not None and (schema := _schema_of(text_format)) is not None:
-        check_only_one([*asked, "text.format"])
+        check_only_one([*(["format"] if request.format else asked), "text.format"])
         asked["json_schema"] = schema
     if "json_schema" in asked and not (text_format is not None and text_format.strict):
         asked["json_schema"] = with_one_of_as_any_of(asked["json_schema"])
