@@ -521,7 +521,7 @@ CHECKPOINT_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compr
 LISTS: Mapping[str, str] = {
     "lora_paths": r"[^-].*=.*",
     "cuda_graph_bs": r"\d+",
-    "allow_origins": r"https?://.*",
+    "allow_origins": r"[a-z][a-z0-9+.-]*://.*|local-apps",
     "served_model_name": r"[^-].*",
 }
 """Fields whose option takes several words or a JSON list elsewhere, and one word with commas here; and what further words look like."""
