@@ -367,6 +367,8 @@ def test_tools_that_only_the_vendor_knows_are_skipped_and_said(client: httpx.Cli
 def test_counted_tokens_are_those_of_the_message(client: httpx.Client, server: Running, fields: dict[str, Any]):
     asked = {name: value for name, value in HI.items() if name != "max_tokens"} | fields
     counted = client.post(f"{COUNT}?beta=true", json=asked).json()
+    whole = {"max_tokens": 5, "stream": True, "temperature": 0.5, "stop_sequences": ["x"], "metadata": {"user_id": "u"}}
+    assert client.post(COUNT, json=asked | whole | {"thread": {"type": "create"}, "rid": "r"}).json() == counted
     first = events(client.post(f"{MESSAGES}?beta=true", json=HI | fields | {"stream": True}))[0]
     usage = first["message"]["usage"]
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}

@@ -57,6 +57,30 @@ def test_a_stream_that_waits_says_so_and_then_goes_on(server: Running, client: h
     [
         ("/v1/chat/completions", CHAT, "max_tokens"),
         ("/v1/completions", PROMPT, "max_tokens"),
+        ("/v1/completions", PROMPT | {"prompt": [[1, 2, 3], [4]]}, "max_tokens"),
+        ("/v1/responses", INPUT, "max_output_tokens"),
+        ("/v1/messages", CHAT, "max_tokens"),
+    ],
+)
+def test_a_stream_that_begins_with_a_ping_says_what_its_limit_became(
+    server: Running, client: httpx.Client, path, body, field
+):
+    server.frontend.script = Script(hold_at=0)
+    with client.stream("POST", path, json=body | {field: 32_000}) as reply:
+        lines = reply.iter_lines()
+        first = next(lines)
+        server.frontend.release()
+        assert len([*lines]) > 1
+    assert "ping" in first or first == COMMENTED
+    room = min(params.max_new_tokens for params in server.frontend.resolved)
+    assert reply.headers["x-headrace-noted"] == f"{field}={room}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", CHAT, "max_tokens"),
+        ("/v1/completions", PROMPT, "max_tokens"),
         ("/v1/responses", INPUT, "max_output_tokens"),
         ("/v1/messages", CHAT | {"max_tokens": 40}, "max_tokens"),
         ("/api/chat", CHAT, "num_predict"),

@@ -32,11 +32,14 @@ class OutputLimit:
         """`default_max_new_tokens` of the call."""
         return self.asked if self.may_be_lowered and self.asked is not None else if_not_asked
 
-    def watch(self, update: SampleUpdate) -> None:
-        """Look at an update of the reply, which knows the length of its prompt."""
-        room = self.context_length - update.usage.prompt_tokens
+    def fit(self, room: int) -> None:
+        """Note the room that a prompt leaves."""
         if self.may_be_lowered and self.asked is not None and self.asked > room:
             self.lowered_to = room if self.lowered_to is None else min(room, self.lowered_to)
+
+    def watch(self, update: SampleUpdate) -> None:
+        """Look at an update of the reply, which knows the length of its prompt. A stream may begin before it, with a ping."""
+        self.fit(self.context_length - update.usage.prompt_tokens)
 
     def notes(self, name: str) -> list[str]:
         """For the header of a reply, see `server/notes.py`. name: of the field."""

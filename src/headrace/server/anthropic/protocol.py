@@ -129,7 +129,10 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a message and of counting its tokens; None = not set."""
+    """Fields of a message and of counting its tokens, which clients ask for with the whole message; None = not set.
+
+    rid, priority and cache_salt are ours, as on the other routes.
+    """
 
     model: str
     messages: Annotated[list[InputMessage], Meta(extra_json_schema={"minItems": 1})]
@@ -140,31 +143,6 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     output_config: OutputConfig | None = None
     output_format: OutputFormatConfig | None = None
     context_management: ContextManagement | None = None
-    # Without effect.
-    cache_control: object | None = None
-    # Not supported.
-    billing_policy: object | None = None
-    compaction: object | None = None
-    mcp_servers: list[object] | None = None
-    speed: str | None = None
-
-    @property
-    def shows_thinking(self) -> bool:
-        """Whether the reply has the text of the thinking."""
-        return self.thinking is None or self.thinking.display != "omitted"
-
-
-class CountTokensRequest(PromptRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/messages/count_tokens."""
-
-
-class MessagesRequest(PromptRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/messages. max_tokens: 0 = only fill the prefix cache; lowered to the room in the context.
-
-    rid, priority, cache_salt and session_params are ours, as on the other routes.
-    """
-
-    max_tokens: Annotated[int, Meta(extra_json_schema={"minimum": 0})]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
@@ -174,20 +152,42 @@ class MessagesRequest(PromptRequest, frozen=True, kw_only=True, forbid_unknown_f
     rid: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    session_params: SessionParams | None = None
     # Without effect.
+    cache_control: object | None = None
     diagnostics: object | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
     # Not supported.
+    billing_policy: object | None = None
+    compaction: object | None = None
     container: object | None = None
     fallback_credit_token: object | None = None
     fallbacks: object | None = None
     inference_geo: str | None = None
+    mcp_servers: list[object] | None = None
+    speed: str | None = None
     # Only a new one.
     thread: object | None = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the reply has the text of the thinking."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+
+class CountTokensRequest(PromptRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/messages/count_tokens. What does not change the prompt has no effect."""
+
+    max_tokens: int = 0
+
+
+class MessagesRequest(PromptRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/messages. max_tokens: 0 = only fill the prefix cache; lowered to the room in the context. session_params is ours."""
+
+    max_tokens: Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+    session_params: SessionParams | None = None
 
 
 _NOT_YET: dict[str, tuple[object, ...]] = {
@@ -207,10 +207,9 @@ _KEEPS_ALL = "clear_thinking_20251015"
 
 def refuse_unsupported(request: PromptRequest) -> None:
     """Raises RequestError naming the first field that asks for something this server does not do, NotFoundError for a thread."""
-    if isinstance(request, MessagesRequest):
-        _check_thread(request.thread)
+    _check_thread(request.thread)
     for name, neutral in _NOT_YET.items():
-        value = getattr(request, name, None)
+        value = getattr(request, name)
         if not (asks_for_nothing(name, value) or value in neutral):
             raise _unsupported(name)
     if request.output_config is not None and not is_empty(request.output_config.task_budget):

@@ -145,6 +145,8 @@ async def chat_call(
     params = bound.sampling
     length = context.model.context_length
     limit = OutputLimit(params.max_new_tokens, length, 0 if prompt.media else length - len(prompt.ids))
+    if not prompt.media:
+        limit.fit(limit.least_room)
     params = msgspec.structs.replace(params, max_new_tokens=limit.strict)
     call = GenerateReqInput(
         input_ids=list(prompt.ids),

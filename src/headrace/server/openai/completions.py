@@ -78,7 +78,11 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         self.context.check_prompt_size("prompt", text, ids)
         shortened = request.truncate_prompt_tokens is not None
         begins = request.add_special_tokens is not False
-        if text is not None and (shortened or request.return_token_ids or middle is not None or not begins):
+        length = self.context.model.context_length
+        limit = OutputLimit(request.max_new_tokens, length, length - _most_tokens(text, ids))
+        # A stream may have to say what its limit became before the front end has looked at the prompt. An echo is the text as it was sent.
+        counts = bool(request.stream) and limit.may_be_lowered and not request.echo
+        if text is not None and (shortened or request.return_token_ids or middle is not None or not begins or counts):
             texts, alone = [text] if isinstance(text, str) else text, middle is None
             tokenizer = self.context.model.tokenizer
             if alone and not all(texts):
@@ -89,8 +93,9 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         if middle is not None:
             ids = middle.around(ids or [], begins)
         generation_id = self.new_id(request)
-        length = self.context.model.context_length
-        limit = OutputLimit(request.max_new_tokens, length, length - _most_tokens(text, ids))
+        limit.least_room = length - _most_tokens(text, ids)
+        if text is None:
+            limit.fit(limit.least_room)
         sampling = request.sampling_params(limit.strict)
         if middle is not None:
             sampling = middle.ending(sampling)
