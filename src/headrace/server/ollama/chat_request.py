@@ -21,7 +21,6 @@ from headrace.server.chat.conversation import (
 from headrace.server.chat.media import base64_image
 from headrace.server.ollama.protocol import OllamaMessage
 
-_MAY_BE_EMPTY = ("assistant", "tool")
 EFFORTS = ("low", "medium", "high")
 
 
@@ -109,8 +108,6 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
                 "unsupported_parameter",
             )
     text = _text(f"{where}.content", message.content)
-    if text is None and not message.images and role not in _MAY_BE_EMPTY:
-        raise RequestError(f"{where}.content is missing", f"{where}.content")
     shown: Message = {"role": role, "content": text or ""}
     if message.images:
         images = [base64_image(f"{where}.images[{number}]", image) for number, image in enumerate(message.images)]
