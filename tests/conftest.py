@@ -7,6 +7,7 @@ Each run has an order of its own: no verdict may depend on what ran before.
 """
 
 import hashlib
+import logging
 import os
 import random
 import tempfile
@@ -64,3 +65,9 @@ def own_weight_cache():
         if models.is_dir():
             Path(folder, "models").symlink_to(models)
         yield
+
+
+@pytest.fixture(autouse=True)
+def logger_that_reaches_root():
+    """An engine of a test before may have set the logger up for good; `caplog` would then hear some of its records twice, and others not."""
+    logging.getLogger("headrace").propagate = True
