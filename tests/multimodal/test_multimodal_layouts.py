@@ -24,10 +24,10 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from headrace.checkpoint.image_processors import image_settings
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
-from headrace.config.media_args import MediaArgs
+from headrace.config.media_options import MediaArgs
 from headrace.errors import ModelError
 from headrace.frontend.media import PromptMedia
-from headrace.messages.media import ImageRef, MediaRefs
+from headrace.media_kinds import ImageRef, MediaRefs
 from headrace.multimodal.families import make_family
 from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, layout_of
 from headrace.multimodal.loader import make_loader
@@ -111,7 +111,7 @@ async def test_ids_are_those_of_transformers(family: str, tmp_path):
     refs = MediaRefs(tuple(ImageRef(data=file_of(image)) for image in IMAGES))
     try:
         for text in TEXTS:
-            text = text.replace("I", loader.senses.tokens["image"])
+            text = text.replace("I", loader.support.tokens["image"])
             content = await images.add(ours.encode(text, allow_special=True), refs)
             ids = content.ids()
             assert list(ids) == THEIRS[family](text), text

@@ -15,7 +15,7 @@ from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import from_arguments
 from headrace.errors import ConfigError
-from headrace.messages.media import AudioRef, ImageRef, VideoRef
+from headrace.media_kinds import AudioRef, ImageRef, VideoRef
 from headrace.sampling.params import SamplingParams
 
 logger = log.get_logger(__name__)

@@ -10,7 +10,6 @@ from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config import media_options
 from headrace.config.bounds import Bounds, check_option
 from headrace.config.combinations import check_combinations
-from headrace.config.media_args import parse_media_domains
 from headrace.config.option import COUNT, FILLED, POSITIVE, SECONDS
 from headrace.config.option import option as _opt
 from headrace.config.process_options import check_processes
@@ -18,6 +17,7 @@ from headrace.config.served_names import served_names
 from headrace.config.speculation import check_speculation
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
+from headrace.media_kinds import MediaKind
 
 _M, _L, _S, _Q, _K, _O, _R = "Model", "Adapters", "Serving", "Memory and schedule", "Kernels", "Observability", "Ray"
 
@@ -310,11 +310,11 @@ class ServerArgs:
     max_running_requests: int | None = _opt(None, _Q, "Most running samples; default: 64, encoders 256.", POSITIVE)
     max_inputs: int = _opt(1 << 14, _Q, "Most inputs of one embedding, rerank, score or classify request.", POSITIVE)
     max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", POSITIVE)
-    max_images: int = media_options.MAX_IMAGES
-    max_image_bytes: int = media_options.MAX_IMAGE_BYTES
-    max_audios: int = media_options.MAX_AUDIOS
-    max_audio_bytes: int = media_options.MAX_AUDIO_BYTES
-    max_videos: int = media_options.MAX_VIDEOS
+    max_images: int = media_options.max_items(MediaKind.IMAGE)
+    max_image_bytes: int = media_options.max_file_bytes(MediaKind.IMAGE, " or video frame")
+    max_audios: int = media_options.max_items(MediaKind.AUDIO)
+    max_audio_bytes: int = media_options.max_file_bytes(MediaKind.AUDIO)
+    max_videos: int = media_options.max_items(MediaKind.VIDEO)
     max_video_frames: int = media_options.MAX_VIDEO_FRAMES
     max_image_patches: int = media_options.MAX_IMAGE_PATCHES
     allowed_media_domains: str = media_options.ALLOWED_MEDIA_DOMAINS
@@ -590,7 +590,7 @@ class ServerArgs:
             check_option(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
         parse_origins(self.allow_origins)
         parse_hosts(self.allowed_hosts or "")
-        parse_media_domains(self.allowed_media_domains)
+        media_options.parse_media_domains(self.allowed_media_domains)
         check_processes(self)
         check_speculation(self)
         for field_ in fields(self) if not self.ray else ():

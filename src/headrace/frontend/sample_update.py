@@ -3,10 +3,12 @@
 Independent of the format of replies, which `native_answer` and the handlers in `server/` own. Sent to HTTP workers as msgpack.
 """
 
+from collections.abc import Mapping
 from typing import Self
 
 import msgspec
 
+from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 
 LogprobItem = tuple[float | None, int, str | None]
@@ -17,15 +19,13 @@ LogprobRow = list[LogprobItem] | None
 
 
 class SampleUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Token counts of a sample so far. cached_tokens: of the prompt, found in the prefix cache. image_tokens, audio_tokens,
-    video_tokens: of the prompt, those of images, sounds and videos."""
+    """Token counts of a sample so far. cached_tokens: of the prompt, found in the prefix cache. media_tokens: of
+    the prompt, those of each kind of media."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    image_tokens: int = 0
-    audio_tokens: int = 0
-    video_tokens: int = 0
+    media_tokens: Mapping[MediaKind, int] = {}
 
 
 class SampleTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):

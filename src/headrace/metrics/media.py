@@ -1,12 +1,12 @@
-"""Metrics of the images, sounds and videos that clients send: what was loaded, refused and kept. Scraped in the event loop of the loader."""
+"""Metrics of the media that clients send: what was loaded, refused and kept. Scraped in the event loop of the loader."""
 
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from headrace.messages.media import WORDS
-from headrace.messages.media_stats import MediaStats
+from headrace.media_kinds import MediaKind
+from headrace.messages.media import MediaStats
 
 
 class LoadedMedia(Collector):
@@ -34,10 +34,10 @@ class LoadedMedia(Collector):
             yield family
         loaded = CounterMetricFamily(
             "headrace:media_loaded",
-            "Images, sounds and videos that were given to requests.",
+            "Images, audio clips and videos that were given to requests.",
             labels=["model_name", "kind"],
         )
-        for kind in WORDS:
+        for kind in MediaKind:
             loaded.add_metric([self._model_name, kind], stats.num_loaded.get(kind, 0))
         yield loaded
         refused = CounterMetricFamily(

@@ -14,7 +14,7 @@ from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
 from headrace.child_pool.frames import Frames
 from headrace.garbage import give_back_free_memory
-from headrace.messages.media import KEY_BYTES, WORDS
+from headrace.messages.media import KEY_BYTES
 from headrace.multimodal.images import read_image
 from headrace.multimodal.limits import MAX_VIDEO_PIXELS
 from headrace.multimodal.media_messages import (
@@ -47,7 +47,7 @@ def prepare_job(job: MediaJob, settings: MediaSettings, settings_key: bytes) -> 
     except MediaRefusedError as error:
         return Refused(error.message, error.kind)
     except MemoryError:
-        return Refused(f"decoding the {WORDS[job.kind].one} takes too much memory", "memory")
+        return Refused(f"decoding the {job.kind.one} takes too much memory", "memory")
     values = done.values.astype("<f4", copy=False).tobytes()
     about = repr((done.grid, done.step_s)).encode()
     key = hashlib.blake2b(done.digest + about, key=settings_key, digest_size=KEY_BYTES, person=job.kind.encode())
@@ -87,7 +87,7 @@ def _prepared(job: MediaJob, settings: MediaSettings) -> Prepared:
             assert settings.images is not None, "the model takes images"
             return prepare(read_image(job.data), settings.images, job.low, job.squared)
         case AudioJob():
-            assert settings.audio is not None, "the model takes sounds"
+            assert settings.audio is not None, "the model takes audio"
             return _prepared_sound(job.data, settings.audio)
         case VideoJob():
             assert settings.videos is not None, "the model takes videos"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
-from headrace.messages.media import WORDS
 from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S
 from headrace.multimodal.media_messages import VERDICTS, Done, MediaJob, MediaSettings, Refused, Setup, Verdict
 from headrace.multimodal.refused import MediaRefusedError
@@ -39,7 +38,7 @@ class MediaPool(ChildPool[Verdict]):
 
     def prepare(self, job: MediaJob) -> Done:
         """An item, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError if it could not be tried."""
-        decoding = f"decoding the {WORDS[job.kind].one} takes"
+        decoding = f"decoding the {job.kind.one} takes"
         try:
             verdict = self.ask(job)
         except ChildLateError:

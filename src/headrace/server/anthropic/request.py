@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace.errors import ContextLengthError, RequestError
 from headrace.grammar.schema_options import with_one_of_as_any_of
+from headrace.media_kinds import ImageRef
 from headrace.messages.neutral import is_empty
 from headrace.sampling.params import SamplingParams
 from headrace.server.anthropic.blocks import block_text, check_block, read_blocks
@@ -20,7 +21,7 @@ from headrace.server.anthropic.protocol import (
 )
 from headrace.server.anthropic.tools import choice_of, tools_of
 from headrace.server.chat.conversation import Conversation, Message, function_call
-from headrace.server.chat.media import asks_for, base64_image, image_part
+from headrace.server.chat.media import asks_for, base64_image, part_of
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""
@@ -233,7 +234,7 @@ def _image(where: str, source: object) -> Message:
         case {"type": "base64", "data": str(data), **others} if asks_for(others) <= {"media_type"}:
             return base64_image(f"{where}.source.data", data)
         case {"type": "url", "url": str(url), **others} if url and not asks_for(others):
-            return image_part(url)
+            return part_of(ImageRef(url=url))
         case {"type": "file"}:
             raise RequestError(
                 f"{where}.source: there are no files here; send base64 or url",

@@ -6,6 +6,7 @@ Owns the checks of a chat request's messages and tools. Pure functions, run in t
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
+from headrace.media_kinds import PARTS
 from headrace.messages.neutral import asks_for_nothing, is_empty
 from headrace.server.chat.conversation import (
     Conversation,
@@ -35,7 +36,7 @@ _ROLE_OF = {"developer": "system", "function": "tool"}
 OLD_CALL_ID = "call_0"
 """The id of every `function_call`, of which a message has only one."""
 
-_OTHER_PART_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "file")
+_OTHER_PART_FIELDS = (*PARTS, "file")
 
 
 def conversation_of(
