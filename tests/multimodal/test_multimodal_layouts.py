@@ -214,7 +214,7 @@ def test_tokens_of_internvl(tmp_path):
 def test_a_model_without_eyes_has_no_loader(tmp_path):
     ours = write_checkpoint(tmp_path, "llava")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="read text alone"):
+    with pytest.raises(ModelError, match="take text only"):
         make_loader(tmp_path, ours, MediaArgs())
 
 

@@ -17,10 +17,10 @@ from headrace.errors import ExecutionError, RequestError
 from headrace.media_kinds import ImageRef, MediaKind
 from headrace.messages.media import KEY_BYTES
 from headrace.multimodal import sources
+from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.loader import MediaLoader, make_loader
 from headrace.multimodal.media_messages import Done, ImageJob
 from headrace.multimodal.prepared_cache import PreparedCache, RecentRefusals
-from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.sources import FileLimit, inline_bytes
 
 PNG = file_of(picture(40, 40))

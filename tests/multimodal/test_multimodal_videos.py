@@ -26,11 +26,10 @@ from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, VideoRef, refs_of
 from headrace.multimodal import loader as loader_module
 from headrace.multimodal.layout import ItemFacts
-from headrace.multimodal.limits import MAX_ITEM_BYTES
+from headrace.multimodal.limits import MAX_ITEM_BYTES, MediaRefusedError
 from headrace.multimodal.loader import make_loader
 from headrace.multimodal.media_messages import Setup
 from headrace.multimodal.processors import prepare_video
-from headrace.multimodal.refused import MediaRefusedError
 
 SETTINGS = ImageSettings(
     recipe="qwen2_vl", size=Size(shortest_edge=56 * 56, longest_edge=112 * 112), mean=(0.5,) * 3, std=(0.25,) * 3,
@@ -171,7 +170,7 @@ async def test_a_video_is_one_item_however_it_comes(tmp_path):
         (VideoRef(frames=(ImageRef(),)), r"frames\[0\] has neither url nor data"),
         (VideoRef(frames=(*frames(1), ImageRef(url="a", detail="low"))), r"frames\[1\] has detail low"),
         (VideoRef(frames=frames(*range(5))), r"video_data\[0\]: it has 5 frames; the limit is 4"),
-        (VideoRef(frames=(*frames(1), ImageRef(data=b"x" * 50))), r"video_data\[0\]: frames\[1\]: it is no image"),
+        (VideoRef(frames=(*frames(1), ImageRef(data=b"x" * 50))), r"video_data\[0\]: frames\[1\]: it is not a known image format"),
         (VideoRef(frames=(*frames(1), ImageRef(url="https://a.example/b.png"))), r"video_data\[0\]: frames\[1\]: this server fetches no files"),
         ("https://a.example/video.mp4", "video files are not decoded. Take frames of the video, e.g. ffmpeg"),
     ],

@@ -31,11 +31,10 @@ from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSuppo
 from headrace.multimodal.families import Family, Vocabulary, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.layout import ItemFacts, LoadedItem
-from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S
+from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S, MediaRefusedError
 from headrace.multimodal.media_messages import AudioJob, ImageJob, MediaJob, MediaSettings, VideoJob
 from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
-from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
 
@@ -297,12 +296,12 @@ def make_loader(
     audio, deaf = read_audio(config)
     if audio is not None:
         family = make_hearing_family(audio, tokenizer, reasons or {})
-        sounds = read_audio_settings(folder)
-        _check_sounds(audio, sounds)
-        return MediaLoader(family, MediaSettings(audio=sounds), args)
+        features = read_audio_settings(folder)
+        _check_features(audio, features)
+        return MediaLoader(family, MediaSettings(audio=features), args)
     media, blind = read_media(config)
     if media is None:
-        raise ModelError(blind or deaf or f"models of type {config.get('model_type')!r:.80} read text alone")
+        raise ModelError(blind or deaf or f"models of type {config.get('model_type')!r:.80} take text only")
     why = dict(reasons or {})
     videos = None
     try:
@@ -320,7 +319,7 @@ def make_loader(
     return MediaLoader(family, MediaSettings(images=images, videos=videos, video_patches=most), args)
 
 
-def _check_sounds(audio: AudioConfig, settings: AudioSettings) -> None:
+def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
     """Raises ModelError if the features are not those that the encoder takes."""
     theirs = (settings.num_mel_bins, settings.chunk_frames)
     ours = (audio.num_mel_bins, 2 * audio.max_positions)

@@ -16,7 +16,7 @@ from headrace.child_pool.frames import Frames
 from headrace.garbage import give_back_free_memory
 from headrace.messages.media import KEY_BYTES
 from headrace.multimodal.images import read_image
-from headrace.multimodal.limits import MAX_VIDEO_PIXELS
+from headrace.multimodal.limits import MAX_VIDEO_PIXELS, MediaRefusedError
 from headrace.multimodal.media_messages import (
     AudioJob,
     Done,
@@ -29,7 +29,6 @@ from headrace.multimodal.media_messages import (
     VideoJob,
 )
 from headrace.multimodal.processors import Prepared, prepare, prepare_video
-from headrace.multimodal.refused import MediaRefusedError
 
 STACK_BYTES = 8 * MIB
 
@@ -88,7 +87,7 @@ def _prepared(job: MediaJob, settings: MediaSettings) -> Prepared:
             return prepare(read_image(job.data), settings.images, job.low, job.squared)
         case AudioJob():
             assert settings.audio is not None, "the model takes audio"
-            return _prepared_sound(job.data, settings.audio)
+            return _prepared_audio(job.data, settings.audio)
         case VideoJob():
             assert settings.videos is not None, "the model takes videos"
             return prepare_video(_frames(job), len(job.frames), job.fps, settings.videos, settings.video_patches)
@@ -110,11 +109,11 @@ def _frames(job: VideoJob) -> Iterator[Image]:
         yield frame
 
 
-def _prepared_sound(data: bytes, settings: AudioSettings) -> Prepared:
-    from headrace.multimodal.sounds import read_sound  # with the libraries that it needs, for the first sound
+def _prepared_audio(data: bytes, settings: AudioSettings) -> Prepared:
+    from headrace.multimodal.audio import read_audio_file  # with the libraries that it needs, for the first audio file
     from headrace.multimodal.spectrogram import log_mel, num_positions
 
-    samples = read_sound(data, settings)
+    samples = read_audio_file(data, settings)
     digest = hashlib.blake2b(samples.data).digest()
     return Prepared(log_mel(samples, settings), (num_positions(len(samples), settings), 1, 1), digest)
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
-from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S
+from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S, MediaRefusedError
 from headrace.multimodal.media_messages import VERDICTS, Done, MediaJob, MediaSettings, Refused, Setup, Verdict
-from headrace.multimodal.refused import MediaRefusedError
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 

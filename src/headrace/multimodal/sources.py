@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 from headrace.media_kinds import FileRef
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import MediaRefusedError
 
 Form = Literal["inline", "file", "web"]
 

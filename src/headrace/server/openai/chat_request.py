@@ -6,7 +6,7 @@ Owns the checks of a chat request's messages and tools. Pure functions, run in t
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.media_kinds import PARTS
+from headrace.media_kinds import PARTS, MediaKind
 from headrace.messages.neutral import asks_for_nothing, is_empty
 from headrace.server.chat.conversation import (
     Conversation,
@@ -26,7 +26,7 @@ from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
 from headrace.server.openai.thinking_fields import AskedThinking, asked_thinking
 
-_MESSAGE_FIELDS_NOT_YET = ("audio", "prefix", "partial", "images", "audios", "videos")
+_MESSAGE_FIELDS_NOT_YET = ("audio", "prefix", "partial", *(kind.plural for kind in MediaKind))
 _MAY_BE_EMPTY = ("assistant", "tool", "function")
 """Roles whose messages may say nothing: a tool returned nothing, or the model did."""
 
