@@ -357,7 +357,7 @@ docs/images.md."""
 
 
 Audio = AudioRef | bytes | PathLike[str] | str | dict[str, str]
-"""A sound in the same ways."""
+"""Audio in the same forms."""
 
 Video = VideoRef | str | dict[str, Any]
 """A video by its frames, each an `Image`: a dict with "frames" and "fps". See docs/images.md."""

@@ -433,7 +433,7 @@ TABLE: tuple[Entry, ...] = (
         "images are decoded and encoded by the server itself, as docs/images.md says",
         is_prefix=True,
     ),
-    _already(SGLANG, "--enable-multimodal", "models that see need no option"),
+    _already(SGLANG, "--enable-multimodal", "multimodal models need no option"),
     _refused(VLLM, "--guided-decoding-disable-", "see --grammar-backend", is_prefix=True),
     _refused(
         VLLM,

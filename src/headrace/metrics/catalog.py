@@ -224,12 +224,10 @@ class Metrics:
             "grammar_kills", "Grammars that exceeded their time or memory; refusals too."
         )
         self.grammar_cache_bytes = self._gauge("grammar_cache_bytes", "Compiled grammars that are kept.")
-        self.media_encoded = self._counter("media_encoded", "Images and sounds that were encoded.")
-        self.media_failures = self._counter("media_encoding_failures", "Images and sounds that could not be encoded.")
-        self.media_hits = self._counter(
-            "media_encoding_hits", "Images and sounds of requests that had been encoded for an earlier one."
-        )
-        self.media_tokens = self._counter("media_encoded_tokens", "Tokens of the images and sounds that were encoded.")
+        self.media_encoded = self._counter("media_encoded", "Media items that were encoded.")
+        self.media_failures = self._counter("media_encoding_failures", "Media items that could not be encoded.")
+        self.media_hits = self._counter("media_encoding_hits", "Media items whose encoder output was cached.")
+        self.media_tokens = self._counter("media_encoded_tokens", "Tokens of media items that were encoded.")
         self.media_encoding_s = self._counter("media_encoding_seconds", "Spent in steps on encoding, of step_seconds.")
         self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
         self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that no request uses.")
