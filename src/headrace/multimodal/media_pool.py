@@ -44,7 +44,7 @@ class MediaPool(ChildPool[Verdict]):
             raise MediaRefusedError(f"{decoding} longer than {self._limit_s:g} s", "time") from None
         except ChildLostError:
             raise MediaRefusedError(
-                f"{decoding} more memory than one may ({self._memory_bytes // MIB} MiB), or it is broken", "memory"
+                f"{decoding} more memory than the limit ({self._memory_bytes // MIB} MiB), or it is broken", "memory"
             ) from None
         if isinstance(verdict, Refused):
             raise MediaRefusedError(verdict.message, verdict.kind)
