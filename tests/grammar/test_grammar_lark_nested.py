@@ -150,7 +150,7 @@ def test_a_definition_without_escapes_stays_small():
         ("start: /[a/", "not closed"),
         ("start: /(a/", "not closed"),
         ("start: /a)/", "not open"),
-        ("start: /*a/", "has nothing to repeat"),
+        ("start: /*a/", "repeats nothing"),
         ("start: /a{x}/", "`{` must begin"),
         ("start: /a****************/", "operators"),
         ("start: /[b-a]/", "the range"),

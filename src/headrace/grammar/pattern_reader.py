@@ -85,7 +85,7 @@ class _Reader:
         """The whole expression."""
         found = self._choice(flags, 0)
         if self._at < len(self._text):
-            raise PatternError("unbalanced closing parenthesis")
+            raise PatternError("a parenthesis is closed that is not open")
         return found
 
     def with_flags(self, flags: _Flags, letters: str) -> _Flags:
@@ -153,7 +153,7 @@ class _Reader:
             case "^" | "$":
                 raise PatternError(f"the anchor `{char}` is supported only at the end of the whole expression")
             case "*" | "+" | "?" | "{":
-                raise PatternError(f"`{char}` has nothing to repeat")
+                raise PatternError(f"`{char}` repeats nothing")
             case "\\":
                 if known := self._known_class():
                     return _pattern(known, flags)
@@ -301,7 +301,7 @@ class _Reader:
             return found[5]
         code = int(found[1] or found[2] or found[3] or found[4], 16)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise PatternError(f"`{found[0]}` is not a character")
+            raise PatternError(f"`{found[0]}` is no character")
         return chr(code)
 
     def _peek(self) -> str:
