@@ -5,7 +5,7 @@ the decisions it took).
 
 option.py (one of them), bounds.py (which values an option may have), cli.py (the command line made from the options),
 help_pages.py (what `--help` shows of them), translate.py (options as SGLang and vLLM write them), other_servers.py
-(the table of those options), option_pages.py (its pages in docs), settings.py (options from a file and the
+and other_servers.toml (the table of those options), option_pages.py (its pages in docs), settings.py (options from a file and the
 environment), adapters.py (--lora-paths), served_names.py (--served-model-name), kv_events.py (--kv-events-config),
 nodes.py (--nnodes), process_options.py (ranks and replicas), speculation.py (guessed tokens), pooling_options.py
 (models that make vectors), media_options.py and media_args.py (models that take images, sounds or videos),
