@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.config.pooling_options import ENCODER_RUNNING, ENCODER_STEP_TOKENS, check_pooling, encoder_args
+from headrace.config.checks import ENCODER_RUNNING, ENCODER_STEP_TOKENS, check_pooling, encoder_args
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 

@@ -8,13 +8,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from headrace.config.server_options import ServerOptions
 from headrace.config.web import split_authority
 from headrace.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace.config.server_args import ServerArgs
 
 _BELOW = "*."
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -53,7 +50,7 @@ class MediaArgs:
     num_processes: int = 1
 
 
-def media_args(args: "ServerArgs") -> MediaArgs:
+def media_args(args: ServerOptions) -> MediaArgs:
     """Those of a server's options. Raises ConfigError."""
     return MediaArgs(
         domains=parse_media_domains(args.allowed_media_domains),
@@ -68,7 +65,7 @@ def media_args(args: "ServerArgs") -> MediaArgs:
     )
 
 
-def most_media(args: "ServerArgs") -> dict[str, int]:
+def most_media(args: ServerOptions) -> dict[str, int]:
     """Most items of each kind in a prompt."""
     return {"image": args.max_images, "audio": args.max_audios, "video": args.max_videos}
 

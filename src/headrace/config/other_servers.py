@@ -2,7 +2,7 @@
 
 `table()` has what is spelled differently, is already so, or is not supported: the rows of other_servers.toml. An option that is not in it and has
 one of ours' name means the same as ours (docs/coming-from-sglang.md and docs/coming-from-vllm.md name the exceptions). `config.translate` reads
-it; `config.option_pages` makes the tables of those two pages from it. The file is read when the first option that is not ours is looked up.
+it; tests/repo/option_pages.py makes the tables of those two pages from it. The file is read when the first option that is not ours is looked up.
 """
 
 import functools

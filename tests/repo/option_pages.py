@@ -1,6 +1,6 @@
 """The tables of docs/coming-from-sglang.md and docs/coming-from-vllm.md, as Markdown.
 
-`python -m headrace.config.option_pages sglang|vllm` prints them.
+`python tests/repo/option_pages.py sglang|vllm` prints them.
 """
 
 import sys
