@@ -22,17 +22,10 @@ def modules() -> dict[str, Path]:
 
 
 class Imports(ast.NodeVisitor):
-    """Names that a module imports when it is imported or when one of its functions runs, not those under `if TYPE_CHECKING`."""
+    """Names that a module imports: at the top, inside functions, or for annotations alone."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-
-    def visit_If(self, node: ast.If) -> None:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            for other in node.orelse:
-                self.visit(other)
-        else:
-            self.generic_visit(node)
 
     def visit_Import(self, node: ast.Import) -> None:
         self.names |= {alias.name for alias in node.names}
@@ -80,8 +73,8 @@ def circles(graph: dict[str, set[str]]) -> Iterator[frozenset[str]]:
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    """Counted are imports at the top and inside functions: what is put off is a circle all the same. Imports for annotations alone
-    (`if TYPE_CHECKING`) are not counted, nor is that a module's package is imported with it, nor what is imported by a computed name."""
+    """Counted are imports at the top, inside functions and for annotations alone (`if TYPE_CHECKING`): what is put off is a circle all the
+    same. Not counted are that a module's package is imported with it, and what is imported by a computed name."""
     graph = {name: imported_by(path.read_text(encoding="utf-8")) for name, path in modules().items()}
 
     assert [sorted(circle) for circle in circles(graph)] == []
@@ -100,15 +93,13 @@ def test_circles_are_found(graph, expected):
     assert set(circles(graph)) == expected
 
 
-def test_imports_inside_functions_count_and_those_for_annotations_do_not():
+def test_imports_inside_functions_and_for_annotations_count():
     source = """
 from typing import TYPE_CHECKING
 import headrace.errors
 from headrace import log
 if TYPE_CHECKING:
     from headrace.messages import control
-else:
-    from headrace.messages import step
 def run():
     from headrace.config.resolve import MEM_FRACTION
     import torch
@@ -116,7 +107,7 @@ def run():
     assert imported_by(source) == {
         "headrace.errors",
         "headrace.log",
-        "headrace.messages.step",
+        "headrace.messages.control",
         "headrace.config.resolve",
     }
 
