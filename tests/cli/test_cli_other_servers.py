@@ -147,7 +147,7 @@ def test_a_python_program_and_a_file_may_name_a_model_several_times(tmp_path):
     [
         ("--tp 2 --ep 8", r"--ep-size must be 1 or the value of --tp-size \(2\), .* got 8"),
         ("--enable-expert-parallel", "give --ep-size the value of --tp-size"),
-        ("--speculative-config {}", "--speculative-algorithm says what guesses"),
+        ("--speculative-config {}", "--speculative-algorithm chooses the method"),
         ("--ssl-ca-certs c", "proxy"),
         ("--revision main", "org/name@REVISION"),
         ("--scheduling-policy priority", "lowest first"),

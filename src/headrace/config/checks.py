@@ -140,7 +140,7 @@ def check_guesses_on(device: str, args: ServerOptions, batch_invariant: bool) ->
         )
     if not batch_invariant:
         raise ConfigError(
-            f"{_ALGORITHM} {algorithm}: this model runs through transformers' code, whose bits depend on the batch, so guesses would change tokens"
+            f"{_ALGORITHM} {algorithm}: the bits of models that run through transformers' code depend on the batch, so the output would change"
         )
 
 
@@ -153,7 +153,7 @@ def check_pooling(args: ServerOptions, is_encoder: bool) -> None:
                 raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave the option out")
     if args.speculative_algorithm != "off":
         raise ConfigError(
-            f"--speculative-algorithm {args.speculative_algorithm}: this model makes vectors, and has no tokens to guess; leave the option out"
+            f"{_ALGORITHM} {args.speculative_algorithm}: an embedding model generates no tokens; leave the option out"
         )
     if args.model_impl == "transformers":
         raise ConfigError("--model-impl transformers is for models that generate; leave the option out")
@@ -184,16 +184,3 @@ def encoder_args(args: Args, context_length: int) -> Args:
         disable_radix_cache=True,
         detokenize_in="main",
     )
-
-
-def textual_by_options(args: ServerOptions, pools: bool) -> str:
-    """Why a model that could see or hear does not with these options, or "". pools: it makes vectors instead of text."""
-    if pools:
-        return "it makes vectors of text alone"
-    if args.num_ranks > 1:
-        return "it is split over several ranks, and images, sounds and videos need --tp-size 1 and --pp-size 1"
-    if args.model_impl == "transformers":
-        return "it runs transformers' code (--model-impl transformers)"
-    if args.skip_tokenizer_init:
-        return "it has no tokenizer (--skip-tokenizer-init)"
-    return ""

@@ -70,6 +70,19 @@ def most_media(args: ServerOptions) -> dict[str, int]:
     return {"image": args.max_images, "audio": args.max_audios, "video": args.max_videos}
 
 
+def textual_by_options(args: ServerOptions, pools: bool) -> str:
+    """Why a model that could see or hear does not with these options, or "". pools: it makes vectors instead of text."""
+    if pools:
+        return "it makes embeddings of text only"
+    if args.num_ranks > 1:
+        return "it is split over several ranks, and images, sounds and videos need --tp-size 1 and --pp-size 1"
+    if args.model_impl == "transformers":
+        return "it runs transformers' code (--model-impl transformers)"
+    if args.skip_tokenizer_init:
+        return "it has no tokenizer (--skip-tokenizer-init)"
+    return ""
+
+
 def parse_media_domains(text: str) -> MediaDomains:
     """The hosts of --allowed-media-domains. Raises ConfigError."""
     names: set[tuple[str, int | None]] = set()

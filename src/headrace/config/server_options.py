@@ -207,7 +207,7 @@ class ServerOptions:
     enable_dp_attention: bool = _opt(
         False,
         _S,
-        "Of a mixture of experts, let each process of --tp-size compute attention for requests of its own. Give --dp-size the same value.",
+        "MoE models: data-parallel attention, each process of --tp-size for requests of its own. Give --dp-size the same value.",
     )
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _opt(
         "round_robin",
@@ -371,7 +371,7 @@ class ServerOptions:
         "auto",
         _Q,
         "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, and int8 with int8, int8-fast or int4 "
-        "if heads have at most 128 elements, unless a short text shows that they hurt the model; else that of the weights. "
+        "if heads have at most 128 elements, unless a short text shows that they cost the model too much quality; else that of the weights. "
         "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _opt(False, _Q, "Disable prefix caching: requests share no KV cache.")
@@ -379,9 +379,9 @@ class ServerOptions:
     speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _opt(
         "off",
         _Q,
-        "Guess tokens and let one step compute several of them, where that is faster. No token changes. ngram: what followed the last "
-        "tokens where they came before, in the prompt or the output; auto: all that needs no weights of its own; draft: what a smaller "
-        "model says; eagle3: what a head of the model says. See docs/speculation.md.",
+        "Speculative decoding, where it is faster; the output is unchanged. ngram: draft tokens are what followed the last tokens where they "
+        "came before, in the prompt or the output; auto: all that needs no weights of its own; draft: a smaller model; eagle3: an EAGLE-3 "
+        "head. See docs/speculation.md.",
     )
     speculative_num_draft_tokens: int = _opt(
         16, _Q, "Most draft tokens at a time with --speculative-algorithm.", Bounds(least=1, most=63)
@@ -389,11 +389,11 @@ class ServerOptions:
     speculative_shared_tokens: int = _opt(
         0,
         _Q,
-        "With ngram and auto: draft also from the last so many tokens that others with the same key, salt and adapter have said; 0 = none.",
+        "With ngram and auto: draft also from the last N output tokens of other requests with the same key, salt and adapter; 0 = none.",
         Bounds(least=0, most=1 << 18),
     )
     speculative_draft_model_path: str | None = _opt(
-        None, _Q, "The model of draft, which has the vocabulary of the model, or the head of eagle3.", FILLED
+        None, _Q, "The draft model, which has the same vocabulary, or the EAGLE-3 head.", FILLED
     )
     speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
         "auto", _Q, "As --quantization, of the draft model; auto: the same."
@@ -418,8 +418,8 @@ class ServerOptions:
     activations: Literal["auto", "float32", "bfloat16"] = _opt(
         "auto",
         _K,
-        "On CPU, how linear layers that are not quantised take their input. auto: in the fastest way that this processor has "
-        "(bfloat16, 16-bit integers or float32); float32 rounds nothing. See docs/quantization.md.",
+        "On CPU, activation dtype of unquantised linear layers. auto: the fastest on this processor (bfloat16, 16-bit integers or float32); "
+        "float32 rounds nothing. See docs/quantization.md.",
     )
     quantization: Quantization = _opt(  # noqa: RUF009, it gives a field
         "none",

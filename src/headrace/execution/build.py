@@ -519,7 +519,7 @@ def _graph_sizes(setup: Setup, decisions: list[str]) -> tuple[int, ...]:
     if not config.cuda_graph_sizes:
         return ()
     if setup.pooling is not None:
-        reason = "a model that makes vectors has no decode steps"
+        reason = "an embedding model has no decode steps"
     elif setup.spec.name == "transformers":
         reason = "the model class transformers may wait for the device"
     elif setup.model_config.moe is not None and not kernels.runs_fused_moe(config.device):

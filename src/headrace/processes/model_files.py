@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from headrace.checkpoint.names import known_model, resolve_model
-from headrace.config.checks import check_pooling, encoder_args, textual_by_options
+from headrace.config.checks import check_pooling, encoder_args
+from headrace.config.media_args import textual_by_options
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError, RequestError
