@@ -8,13 +8,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from headrace.config.server_options import ServerOptions
 from headrace.config.web import split_authority
 from headrace.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace.config.server_args import ServerArgs
 
 _BELOW = "*."
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -53,7 +50,7 @@ class MediaArgs:
     num_processes: int = 1
 
 
-def media_args(args: "ServerArgs") -> MediaArgs:
+def media_args(args: ServerOptions) -> MediaArgs:
     """Those of a server's options. Raises ConfigError."""
     return MediaArgs(
         domains=parse_media_domains(args.allowed_media_domains),
@@ -68,9 +65,22 @@ def media_args(args: "ServerArgs") -> MediaArgs:
     )
 
 
-def most_media(args: "ServerArgs") -> dict[str, int]:
+def most_media(args: ServerOptions) -> dict[str, int]:
     """Most items of each kind in a prompt."""
     return {"image": args.max_images, "audio": args.max_audios, "video": args.max_videos}
+
+
+def textual_by_options(args: ServerOptions, pools: bool) -> str:
+    """Why a model that could see or hear does not with these options, or "". pools: it makes vectors instead of text."""
+    if pools:
+        return "it makes embeddings of text only"
+    if args.num_ranks > 1:
+        return "it is split over several ranks, and images, sounds and videos need --tp-size 1 and --pp-size 1"
+    if args.model_impl == "transformers":
+        return "it runs transformers' code (--model-impl transformers)"
+    if args.skip_tokenizer_init:
+        return "it has no tokenizer (--skip-tokenizer-init)"
+    return ""
 
 
 def parse_media_domains(text: str) -> MediaDomains:

@@ -1,12 +1,6 @@
 """Options for models that see and hear: what clients may send, and what is kept of it."""
 
-from typing import TYPE_CHECKING
-
-from headrace.config.bounds import Bounds
-from headrace.config.option import FILLED, POSITIVE, option
-
-if TYPE_CHECKING:
-    from headrace.config.server_args import ServerArgs
+from headrace.config.option import FILLED, POSITIVE, Bounds, option
 
 _GROUP = "Images, sounds and videos"
 
@@ -42,16 +36,3 @@ IMAGE_CACHE_BYTES = option(
 ENCODER_CACHE_BYTES = option(
     256 << 20, _GROUP, "What the model's encoder made of images, sounds and videos that is kept, in bytes.", POSITIVE
 )
-
-
-def textual_by_options(args: "ServerArgs", pools: bool) -> str:
-    """Why a model that could see or hear does not with these options, or "". pools: it makes vectors instead of text."""
-    if pools:
-        return "it makes vectors of text alone"
-    if args.num_ranks > 1:
-        return "it is split over several ranks, and images, sounds and videos need --tp-size 1 and --pp-size 1"
-    if args.model_impl == "transformers":
-        return "it runs transformers' code (--model-impl transformers)"
-    if args.skip_tokenizer_init:
-        return "it has no tokenizer (--skip-tokenizer-init)"
-    return ""

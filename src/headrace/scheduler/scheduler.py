@@ -301,7 +301,7 @@ class Scheduler:
         except ValueError as error:
             raise RequestError(f"the prompt's media do not fit its tokens: {error}") from None
         if req.asked.content.media and not self.config.encoder_rows:
-            raise RequestError("this model does not see images: it reads text alone")
+            raise RequestError("this model does not support images")
         longest = max((span.length for span in req.asked.content.spans), default=0)
         if self.config.whole_images and longest > self.config.step_tokens - self.config.max_running:
             raise RequestError(

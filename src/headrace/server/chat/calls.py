@@ -182,7 +182,5 @@ def _format(context: ServingContext, conversation: Conversation) -> OutputFormat
     found = context.model.output_format
     calls = bool(conversation.tools) and conversation.choice.mode != "none"
     if calls and (found is None or not found.has_tools):
-        raise RequestError(
-            "tools: this server reads no tool calls; start it with another --tool-call-parser than none", "tools"
-        )
+        raise RequestError("tools: tool calls are disabled (--tool-call-parser none)", "tools")
     return found if conversation.tools or (found is not None and found.has_reasoning) else None
