@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.checkpoint.names import resolve_model
-from headrace.config.devices import cuda_is_there, host_memory_bytes
 from headrace.config.kv_events import check_pyzmq, read_kv_events
+from headrace.config.machine import check_open_files, cuda_is_there, host_memory_bytes
 from headrace.config.nodes import dist_secret, with_nodes
-from headrace.config.open_files import check_open_files
 from headrace.config.resolve import refuse_early, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError

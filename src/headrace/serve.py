@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace import log
+from headrace.config.machine import check_open_files
 from headrace.config.nodes import with_nodes
-from headrace.config.open_files import check_open_files
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError

@@ -10,7 +10,7 @@ import pytest
 from headrace.api.options import option_values
 from headrace.cli.app import main
 from headrace.config.cli import parse
-from headrace.config.other_servers import LISTS, TABLE, VALUES, Alias, Already
+from headrace.config.other_servers import LISTS, VALUES, Alias, Already, table
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import own_options
 from headrace.errors import ConfigError
@@ -147,7 +147,7 @@ def test_a_python_program_and_a_file_may_name_a_model_several_times(tmp_path):
     [
         ("--tp 2 --ep 8", r"--ep-size must be 1 or the value of --tp-size \(2\), .* got 8"),
         ("--enable-expert-parallel", "give --ep-size the value of --tp-size"),
-        ("--speculative-config {}", "--speculative-algorithm says what guesses"),
+        ("--speculative-config {}", "--speculative-algorithm chooses the method"),
         ("--ssl-ca-certs c", "proxy"),
         ("--revision main", "org/name@REVISION"),
         ("--scheduling-policy priority", "lowest first"),
@@ -199,17 +199,17 @@ def test_a_refusal_is_one_line_and_exit_code_2(capsys):
 
 
 def test_the_table_names_each_option_once():
-    every = [name for entry in TABLE for name in entry.names]
+    every = [name for entry in table() for name in entry.names]
     assert len(every) > 150
     assert sorted(name for name in set(every) if every.count(name) > 1) == []
 
 
 def test_the_table_speaks_of_options_that_exist():
-    targets = {name for entry in TABLE if isinstance(entry, Alias) for name in entry.sets}
-    targets |= {entry.unless[0] for entry in TABLE if isinstance(entry, Already) and entry.unless}
+    targets = {name for entry in table() if isinstance(entry, Alias) for name in entry.sets}
+    targets |= {entry.unless[0] for entry in table() if isinstance(entry, Already) and entry.unless}
     assert targets <= FIELDS.keys()
     assert {*VALUES, *LISTS} <= FIELDS.keys()
-    assert all(entry.otherwise for entry in TABLE if isinstance(entry, Already) and entry.values)
+    assert all(entry.otherwise for entry in table() if isinstance(entry, Already) and entry.values)
 
 
 def test_other_spellings_of_values_mean_values_of_ours():
@@ -222,6 +222,6 @@ def test_other_spellings_of_values_mean_values_of_ours():
 
 def test_every_remark_names_options_that_exist():
     known = own_options().keys()
-    for entry in TABLE:
+    for entry in table():
         text = entry.says + " " + getattr(entry, "otherwise", "")
         assert [word for word in re.findall(r"--[a-z][a-z-]*", text) if word not in known] == [], entry.names

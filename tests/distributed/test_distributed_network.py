@@ -272,7 +272,7 @@ def test_ranks_that_are_missing_are_named():
 def test_a_follower_says_that_nobody_listens():
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(ExecutionError, match=r"not whole after 0.1 s: nobody listens there"):
+    with pytest.raises(ExecutionError, match=r"not whole after 0.1 s: nothing listens there"):
         FollowerGroup.join(Address(HOST, port), SECRET, Member(1, 2, FACTS), LIMIT_S, 0.1)
 
 

@@ -57,6 +57,12 @@ def test_chat(run: Callable[[str], dict[str, Any]]) -> None:
     assert found["engine"].tokenizer.decode(found["ids"]) == found["text"]
 
 
+def test_same_tokens(run: Callable[[str], dict[str, Any]]) -> None:
+    found = run("same_tokens.py")
+    assert found["same"]
+    assert len(found["alone"]["output_ids"]) == 128
+
+
 def test_tools(run: Callable[[str], dict[str, Any]]) -> None:
     found = run("tools.py")
     assert [message["role"] for message in found["messages"]] == ["user", "assistant", "tool"]

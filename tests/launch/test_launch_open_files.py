@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headrace.config.open_files import check_open_files
+from headrace.config.machine import check_open_files
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.config.pooling_options import ENCODER_RUNNING, ENCODER_STEP_TOKENS, check_pooling, encoder_args
+from headrace.config.checks import ENCODER_RUNNING, ENCODER_STEP_TOKENS, check_pooling, encoder_args
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
@@ -26,7 +26,7 @@ def test_an_encoder_refuses_what_it_has_no_use_for(name):
 @pytest.mark.parametrize("is_encoder", [False, True])
 def test_what_guesses_or_divides_a_model_is_refused_for_all_that_make_vectors(is_encoder):
     for options, message in (
-        ({"speculative_algorithm": "ngram"}, "no tokens to guess"),
+        ({"speculative_algorithm": "ngram"}, "generates no tokens"),
         ({"tp_size": 2}, "--dp-size"),
         ({"model_impl": "transformers"}, "models that generate"),
     ):

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from seeing_checkpoints import file_of, picture
 
-from headrace.config.media_options import MediaArgs, MediaDomains, media_args, parse_media_domains, parse_media_folder
+from headrace.config.media_args import MediaArgs, MediaDomains, media_args, parse_media_domains, parse_media_folder
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch

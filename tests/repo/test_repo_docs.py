@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from option_pages import markdown
 
 from headrace.benchmark.workloads import PRESETS
 from headrace.checkpoint.weight_formats import names_on_cpu, names_on_gpus
 from headrace.cli.app import app
 from headrace.config.cli import options_markdown
-from headrace.config.option_pages import markdown
 from headrace.config.other_servers import Refused, find, names
 from headrace.config.settings import own_options
 
@@ -55,14 +55,14 @@ def test_cli_docs_hold_the_table_of_options():
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
 def test_the_pages_of_other_servers_hold_their_tables_of_options(server):
     assert markdown(server) in (DOCS / f"coming-from-{server}.md").read_text(), (
-        f"replace the tables under Options by the output of: python -m headrace.config.option_pages {server}"
+        f"replace the tables under Options by the output of: python tests/repo/option_pages.py {server}"
     )
 
 
 def test_the_tables_of_other_servers_have_no_option_of_ours():
     ours = own_options().keys()
     both = sorted(set(names()) & ours) + sorted(name for name in ours if isinstance(find(name), Refused))
-    assert both == [], "these are options now: take them out of config/other_servers.py, and renew the pages"
+    assert both == [], "these are options now: take them out of config/other_servers.toml, and renew the pages"
 
 
 @pytest.mark.parametrize("name", list(commands()))

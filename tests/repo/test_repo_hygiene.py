@@ -92,6 +92,8 @@ def test_every_source_folder_is_a_package():
         "scripts/test",
         "scripts/sanitize",
         "scripts/soak",
+        "scripts/count",
+        "scripts/surface",
         ".ci/run",
         "benchmarks/compare/setup",
     ],
@@ -104,7 +106,8 @@ def test_scripts_can_be_run_and_are_valid_bash(script):
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/setup", "scripts/test", "scripts/sanitize", "scripts/soak", "benchmarks/compare/setup"]
+    "script",
+    ["scripts/setup", "scripts/test", "scripts/sanitize", "scripts/soak", "scripts/count", "benchmarks/compare/setup"],
 )
 def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp_path):
     shown = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, cwd=tmp_path, check=True)
@@ -119,6 +122,7 @@ def test_ci_runs_what_a_contributor_runs():
     assert [line for line in lines if line.startswith("scripts/")] == [
         "scripts/setup --dev --all-isas --if-needed",  # every variant of the kernels, not this machine's alone
         "scripts/test",
+        "scripts/count",
     ]
 
 

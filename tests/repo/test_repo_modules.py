@@ -1,94 +1,19 @@
 """How modules hang together: none imports itself by way of others, and none is too long to read."""
 
-import ast
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-
 import pytest
+from import_graph import circles, graph, imported_by, modules
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 MAX_LINES = 600
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache
-def modules() -> dict[str, Path]:
-    return {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
-
-
-class Imports(ast.NodeVisitor):
-    """Names that a module imports when it is imported or when one of its functions runs, not those under `if TYPE_CHECKING`."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def visit_If(self, node: ast.If) -> None:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            for other in node.orelse:
-                self.visit(other)
-        else:
-            self.generic_visit(node)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        self.names |= {alias.name for alias in node.names}
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        assert node.level == 0, "imports are absolute"
-        assert node.module is not None
-        # `from headrace import log` means the module headrace.log, and not the package.
-        for alias in node.names:
-            full = f"{node.module}.{alias.name}"
-            self.names.add(full if full in modules() else node.module)
-
-
-def imported_by(source: str) -> set[str]:
-    visitor = Imports()
-    visitor.visit(ast.parse(source))
-    return {name for name in visitor.names if name in modules()}
-
-
-def circles(graph: dict[str, set[str]]) -> Iterator[frozenset[str]]:
-    """Strongly connected components of more than one module, or of one that imports itself (Tarjan, 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-
-    def visit(name: str) -> Iterator[frozenset[str]]:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in sorted(graph[name]):
-            if other not in index:
-                yield from visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            at = stack.index(name)
-            component = frozenset(stack[at:])
-            del stack[at:]
-            if len(component) > 1 or name in graph[name]:
-                yield component
-
-    for name in graph:
-        if name not in index:
-            yield from visit(name)
-
-
 def test_no_module_imports_itself_by_way_of_others():
-    """Counted are imports at the top and inside functions: what is put off is a circle all the same. Imports for annotations alone
-    (`if TYPE_CHECKING`) are not counted, nor is that a module's package is imported with it, nor what is imported by a computed name."""
-    graph = {name: imported_by(path.read_text(encoding="utf-8")) for name, path in modules().items()}
-
-    assert [sorted(circle) for circle in circles(graph)] == []
+    """Counted are imports at the top, inside functions and for annotations alone (`if TYPE_CHECKING`): what is put off is a circle all the
+    same. Not counted are that a module's package is imported with it, and what is imported by a computed name."""
+    assert [sorted(circle) for circle in circles(graph())] == []
 
 
 @pytest.mark.parametrize(
-    "graph, expected",
+    "imports, expected",
     [
         ({"a": {"b"}, "b": {"c"}, "c": set()}, set()),
         ({"a": {"b"}, "b": {"a"}, "c": {"a"}}, {frozenset("ab")}),
@@ -96,19 +21,17 @@ def test_no_module_imports_itself_by_way_of_others():
         ({"a": {"a"}}, {frozenset("a")}),
     ],
 )
-def test_circles_are_found(graph, expected):
-    assert set(circles(graph)) == expected
+def test_circles_are_found(imports, expected):
+    assert set(circles(imports)) == expected
 
 
-def test_imports_inside_functions_count_and_those_for_annotations_do_not():
+def test_imports_inside_functions_and_for_annotations_count():
     source = """
 from typing import TYPE_CHECKING
 import headrace.errors
 from headrace import log
 if TYPE_CHECKING:
     from headrace.messages import control
-else:
-    from headrace.messages import step
 def run():
     from headrace.config.resolve import MEM_FRACTION
     import torch
@@ -116,7 +39,7 @@ def run():
     assert imported_by(source) == {
         "headrace.errors",
         "headrace.log",
-        "headrace.messages.step",
+        "headrace.messages.control",
         "headrace.config.resolve",
     }
 

@@ -273,3 +273,52 @@ def test_emulation_is_skipped_with_a_clear_line_where_its_tools_are_missing(tmp_
 
     assert "skipped" in done.stdout
     assert "apt-get install g++-aarch64-linux-gnu qemu-user-static" in done.stdout
+
+
+@pytest.fixture
+def history(tmp_path):
+    """A repository with scripts/count and one file of source. `commit(message, **texts)` writes files of src; None removes one."""
+    (tmp_path / "tests").mkdir()
+    for name in ("scripts", "tests/repo"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "src/headrace").mkdir(parents=True)
+    identity = ("-c", "user.name=A", "-c", "user.email=a@b.invalid")
+
+    def commit(message, **texts):
+        for name, text in texts.items():
+            path = tmp_path / f"src/headrace/{name}.py"
+            path.unlink() if text is None else path.write_text(text)
+        for words in (("init", "-q"), ("add", "src"), (*identity, "commit", "-qm", message)):
+            subprocess.run(["git", *words], cwd=tmp_path, check=True)
+
+    def count(*arguments):
+        done = subprocess.run(
+            [tmp_path / "scripts/count", *arguments], check=True, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+        return [line.strip() for line in done.stdout.splitlines()]
+
+    commit("first", a='"""Text."""\n\nimport os  # it\n\nx = [\n    1,  # one\n]\n"""Of x."""\n', b="", c="y = 1\n" * 9)
+    return commit, count
+
+
+def test_the_size_of_the_source_is_counted(history):
+    _, count = history
+    figures = dict(reversed(line.split("  ", 1)) for line in count())
+    assert figures["lines of src"] == "17"
+    assert figures["files of src"] == "3"
+    assert figures["lines of code of src (not blank, no comment, docstring or import)"] == "13"
+    assert figures["statements of src (AST)"] == "13"
+    assert figures["import circles"] == "0"
+
+
+def test_a_capability_counts_the_files_that_were_there_before(history):
+    commit, count = history
+    commit("seen: one\n\nCapability: sight", a="1\n", new="1\n")
+    commit("other", b="2\n")
+    commit("seen: two\n\nWhy.\n\nCapability: sight", new="2\n", a="3\n", c=None, moved="y = 1\n" * 9)
+    assert count()[-1] == "2  existing files of src modified for: sight"
+    assert count("HEAD~1..HEAD") == [
+        "HEAD~1..HEAD: 3 existing files of src modified",
+        *(f"src/headrace/{name}.py" for name in "ac"),
+        "src/headrace/new.py",
+    ]

@@ -185,7 +185,7 @@ def generate(
 def embed(
     texts: Annotated[
         list[str],
-        typer.Argument(help="Texts to make vectors of; a single - reads them from standard input, one a line."),
+        typer.Argument(help="Texts to embed; a single - reads them from standard input, one a line."),
     ],
     similarity: Annotated[
         bool,

@@ -1,7 +1,7 @@
 """The command-line spelling of `ServerArgs`: one option per field, made from the field itself.
 
 Owns how a field becomes an option (name, type, default, help, panel) and how parsed options become a `ServerArgs`.
-Does not own the options (server_args.py), those of other servers (translate.py) or the commands (headrace.cli). Runs in the main process,
+Does not own the options (server_options.py), those of other servers (translate.py) or the commands (headrace.cli). Runs in the main process,
 before anything else.
 `python -m headrace.config.cli` prints the table of options that docs/cli.md contains.
 """

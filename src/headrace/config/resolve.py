@@ -15,9 +15,9 @@ from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
-from headrace.config.least_memory import least_kv_bytes, least_weight_bytes
+from headrace.config.checks import check_guesses_on
+from headrace.config.machine import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
-from headrace.config.speculation import check_guesses_on
 from headrace.errors import ConfigError
 from headrace.plain_types import plain_reason
 

@@ -115,7 +115,7 @@ class FollowerGroup(NetworkGroup):
 
     def wait_ready(self, check: Callable[[], None]) -> None:
         """See `Group.wait_ready`: only the leader waits, so ValueError."""
-        raise ValueError(f"rank {self.rank} waits for nobody")
+        raise ValueError(f"rank {self.rank} waits for no rank")
 
     def send(self, message: bytes) -> None:
         """See `Group.send`: only the leader sends, so ValueError."""
@@ -270,9 +270,9 @@ class _Link:
                 break
         if not is_connected:
             tries.failing_since_s = None
-            tries.failed("nobody listens there")
+            tries.failed("nothing listens there")
             return False
-        tries.failed("who listens there has another secret, or is no Headrace")
+        tries.failed("its secret differs, or it is not Headrace")
         now = time.monotonic()
         if tries.failing_since_s is None:
             tries.failing_since_s = now

@@ -242,7 +242,7 @@ class LeaderGroup(NetworkGroup):
         try:
             decoded = decode_note(note)
         except msgspec.DecodeError:
-            self._say(connection, Refused("it does not speak as this version of Headrace does"))
+            self._say(connection, Refused("incompatible Headrace version"))
             return
         match decoded:
             case Hello(rank=None):

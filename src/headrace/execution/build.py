@@ -15,10 +15,10 @@ from headrace import kernels
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
-from headrace.config.adapters import lora_paths
+from headrace.config.checks import guesses_by_text
+from headrace.config.names import lora_paths
 from headrace.config.resolve import Config
 from headrace.config.server_args import ServerArgs
-from headrace.config.speculation import guesses_by_text
 from headrace.distributed.base import length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
@@ -519,7 +519,7 @@ def _graph_sizes(setup: Setup, decisions: list[str]) -> tuple[int, ...]:
     if not config.cuda_graph_sizes:
         return ()
     if setup.pooling is not None:
-        reason = "a model that makes vectors has no decode steps"
+        reason = "an embedding model has no decode steps"
     elif setup.spec.name == "transformers":
         reason = "the model class transformers may wait for the device"
     elif setup.model_config.moe is not None and not kernels.runs_fused_moe(config.device):

@@ -163,7 +163,7 @@ class LeaderJobs:
         answers = self._poll(job)
         while any(answer.state == "busy" for answer in answers):
             if not is_wanted():
-                raise ExecutionError("it was given up")
+                raise ExecutionError("the operation was cancelled")
             pause.wait(POLL_S)
             answers = self._poll(job)
         for rank, answer in enumerate(answers, start=1):

@@ -13,8 +13,8 @@ from typing import cast
 import msgspec
 
 from headrace.checkpoint.pooling import PoolingConfig
+from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs
-from headrace.config.speculation import guesses_by_text
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters

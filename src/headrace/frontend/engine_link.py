@@ -38,7 +38,7 @@ NOWHERE = -1
 NO_MORE = -2
 """Replica index of a sample whose chosen replica will not come back."""
 
-GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been given up"
+GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been cancelled"
 NOT_SENT = "the request could not be sent to the engine"
 LEFT_FOR_GOOD = "the replica that the request names has died and cannot be restarted; leave out routed_dp_rank"
 TOO_LATE = "the request took longer than the server allows"

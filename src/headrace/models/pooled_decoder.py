@@ -62,11 +62,11 @@ class PooledDecoder:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """There are none."""
-        raise AssertionError("a model that pools was asked for logits")
+        raise AssertionError("an embedding model was asked for logits")
 
     def peaks(self, hidden: torch.Tensor) -> Peaks:
         """There are none."""
-        raise AssertionError("a model that pools was asked for logits")
+        raise AssertionError("an embedding model was asked for logits")
 
 
 def pooled_spec(spec: ModelSpec, pooling: PoolingConfig) -> PooledSpec:

@@ -83,6 +83,6 @@ def pooled_class_for(config: ModelConfig, pooling: PoolingConfig) -> PooledSpec:
     if config.model_type not in ours:
         raise ModelError(
             f"model type {config.model_type} is served to generate only: config.json has a model without output projection (architectures: "
-            f"{', '.join(config.architectures):.80}), or the options ask for its vectors; decoders that make vectors are {', '.join(sorted(ours))}"
+            f"{', '.join(config.architectures):.80}), or the options ask for embeddings; decoders for embeddings are {', '.join(sorted(ours))}"
         )
     return pooled_spec(model_class_for(config, "headrace"), pooling)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from headrace.checkpoint.names import known_model, resolve_model
-from headrace.config.media_options import media_args, unsupported_by_options
+from headrace.config.checks import check_pooling, encoder_args
+from headrace.config.media_args import media_args, unsupported_by_options
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError, RequestError
@@ -49,7 +50,6 @@ def read_model_config(args: ServerArgs) -> "ModelConfig":
 def read_pooling_config(args: ServerArgs, model: "ModelConfig") -> "PoolingConfig | None":
     """What the model makes of a text instead of more text; None = it generates. Raises ModelError, and ConfigError for options that do not fit."""
     from headrace.checkpoint.pooling import read_pooling
-    from headrace.config.pooling_options import check_pooling
 
     pooling = read_pooling(resolve_model(args.model_path), model, args.is_embedding)
     if pooling is not None:
@@ -61,8 +61,6 @@ def read_pooling_config(args: ServerArgs, model: "ModelConfig") -> "PoolingConfi
 
 def with_encoder(args: ServerArgs) -> ServerArgs:
     """The options with those that an encoder sets itself, if the model is one; reads no GGUF file, which takes longer."""
-    from headrace.config.pooling_options import check_pooling, encoder_args
-
     if not resolve_model(args.model_path).is_dir():
         return args
     model = read_model_config(args)

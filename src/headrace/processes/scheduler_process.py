@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from headrace.config.checks import encoder_args
 from headrace.config.kv_events import read_kv_events
-from headrace.config.pooling_options import encoder_args
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
 from headrace.messages.channel import Channels, Ports, Sender

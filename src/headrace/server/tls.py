@@ -27,7 +27,7 @@ def check_certificate(args: ServerArgs) -> None:
 
     def no_password() -> str:
         raise ConfigError(
-            f"{key_option}: the key is encrypted, and nobody is there to type its password; decrypt the file"
+            f"{key_option}: the key is encrypted, and the server cannot ask for its password; decrypt the file"
         )
 
     try:

@@ -1,7 +1,7 @@
 """Makes the drafters that --speculative-algorithm names."""
 
+from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs
-from headrace.config.speculation import guesses_by_text
 from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
 from headrace.speculative.forced import ForcedDrafter

@@ -4,5 +4,5 @@ Read first: base.py (what generation routes share), chat.py, chat_request.py (me
 protocol.py (bodies).
 
 completions.py, embeddings.py, models.py, tokenize.py, token_details.py (what clients of vLLM ask for beside the text),
-structured_outputs.py (what the output must match), thinking_fields.py (how much a chat shall think).
+structured_outputs.py (what the output must match), thinking.py (how much a chat shall think).
 """

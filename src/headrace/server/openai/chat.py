@@ -30,7 +30,7 @@ from headrace.server.openai.base import (
 )
 from headrace.server.openai.chat_request import conversation_of, predicted_text
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, MAX_LOGPROBS, ChatCompletionRequest, refuse_unsupported
-from headrace.server.openai.thinking_fields import AskedThinking, asked_thinking
+from headrace.server.openai.thinking import AskedThinking, asked_thinking
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 from headrace.text.tokenizers import Tokenizer
 

@@ -24,7 +24,7 @@ from headrace.server.chat.custom_tools import check_definitions, custom_call, cu
 from headrace.server.chat.written_items import file_text
 from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
-from headrace.server.openai.thinking_fields import AskedThinking, asked_thinking
+from headrace.server.openai.thinking import AskedThinking, asked_thinking
 
 _MESSAGE_FIELDS_NOT_YET = ("audio", "prefix", "partial", *(kind.plural for kind in MediaKind))
 _MAY_BE_EMPTY = ("assistant", "tool", "function")

@@ -18,7 +18,6 @@ from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
 from headrace.server.notes import NO_EFFECT, without_effect
 from headrace.server.openai.structured_outputs import StructuredFields
-from headrace.server.openai.thinking_fields import AskedEffort, ReasoningEffort, ReasoningFields, ThinkingFields
 
 MAX_LOGPROBS = 20
 """Most alternatives per token on the OpenAI routes, the same as OpenAI's."""
@@ -28,6 +27,37 @@ AS_MANY_AS_FIT = -1
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of OpenAI's API; others are the client's own, and the chat template's to show."""
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+AskedEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "default"]
+
+_MOST_TOKENS = Annotated[int | None, Meta(extra_json_schema={"minimum": 0})]
+
+
+class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`reasoning`, OpenRouter's object. effort and enabled as SGLang reads them. max_tokens: the budget. exclude: the reply has no reasoning.
+
+    Without effect: summary, generate_summary.
+    """
+
+    effort: AskedEffort | None = None
+    enabled: bool | str | None = None
+    max_tokens: _MOST_TOKENS = None
+    exclude: bool | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`thinking`, an object of Anthropic's, DeepSeek's and GLM's clients. adaptive and auto: as the template does.
+
+    Without effect: clear_thinking, display.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: _MOST_TOKENS = None
+    clear_thinking: bool | None = None
+    display: str | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

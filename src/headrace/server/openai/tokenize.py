@@ -11,8 +11,7 @@ from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.openai.chat_request import conversation_of
-from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage
-from headrace.server.openai.thinking_fields import ReasoningEffort
+from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, ReasoningEffort
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,8 +13,7 @@ from headrace.errors import RequestError
 from headrace.messages.neutral import asks_for_nothing
 from headrace.sampling.grammar_fields import GrammarFields, Schema
 from headrace.server.notes import NO_EFFECT, without_effect
-from headrace.server.openai.protocol import check_temperature
-from headrace.server.openai.thinking_fields import AskedEffort, ReasoningEffort
+from headrace.server.openai.protocol import AskedEffort, ReasoningEffort, check_temperature
 
 MAX_LOGPROBS = 20
 """Most alternatives per token."""

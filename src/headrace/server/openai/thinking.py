@@ -1,53 +1,17 @@
 """How much a chat shall think, in the words of every API that clients speak: OpenAI, SGLang, vLLM, llama.cpp, OpenRouter, Anthropic, Ollama.
 
-Owns these fields and what they mean together; `server/chat/` says what a model makes of it. Pure functions, run in the event loop that serves HTTP.
+Owns what these fields mean together; `server/chat/` says what a model makes of it. Pure functions, run in the event loop that serves HTTP.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import msgspec
-from msgspec import Meta
 
 from headrace.errors import RequestError
-
-if TYPE_CHECKING:
-    from headrace.server.openai.protocol import ChatCompletionRequest
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-AskedEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "default"]
+from headrace.server.openai.protocol import ChatCompletionRequest, ReasoningFields, ThinkingFields
 
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
 """The limit of reasoning, as we, vLLM and llama.cpp call it."""
 
 _TRUE = ("1", "true", "yes", "y", "on")
-_MOST_TOKENS = Annotated[int | None, Meta(extra_json_schema={"minimum": 0})]
-
-
-class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`reasoning`, OpenRouter's object. effort and enabled as SGLang reads them. max_tokens: the budget. exclude: the reply has no reasoning.
-
-    Without effect: summary, generate_summary.
-    """
-
-    effort: AskedEffort | None = None
-    enabled: bool | str | None = None
-    max_tokens: _MOST_TOKENS = None
-    exclude: bool | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-
-
-class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`thinking`, an object of Anthropic's, DeepSeek's and GLM's clients. adaptive and auto: as the template does.
-
-    Without effect: clear_thinking, display.
-    """
-
-    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
-    budget_tokens: _MOST_TOKENS = None
-    clear_thinking: bool | None = None
-    display: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +26,7 @@ class AskedThinking:
     notes: tuple[str, ...]
 
 
-def asked_thinking(request: "ChatCompletionRequest") -> AskedThinking:
+def asked_thinking(request: ChatCompletionRequest) -> AskedThinking:
     """What the fields of a chat mean together. Raises RequestError that names the one at fault."""
     reasoning, thinking = request.reasoning or ReasoningFields(), request.thinking or ThinkingFields()
     notes = [
@@ -96,7 +60,7 @@ def asked_thinking(request: "ChatCompletionRequest") -> AskedThinking:
     return AskedThinking(effort, switch, budget, is_hint, tuple(notes))
 
 
-def _switch(request: "ChatCompletionRequest", reasoning: ReasoningFields, thinking: ThinkingFields) -> bool | None:
+def _switch(request: ChatCompletionRequest, reasoning: ReasoningFields, thinking: ThinkingFields) -> bool | None:
     """Whether the model shall think; None = not said. Raises RequestError if two fields contradict each other."""
     enabled = reasoning.enabled
     given = {
@@ -111,7 +75,7 @@ def _switch(request: "ChatCompletionRequest", reasoning: ReasoningFields, thinki
     return next(iter(said.values()), None)
 
 
-def _budget(request: "ChatCompletionRequest") -> int | None:
+def _budget(request: ChatCompletionRequest) -> int | None:
     """The limit of reasoning that must be kept; None = no limit. Raises RequestError."""
     given = {name: value for name in _BUDGETS if (value := getattr(request, name)) is not None}
     for name, value in given.items():

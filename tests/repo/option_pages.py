@@ -1,16 +1,16 @@
 """The tables of docs/coming-from-sglang.md and docs/coming-from-vllm.md, as Markdown.
 
-`python -m headrace.config.option_pages sglang|vllm` prints them.
+`python tests/repo/option_pages.py sglang|vllm` prints them.
 """
 
 import sys
 
-from headrace.config.other_servers import TABLE, VALUES, Alias, Already, Refused, Server
+from headrace.config.other_servers import VALUES, Alias, Already, Refused, Server, table
 
 
 def markdown(server: Server) -> str:
     """The tables for one server."""
-    mine = [entry for entry in TABLE if server in entry.servers]
+    mine = [entry for entry in table() if server in entry.servers]
     aliases = [
         f"| {_names(entry.names)} | {_ours(entry)} | {entry.says} |" for entry in mine if isinstance(entry, Alias)
     ]
@@ -26,9 +26,7 @@ def markdown(server: Server) -> str:
         for entry in mine
         if isinstance(entry, Already)
     ]
-    refused = [
-        f"| {_names(entry.names, entry.is_prefix)} | {entry.says} |" for entry in mine if isinstance(entry, Refused)
-    ]
+    refused = [f"| {_names(entry.names)} | {entry.says} |" for entry in mine if isinstance(entry, Refused)]
     return "\n".join(
         [
             "### Other names\n\n| there | here | remark |\n|---|---|---|",
@@ -44,8 +42,8 @@ def markdown(server: Server) -> str:
     )
 
 
-def _names(names: tuple[str, ...], is_prefix: bool = False) -> str:
-    return ", ".join(f"`{name}{'*' if is_prefix and name.endswith('-') else ''}`" for name in names)
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}{'*' if name.endswith('-') else ''}`" for name in names)
 
 
 def _flag(name: str) -> str:

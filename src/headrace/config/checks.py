@@ -1,0 +1,186 @@
+"""Which options can be combined: with each other, with the device, with the kind of model. Pure; any process.
+
+Each check raises ConfigError that names the options.
+"""
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from headrace.config.kv_events import read_kv_events
+from headrace.config.server_options import ServerOptions
+from headrace.errors import ConfigError
+
+MAX_RANKS = 64
+
+_ALGORITHM = "--speculative-algorithm"
+
+ENCODER_STEP_TOKENS = 2048
+"""Tokens of a step of an encoder, if its longest text is shorter: more are hardly faster per token, and others wait for the step."""
+
+ENCODER_RUNNING = 256
+"""Default of --max-running-requests for an encoder: most texts are short, and two steps are prepared at a time."""
+
+_NOT_OF_ENCODERS = {
+    "lora_paths": "encoders take no adapters",
+    "enable_torch_compile": "its layers are one native call, or not compiled",
+    "max_total_tokens": "an encoder has no KV cache",
+    "kv_cache_dtype": "an encoder has no KV cache",
+    "kv_events_config": "an encoder has no KV cache",
+    "cuda_graph_bs": "an encoder has no decode steps",
+    "cuda_graph_max_bs": "an encoder has no decode steps",
+}
+"""Options that an encoder has no use for, and why."""
+
+Args = TypeVar("Args", bound=ServerOptions)
+
+
+def check_combinations(args: ServerOptions) -> None:
+    """Raises ConfigError that names the options."""
+    if read_kv_events(args.kv_events_config, args.num_replicas) is not None and args.disable_radix_cache:
+        raise ConfigError("--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache")
+    for option, value in (("--chunked-prefill-size", args.chunked_prefill_size), ("--max-step-ms", args.max_step_ms)):
+        if value is not None and value != -1 and value < 1:
+            raise ConfigError(f"{option} must be -1 or at least 1, got {value}")
+    for option, given in (("--tokenizer-path", args.tokenizer_path), ("--chat-template", args.chat_template)):
+        if args.skip_tokenizer_init and given is not None:
+            raise ConfigError(f"{option} cannot be combined with --skip-tokenizer-init")
+    if args.tokenizer_worker_num > 1 and args.max_stored_responses:
+        raise ConfigError(
+            "--max-stored-responses cannot be combined with --tokenizer-worker-num above 1: each worker would keep its own"
+        )
+    if args.cuda_graph_bs and args.cuda_graph_max_bs is not None:
+        raise ConfigError("--cuda-graph-bs lists all sizes; leave --cuda-graph-max-bs out")
+    if args.cuda_graph_bs and args.disable_cuda_graph:
+        raise ConfigError("--cuda-graph-bs cannot be combined with --disable-cuda-graph")
+    if args.page_size not in (None, 1, 16):
+        raise ConfigError(f"--page-size must be 1 or 16, got {args.page_size}")
+    if args.enable_priority_preemption and args.schedule_policy != "priority":
+        raise ConfigError("--enable-priority-preemption needs --schedule-policy priority")
+    if args.crash_dump_prompts and args.crash_dump_dir is None and args.dump_requests_dir is None:
+        raise ConfigError("--crash-dump-prompts needs --crash-dump-dir or --dump-requests-dir")
+    if args.log_requests_level and not args.log_requests:
+        raise ConfigError(f"--log-requests-level {args.log_requests_level} needs --log-requests")
+
+
+def check_processes(args: ServerOptions) -> None:
+    """Raises ConfigError if options contradict each other."""
+    if args.num_replicas > 1 and args.single_process:
+        raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
+    for name, size in (("--tp-size", args.tp_size), ("--pp-size", args.pp_size)):
+        if size > 1 and args.single_process:
+            raise ConfigError(f"{name} needs processes: it cannot be combined with --single-process")
+    if args.numa_bind and args.single_process:
+        raise ConfigError(
+            "--numa-bind binds processes of the engine: it cannot be combined with --single-process, whose caller would be bound"
+        )
+    if args.numa_bind and args.device == "cuda":
+        raise ConfigError("--numa-bind binds ranks that compute on the CPU: it cannot be combined with --device cuda")
+    if args.num_ranks > MAX_RANKS:
+        raise ConfigError(f"--tp-size times --pp-size may be at most {MAX_RANKS}, got {args.num_ranks}")
+    if args.ep_size not in (1, args.tp_size):
+        raise ConfigError(
+            f"--ep-size must be 1 or the value of --tp-size ({args.tp_size}), whose ranks share the experts, got {args.ep_size}"
+        )
+    if args.enable_dp_attention:
+        _check_dp_attention(args)
+    if args.tokenizer_worker_num > 1 and args.single_process:
+        raise ConfigError("--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process")
+
+
+def _check_dp_attention(args: ServerOptions) -> None:
+    option = "--enable-dp-attention"
+    if args.tp_size == 1:
+        raise ConfigError(f"{option} needs --tp-size: the ranks that requests are dealt to")
+    if args.dp_size != args.tp_size:
+        raise ConfigError(
+            f"{option}: --dp-size is the number of ranks here, not of replicas: it must be the value of --tp-size, {args.tp_size}, got {args.dp_size}"
+        )
+    if args.pp_size > 1:
+        raise ConfigError(f"{option} cannot be combined with --pp-size: use --tp-size alone")
+    if args.lora_paths:
+        raise ConfigError(f"{option} cannot be combined with --lora-paths: adapters are not supported with it")
+
+
+def guesses_by_text(args: ServerOptions) -> bool:
+    """Whether tokens are guessed from those that are known, without a model."""
+    return args.speculative_algorithm in ("ngram", "auto")
+
+
+def check_speculation(args: ServerOptions) -> None:
+    """Raises ConfigError if options contradict each other."""
+    algorithm, path = args.speculative_algorithm, args.speculative_draft_model_path
+    has_weights = algorithm in ("draft", "eagle3")
+    if has_weights and path is None:
+        raise ConfigError(f"{_ALGORITHM} {algorithm} needs --speculative-draft-model-path")
+    if path is not None and not has_weights:
+        raise ConfigError(f"--speculative-draft-model-path needs {_ALGORITHM} draft or eagle3")
+    if args.speculative_draft_model_quantization != "auto" and algorithm != "draft":
+        raise ConfigError(f"--speculative-draft-model-quantization needs {_ALGORITHM} draft")
+    if args.speculative_shared_tokens and not guesses_by_text(args):
+        raise ConfigError(f"--speculative-shared-tokens needs {_ALGORITHM} ngram or auto")
+    if has_weights and (args.num_ranks > 1 or args.enable_dp_attention):
+        raise ConfigError(
+            f"{_ALGORITHM} {algorithm} cannot be combined with --tp-size, --pp-size and --enable-dp-attention so far: use ngram or auto"
+        )
+    if algorithm == "eagle3" and args.enable_torch_compile:
+        raise ConfigError(f"{_ALGORITHM} eagle3 cannot be combined with --enable-torch-compile")
+
+
+def check_guesses_on(device: str, args: ServerOptions, batch_invariant: bool) -> None:
+    """Raises ConfigError if tokens cannot be guessed there.
+
+    batch_invariant: whether, on a CPU, a token has the same logits in a step of several tokens as alone.
+    """
+    algorithm = args.speculative_algorithm
+    if algorithm == "off":
+        return
+    if device != "cpu" and args.num_ranks > 1:
+        raise ConfigError(
+            f"{_ALGORITHM} {algorithm} with several ranks works on CPUs only so far, and the device is {device}"
+        )
+    if not batch_invariant:
+        raise ConfigError(
+            f"{_ALGORITHM} {algorithm}: the bits of models that run through transformers' code depend on the batch, so the output would change"
+        )
+
+
+def check_pooling(args: ServerOptions, is_encoder: bool) -> None:
+    """Raises ConfigError for an option of the user's that a model without outputs has no use for."""
+    if is_encoder:
+        default: dict[str, Any] = {field.name: field.default for field in fields(args)}
+        for name, why in _NOT_OF_ENCODERS.items():
+            if getattr(args, name) != default[name]:
+                raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave the option out")
+    if args.speculative_algorithm != "off":
+        raise ConfigError(
+            f"{_ALGORITHM} {args.speculative_algorithm}: an embedding model generates no tokens; leave the option out"
+        )
+    if args.model_impl == "transformers":
+        raise ConfigError("--model-impl transformers is for models that generate; leave the option out")
+    if args.num_ranks > 1 or args.num_nodes > 1:
+        raise ConfigError(
+            "--tp-size, --pp-size and --nnodes are for models that generate; to use more cores or GPUs for this one, start replicas with --dp-size"
+        )
+
+
+def encoder_args(args: Args, context_length: int) -> Args:
+    """The options with which an encoder is served: its texts are computed whole, there is no KV to cache, and no text to make of tokens.
+
+    context_length: of the model. Raises ConfigError for options that cut texts.
+    """
+    longest = min(args.context_length or context_length, context_length)
+    given = args.chunked_prefill_size
+    if given is not None and 0 < given < longest:
+        raise ConfigError(
+            f"--chunked-prefill-size {given}: each token of this model sees all others, so a text of up to {longest} tokens is computed in one "
+            "step; raise it, or lower --context-length"
+        )
+    step_tokens = max(given or 0, ENCODER_STEP_TOKENS, longest)
+    return replace(
+        args,
+        chunked_prefill_size=step_tokens,
+        max_prefill_tokens=max(args.max_prefill_tokens, step_tokens),
+        max_running_requests=args.max_running_requests or ENCODER_RUNNING,
+        disable_radix_cache=True,
+        detokenize_in="main",
+    )
