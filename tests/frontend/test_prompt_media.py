@@ -52,7 +52,7 @@ def test_the_images_of_several_prompts(data: Any, expected: list[Any]):
 @pytest.mark.parametrize(
     ("data", "num_prompts", "words"),
     [
-        ("a", 2, "for a list of prompts it is a list, too"),
+        ("a", 2, "a list of prompts needs a list"),
         (["a"], 2, "must equal that of the prompts"),
         ([ImageRef()], 1, "either url or data"),
         ([ImageRef(url="a", data=b"b")], 1, "either url or data"),
@@ -80,8 +80,8 @@ class Loaded:
 
 class Loader:
     support = MediaSupport("llava", {MediaKind.IMAGE: "<image>"})
-    token_ids = {"image": 5}
-    most = {"image": 2}
+    token_ids = {MediaKind.IMAGE: 5}
+    most = {MediaKind.IMAGE: 2}
     max_frames = 3
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ async def test_images_take_the_place_of_their_tokens():
 
     assert first.ids() == [1, 7, 8, 7, 2, 7, 8, 7]
     assert first.spans == (MediaSpan(1, 1, 0), MediaSpan(3, 1, 0, 1), MediaSpan(5, 1, 1), MediaSpan(7, 1, 1, 1))
-    assert first.media_tokens == (4, 0, 0)
+    assert first.media_tokens == {MediaKind.IMAGE: 4}
     first.check_media()
     assert text is prompts[1]
     assert last.media == first.media[:1]
