@@ -1,5 +1,7 @@
 """How modules hang together: none imports itself by way of others, and none is too long to read."""
 
+import re
+
 import pytest
 from import_graph import circles, graph, imported_by, modules
 
@@ -47,3 +49,16 @@ def run():
 def test_no_source_file_is_too_long_to_read():
     sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
     assert {name: lines for name, lines in sizes.items() if lines > MAX_LINES} == {}
+
+
+def test_kinds_of_media_are_named_in_one_module():
+    """A kind is a `MediaKind`; its name as a text is left only where another API has a field or a value of that name."""
+    known = {"media_kinds", "multimodal.families", "multimodal.processors", "server.pooling.embed"}
+    known |= {"server.openai.protocol", "server.openai.chat_request", "server.responses.protocol"}
+    literal = re.compile(r"""(["'])(image|audio|video)\1""")
+    found = {
+        name.removeprefix("headrace.")
+        for name, path in modules().items()
+        if literal.search(path.read_text(encoding="utf-8"))
+    }
+    assert found - known == set()
