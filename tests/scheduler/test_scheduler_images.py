@@ -300,8 +300,5 @@ def test_every_history_with_images_ends_with_right_tokens(setup, actions):
             )
             assert rid in aborted or known, finish
         assert any(got == (want[: len(got)] if finish.type == "abort" else want) for want in wants)
-    encodings = rig.state.encodings
-    assert not encodings._held
-    assert not encodings._holders
-    assert not encodings._wanted
+    assert rig.state.encodings.is_idle
     rig.check_idle()
