@@ -193,7 +193,7 @@ def test_images_in_a_message_are_checked():
     blind.drain()
     assert {finish.status_code for finish in (*rig.finish.values(), *blind.finish.values())} == {400}
     assert len(rig.finish) == len(wrong)
-    assert "does not see" in blind.finish["blind"].message
+    assert "does not support images" in blind.finish["blind"].message
 
 
 def test_work_for_the_encoder_alone_is_a_step_without_rows():
