@@ -14,9 +14,15 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.frontend.adapters import Adapter
-from headrace.frontend.failures import failure_of
 from headrace.frontend.logprob_lists import LogprobLists, TokenText
-from headrace.frontend.sample_update import PromptProgress, SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
+from headrace.frontend.sample_update import (
+    PromptProgress,
+    SampleLogprobs,
+    SampleTimes,
+    SampleUpdate,
+    SampleUsage,
+    failure_of,
+)
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
 from headrace.messages.media import NO_MEDIA_TOKENS, MediaTokens

@@ -31,8 +31,7 @@ from headrace.frontend.engine_link import NOWHERE, EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
-from headrace.frontend.health import Health
-from headrace.frontend.heartbeats import Heartbeats
+from headrace.frontend.health import Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import refuse_text
