@@ -12,7 +12,6 @@ from typing import Literal
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ContextLengthError, RequestError
-from headrace.frontend.engine_request import engine_request
 from headrace.frontend.inputs import PromptInput, check_text, id_lists, is_large
 from headrace.frontend.prompts import (
     MAX_CALL_BYTES,
@@ -25,7 +24,7 @@ from headrace.frontend.prompts import (
     rids_of,
 )
 from headrace.frontend.request_log import RequestLog
-from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.request_state import CallState, ReqState, engine_request
 from headrace.messages.control import ReadyInfo
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import EmbeddingReqInput, PoolTask, PromptContent, TokenizedGenerateReqInput
