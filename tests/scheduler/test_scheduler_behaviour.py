@@ -237,7 +237,7 @@ def test_a_stop_string_precedes_eos_which_precedes_length():
     assert want[-1] == EOS
     for with_checker, matched in ((True, "xx"), (False, EOS)):
         rig = Rig(num_pages=100, eos_every=3)
-        rig.scheduler._stop_checkers = lambda request: Checker()
+        rig.scheduler.stop_checkers = lambda request: Checker()
         rig.inbox.send(
             TokenizedGenerateReqInput(
                 "a",
@@ -462,7 +462,7 @@ def test_a_stop_string_check_that_breaks_ends_its_request_alone():
             raise RuntimeError("cannot decode")
 
     rig = Rig(num_pages=200)
-    rig.scheduler._stop_checkers = lambda request: Broken()
+    rig.scheduler.stop_checkers = lambda request: Broken()
     sampling = ResolvedSamplingParams(max_new_tokens=9, seed=0, ignore_eos=True, stop=("x",))
     content = PromptContent(np.array(prompt(6), np.int32).tobytes())
     rig.inbox.send(TokenizedGenerateReqInput("bad", content, SampleTask(sampling)))

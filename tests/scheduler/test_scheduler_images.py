@@ -193,7 +193,7 @@ def test_images_in_a_message_are_checked():
     blind.drain()
     assert {finish.status_code for finish in (*rig.finish.values(), *blind.finish.values())} == {400}
     assert len(rig.finish) == len(wrong)
-    assert "does not see" in blind.finish["blind"].message
+    assert "does not support images" in blind.finish["blind"].message
 
 
 def test_work_for_the_encoder_alone_is_a_step_without_rows():
@@ -300,8 +300,5 @@ def test_every_history_with_images_ends_with_right_tokens(setup, actions):
             )
             assert rid in aborted or known, finish
         assert any(got == (want[: len(got)] if finish.type == "abort" else want) for want in wants)
-    encodings = rig.state.encodings
-    assert not encodings._held
-    assert not encodings._holders
-    assert not encodings._wanted
+    assert rig.state.encodings.is_idle
     rig.check_idle()

@@ -20,7 +20,6 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.names import lora_paths
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, RequestError
-from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.balancers import make_balancer
@@ -31,8 +30,7 @@ from headrace.frontend.engine_link import NOWHERE, EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
-from headrace.frontend.health import Health
-from headrace.frontend.heartbeats import Heartbeats
+from headrace.frontend.health import Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import refuse_text
@@ -40,8 +38,7 @@ from headrace.frontend.records import Records
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
-from headrace.frontend.sample_queue import SampleQueue
-from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits

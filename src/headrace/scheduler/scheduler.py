@@ -89,7 +89,7 @@ class Scheduler:
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
         self._to_tokenizer = to_tokenizer
-        self._stop_checkers = stop_checkers
+        self.stop_checkers = stop_checkers
         self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
         self._clock = clock
         self._on_turn = on_turn
@@ -256,7 +256,7 @@ class Scheduler:
             self._check(req)
             self._inject_admission_fault(req)
             if req.task.stop_text is not None:
-                req.stop_checker = self._stop_checkers(request)
+                req.stop_checker = self.stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
             if req.task.grammar is not None:
