@@ -12,5 +12,5 @@ Read first: base.py (`Checkpoint`), source.py (what a path is), model_config.py 
 - Quantised: weight_formats.py (every weight format, a row each), quantization_settings.py (which are served),
   quantized_formats.py (GPTQ, AWQ, ours), quantized_matrix.py (a weight in plain form), rotation.py, gguf_quantized.py
 - Files: regular_file.py (nothing else is opened), json_file.py, names.py (models that need no path), hub_cache.py (those
-  of the Hugging Face cache), hub_repository.py, hub_download.py (bringing them there), weight_cache.py (packed weights, for a second start)
+  of the Hugging Face cache), hub_download.py (bringing them there), weight_cache.py (packed weights, for a second start)
 """
