@@ -27,7 +27,7 @@ from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.config.media_args import MediaArgs
 from headrace.errors import ModelError
 from headrace.frontend.media import PromptMedia
-from headrace.messages.media import ImageRef, MediaRefs
+from headrace.media_kinds import ImageRef, MediaRefs
 from headrace.multimodal.families import make_family
 from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, layout_of
 from headrace.multimodal.loader import make_loader
@@ -111,7 +111,7 @@ async def test_ids_are_those_of_transformers(family: str, tmp_path):
     refs = MediaRefs(tuple(ImageRef(data=file_of(image)) for image in IMAGES))
     try:
         for text in TEXTS:
-            text = text.replace("I", loader.senses.tokens["image"])
+            text = text.replace("I", loader.support.tokens["image"])
             content = await images.add(ours.encode(text, allow_special=True), refs)
             ids = content.ids()
             assert list(ids) == THEIRS[family](text), text
@@ -214,7 +214,7 @@ def test_tokens_of_internvl(tmp_path):
 def test_a_model_without_eyes_has_no_loader(tmp_path):
     ours = write_checkpoint(tmp_path, "llava")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="read text alone"):
+    with pytest.raises(ModelError, match="take text only"):
         make_loader(tmp_path, ours, MediaArgs())
 
 

@@ -12,8 +12,8 @@ from seeing_checkpoints import PROCESSOR, file_of, picture
 from headrace.checkpoint.image_processors import ImageSettings, image_settings, read_image_settings
 from headrace.errors import ModelError
 from headrace.multimodal.images import read_image
+from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.processors import prepare
-from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 
 TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}

@@ -44,11 +44,11 @@ from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
+from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
-from headrace.messages.media import MediaRefs
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply

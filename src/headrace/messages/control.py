@@ -68,7 +68,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
     masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them.
-    encodings: what was done for images and sounds. speculation: what guessed tokens have brought. paused: the pause mode, empty while generation
+    encodings: what was done for media. speculation: what guessed tokens have brought. paused: the pause mode, empty while generation
     runs. released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
@@ -220,7 +220,7 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class EncoderInfo(msgspec.Struct, frozen=True):
-    """The encoder of a model that sees. num_rows: rows of its output that are kept. num_slices: into which the work for a part of a batch is cut.
+    """The media encoder of a model. num_rows: rows of its output that are kept. num_slices: into which the work for a part of a batch is cut.
     whole_images: all tokens of an image are computed in one step."""
 
     num_rows: int
@@ -231,7 +231,7 @@ class EncoderInfo(msgspec.Struct, frozen=True):
 class ReadyInfo(msgspec.Struct, frozen=True):
     """What a scheduler reports about its model and memory when it is ready (JSON on the ready pipe). fingerprint: of the checkpoint's files.
 
-    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a model that sees. weight_bytes,
+    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a multimodal model. weight_bytes,
     kv_bytes: of all ranks. kv_cache_added_error: what a quantised KV cache adds to the error of a token's logprob, taken or not; None = unknown.
     stored_precision: what a GGUF file calls its own, such as Q4_K_M; "" elsewhere.
     """

@@ -17,7 +17,8 @@ from headrace.checkpoint.audio_config import AudioConfig
 from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.errors import ModelError
-from headrace.messages.media import MediaKind, Senses, time_places
+from headrace.media_kinds import MediaKind
+from headrace.messages.media import MediaSupport, time_places
 from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, TokenLayout, layout_of
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
@@ -49,7 +50,7 @@ class KindTokens(NamedTuple):
 class Family:
     """The tokens of a model that sees or hears. kinds: what it takes. joints: put layouts and text together."""
 
-    senses: Senses
+    support: MediaSupport
     kinds: Mapping[MediaKind, KindTokens]
     joints: Joints = PLAIN
 
@@ -75,13 +76,15 @@ def make_family(
         build, settings = _pixtral, _pixtral_settings(media, settings)
     if media.family == "internvl":  # transformers' processor asks for tiles, whatever the file says
         settings = msgspec.structs.replace(settings, splits=True)
-    kinds: dict[MediaKind, KindTokens] = {"image": build(media, settings, tokens, config)}
+    kinds: dict[MediaKind, KindTokens] = {MediaKind.IMAGE: build(media, settings, tokens, config)}
     why = dict(reasons or {})
     if videos is not None:
         try:
-            kinds["video"] = _qwen_videos(media, videos, _Tokens(vocabulary, _token(config, "video_token_id", 151656)))
+            kinds[MediaKind.VIDEO] = _qwen_videos(
+                media, videos, _Tokens(vocabulary, _token(config, "video_token_id", 151656))
+            )
         except ModelError as error:
-            why["video"] = error.message
+            why[MediaKind.VIDEO] = error.message
     joints = _line_ends(tokens) if media.family == "gemma3" else PLAIN
     return _family(media.family, kinds, tokens, why, joints), settings
 
@@ -94,7 +97,7 @@ def make_hearing_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Map
         """Two neighbouring positions are one row."""
         return tokens.layout([tokens.row] * (facts.grid[0] // 2))
 
-    return _family(audio.family, {"audio": KindTokens(tokens.row, layout)}, tokens, reasons, PLAIN)
+    return _family(audio.family, {MediaKind.AUDIO: KindTokens(tokens.row, layout)}, tokens, reasons, PLAIN)
 
 
 def _family(
@@ -107,7 +110,7 @@ def _family(
     texts = {kind: tokens.text(own.token_id) for kind, own in kinds.items()}
     others = {kind: reason for kind, reason in reasons.items() if kind not in kinds}
     kept = {kind: KindTokens(own.token_id, lru_cache(_CACHED_LAYOUTS)(own.layout)) for kind, own in kinds.items()}
-    return Family(Senses(name, texts, others), kept, joints)
+    return Family(MediaSupport(name, texts, others), kept, joints)
 
 
 class _Tokens:

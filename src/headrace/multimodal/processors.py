@@ -16,8 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from headrace.checkpoint.image_processors import ImageSettings
-from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS, MediaRefusedError
 from headrace.multimodal.resolutions import (
     best_resolution,
     best_tiles,

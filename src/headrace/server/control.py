@@ -11,6 +11,7 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import AuthError, MethodError, RequestError
 from headrace.frontend.all_replicas import sum_of_states
 from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
+from headrace.media_kinds import MediaKind
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE
 from headrace.server.context import ServingContext
@@ -111,12 +112,8 @@ class ControlAPI:
                 "architectures": model.architectures,
                 "model_class": model.ready.model_class,
                 "is_generation": model.pooling is None,
-                "has_image_understanding": "image" in model.senses.tokens,
-                "has_audio_understanding": "audio" in model.senses.tokens,
-                "has_video_understanding": "video" in model.senses.tokens,
-                "image_token": model.senses.tokens.get("image"),
-                "audio_token": model.senses.tokens.get("audio"),
-                "video_token": model.senses.tokens.get("video"),
+                **{f"has_{kind}_understanding": kind in model.media_support.tokens for kind in MediaKind},
+                **{f"{kind}_token": model.media_support.tokens.get(kind) for kind in MediaKind},
                 "pooling": None if model.pooling is None else _described(model.pooling, model.context_length),
                 "has_chat_template": model.chat_template is not None,
                 "output_format": None if model.output_format is None else model.output_format.name,

@@ -10,9 +10,9 @@ from headrace.frontend.remote_methods import remote_methods
 from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
+from headrace.media_kinds import MediaRefs
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
-from headrace.messages.media import MediaRefs
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 

@@ -13,7 +13,7 @@ POLICY = (
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
 """Content-Security-Policy of every file: nothing from other hosts, no inline scripts or styles, no HTML from strings but
-DOMPurify's. data: is for the images and sounds that a user sends."""
+DOMPurify's. data: is for the images and audio that a user sends."""
 
 _HEADERS: Headers = [
     (b"cache-control", b"no-cache"),

@@ -4,7 +4,7 @@ Owns which formats, lengths and rates are read, and what is refused, in words fo
 declared type, and what a header says is never allocated. Does not fetch, and does not prepare samples for a model (`spectrogram`). Runs in a child
 process, since a file may be hostile.
 
-- WAV (PCM, float, mu-law, A-law, ADPCM), FLAC, MP3, and Ogg with Vorbis or Opus. What follows the sound in a file is not looked at.
+- WAV (PCM, float, mu-law, A-law, ADPCM), FLAC, MP3, and Ogg with Vorbis or Opus. What follows the audio in a file is ignored.
 - The samples are bit by bit those of transformers' `load_audio` with soundfile, and so of `librosa.load`: the mean of the channels, resampled by
   soxr with its quality HQ. Nothing is clipped.
 - A file that is cut off is refused where its format shows it: MP3 does not, and Ogg only within a page.
@@ -20,9 +20,17 @@ import soundfile
 import soxr
 
 from headrace.checkpoint.audio_processors import AudioSettings
-from headrace.multimodal.file_names import file_name
-from headrace.multimodal.limits import MAX_CHANNELS, MAX_LEVEL, MAX_RATE, MAX_WAV_CHUNKS, MIN_HOPS, MIN_RATE, SLACK_S
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import (
+    MAX_CHANNELS,
+    MAX_LEVEL,
+    MAX_RATE,
+    MAX_WAV_CHUNKS,
+    MIN_HOPS,
+    MIN_RATE,
+    SLACK_S,
+    MediaRefusedError,
+    file_name,
+)
 
 SERVED = "WAV, FLAC, MP3 and Ogg (Vorbis, Opus)"
 
@@ -71,19 +79,19 @@ class _Stream(soundfile.SoundFile):  # type: ignore[misc]
         return False
 
 
-def read_sound(data: bytes, settings: AudioSettings) -> Samples:
+def read_audio_file(data: bytes, settings: AudioSettings) -> Samples:
     """Mono samples float32[n] at `settings.sampling_rate`, at least `MIN_HOPS` hops, at most `settings.chunk_samples`. Raises MediaRefusedError."""
     try:
-        samples, rate = _decoded(*_sound_part(data), settings)
+        samples, rate = _decoded(*_audio_part(data), settings)
         return _resampled(samples, rate, settings)[: settings.chunk_samples]
     except MemoryError:
-        raise MediaRefusedError("decoding the sound takes too much memory", "memory") from None
+        raise MediaRefusedError("decoding the audio takes too much memory", "memory") from None
 
 
-def _sound_part(data: bytes) -> tuple[bytes, int]:
+def _audio_part(data: bytes) -> tuple[bytes, int]:
     """The file without what libsndfile need not see, and the bytes of the samples that a WAV file says it has, else 0.
 
-    Refuses what is no sound that is read, and what libsndfile would cut short without a word.
+    Refuses unsupported formats, and what libsndfile would cut short without a word.
     """
     if not data:
         raise MediaRefusedError("the file is empty", "format")
@@ -92,7 +100,7 @@ def _sound_part(data: bytes) -> tuple[bytes, int]:
     if data.startswith(b"OggS"):
         _check_ogg(data)
     elif not (data.startswith((b"fLaC", _ID3)) or _is_mp3(data)):
-        raise _not_read(file_name(data, "no sound that is known"))
+        raise _unsupported(file_name(data, "not a known audio format"))
     return data, 0
 
 
@@ -123,7 +131,7 @@ def _check_ogg(data: bytes) -> None:
     """Refuses other codecs than Vorbis and Opus, and a file whose last page is cut off: libsndfile would leave that out (RFC 3533, section 6)."""
     packet = 27 + data[26] if len(data) > 26 else len(data)
     if not data[packet : packet + 8].startswith((b"\x01vorbis", b"OpusHead")):
-        raise _not_read("an Ogg file that starts with neither Vorbis nor Opus")
+        raise _unsupported("an Ogg file that starts with neither Vorbis nor Opus")
     page = data[data.rfind(b"OggS") :]
     sizes = page[27 : 27 + page[26]] if len(page) > 26 else b""
     if len(page) < 27 or len(page) < 27 + page[26] + sum(sizes):
@@ -153,19 +161,21 @@ def _check_header(file: _Stream, *, behind_tag: bool) -> None:
     """Refuses what need not be decoded to be refused. behind_tag: the file starts with an ID3 tag, which libsndfile skips before any format."""
     encodings = _ENCODINGS.get(file.format)
     if encodings is None or (behind_tag and file.format not in ("MP3", "FLAC")):
-        raise _not_read(f"a file of the format {file.format}{' behind an ID3 tag' if behind_tag else ''}")
+        raise _unsupported(f"a file of the format {file.format}{' behind an ID3 tag' if behind_tag else ''}")
     if file.subtype not in encodings:
-        raise _not_read(f"{file.format} with samples of the kind {file.subtype}")
+        raise _unsupported(f"{file.format} with samples of the kind {file.subtype}")
     if not 1 <= file.channels <= MAX_CHANNELS:
-        raise MediaRefusedError(f"the sound has {file.channels} channels; at most {MAX_CHANNELS} are read", "channels")
+        raise MediaRefusedError(
+            f"the audio has {file.channels} channels; at most {MAX_CHANNELS} are supported", "channels"
+        )
     if not MIN_RATE <= file.samplerate <= MAX_RATE:
         raise MediaRefusedError(
-            f"the sound has {file.samplerate} samples in a second; {MIN_RATE} to {MAX_RATE} are read", "rate"
+            f"the sample rate is {file.samplerate} Hz; {MIN_RATE} to {MAX_RATE} Hz are supported", "rate"
         )
 
 
 def _read(file: _Stream, settings: AudioSettings) -> Samples:
-    """The mean of the channels, block by block, and no more blocks than show that the sound is too long."""
+    """The mean of the channels, block by block, and no more blocks than show that the audio is too long."""
     most = int((settings.chunk_seconds + SLACK_S) * file.samplerate)
     # An MP3 file without a count gives a guess, from the size of its first frame.
     if file.format != "MP3" and most < file.frames < _MOST_FRAMES:
@@ -190,7 +200,7 @@ def _resampled(samples: Samples, rate: int, settings: AudioSettings) -> Samples:
     if num_samples < MIN_HOPS * settings.hop_length:
         least = MIN_HOPS * settings.hop_length / settings.sampling_rate
         raise MediaRefusedError(
-            f"the sound is {len(samples) / rate * 1000:.3g} ms long; at least {least * 1000:g} ms are needed", "length"
+            f"the audio is {len(samples) / rate * 1000:.3g} ms long; at least {least * 1000:g} ms are needed", "length"
         )
     if rate != settings.sampling_rate:
         samples = soxr.resample(samples, rate, settings.sampling_rate, quality="soxr_hq")[:num_samples]
@@ -198,14 +208,14 @@ def _resampled(samples: Samples, rate: int, settings: AudioSettings) -> Samples:
     return np.ascontiguousarray(samples, np.float32)
 
 
-def _not_read(name: str) -> MediaRefusedError:
+def _unsupported(name: str) -> MediaRefusedError:
     return MediaRefusedError(
-        f"it is {name}; {SERVED} sounds are read: convert it, e.g. ffmpeg -i FILE sound.wav", "format"
+        f"it is {name}; supported formats are {SERVED}: convert it, e.g. ffmpeg -i FILE audio.wav", "format"
     )
 
 
 def _broken(why: str) -> MediaRefusedError:
-    return MediaRefusedError(f"the sound is broken or incomplete: {why}", "broken")
+    return MediaRefusedError(f"the audio is broken or incomplete: {why}", "broken")
 
 
 def _too_long(file: _Stream, settings: AudioSettings) -> MediaRefusedError:
@@ -214,5 +224,5 @@ def _too_long(file: _Stream, settings: AudioSettings) -> MediaRefusedError:
         seconds = math.ceil(file.frames / file.samplerate * 100) / 100
         length = f"{'about ' if file.format == 'MP3' else ''}{seconds:g} s long"
     return MediaRefusedError(
-        f"the sound is {length}; at most {settings.chunk_seconds} s are heard at a time: cut it into several", "length"
+        f"the audio is {length}; the model takes at most {settings.chunk_seconds} s at a time: split it", "length"
     )

@@ -1,4 +1,4 @@
-"""Files of sounds: samples as transformers and librosa read them, or a refusal in words, and no memory because a header says so."""
+"""Audio files: samples as transformers and librosa read them, or a refusal in words, and no memory because a header says so."""
 
 import base64
 import io
@@ -19,8 +19,8 @@ from transformers.audio_utils import load_audio
 
 from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.child_pool.child_side import MIB
-from headrace.multimodal.refused import MediaRefusedError
-from headrace.multimodal.sounds import read_sound
+from headrace.multimodal.audio import read_audio_file
+from headrace.multimodal.limits import MediaRefusedError
 
 SETTINGS = AudioSettings()
 RATE = SETTINGS.sampling_rate
@@ -118,22 +118,22 @@ BEHIND = b"LIST\x04\0\0\0INFO" + b"PK\x03\x04" + random.Random(2).randbytes(500)
 
 REFUSED = {
     "empty": (b"", "format", "empty"),
-    "one byte": (b"R", "format", "no sound that is known"),
-    "text": (b"hello, world " * 100, "format", "no sound that is known; WAV, FLAC, MP3 and Ogg"),
-    "zeros": (bytes(5000), "format", "no sound that is known"),
-    "random": (random.Random(1).randbytes(5000), "format", "no sound that is known"),
+    "one byte": (b"R", "format", "not a known audio format"),
+    "text": (b"hello, world " * 100, "format", "not a known audio format; supported formats are WAV, FLAC, MP3 and Ogg"),
+    "zeros": (bytes(5000), "format", "not a known audio format"),
+    "random": (random.Random(1).randbytes(5000), "format", "not a known audio format"),
     "json": (b'{"url": "x"}', "format", "JSON"),
     "html": (b"<!DOCTYPE html><html></html>", "format", "HTML"),
     "png": (b"\x89PNG\r\n\x1a\n" + bytes(100), "format", "a PNG image"),
     "jpeg": (b"\xff\xd8\xff\xe0" + bytes(100), "format", "a JPEG image"),
     "webp": (b"RIFF\x24\0\0\0WEBPVP8 " + bytes(100), "format", "a WEBP image"),
     "avi": (b"RIFF\x24\0\0\0AVI LIST" + bytes(100), "format", "an AVI video"),
-    "riff of another kind": (b"RIFF\x24\0\0\0ABCDabcd" + bytes(100), "format", "a RIFF file of a kind"),
+    "riff of another kind": (b"RIFF\x24\0\0\0ABCDabcd" + bytes(100), "format", "a RIFF file of an unknown kind"),
     "mp4": (b"\0\0\0\x18ftypisom" + bytes(100), "format", "an MP4"),
     "m4a": (b"\0\0\0\x18ftypM4A " + bytes(100), "format", "an M4A file"),
     "webm": (b"\x1aE\xdf\xa3" + bytes(100), "format", "a WebM"),
     "aac": (b"\xff\xf1\x50\x80\x02\x1f\xfc" + random.Random(3).randbytes(2000), "format", "an AAC file"),
-    "mpeg layer 2": (b"\xff\xfd\x84\x04" + bytes(2000), "format", "no sound that is known"),
+    "mpeg layer 2": (b"\xff\xfd\x84\x04" + bytes(2000), "format", "not a known audio format"),
     "aiff": (file_of(tones(RATE), "AIFF"), "format", "an AIFF file"),
     "au": (file_of(tones(RATE), "AU"), "format", "an AU file"),
     "caf": (file_of(tones(RATE), "CAF"), "format", r"\(CAF\)"),
@@ -166,8 +166,8 @@ REFUSED = {
     "wav of 9 channels": (wav(bytes(18 * 1000), channels=9), "channels", "9 channels"),
     "wav of 65535 channels": (wav(channels=65535), "broken", "cannot be decoded"),
     "wav without rate": (wav(rate=0), "broken", "cannot be decoded"),
-    "wav of 1 Hz": (wav(rate=1), "rate", "1 samples in a second; 4000 to 384000"),
-    "wav of 2 GHz": (wav(rate=2_000_000_000), "rate", "2000000000 samples"),
+    "wav of 1 Hz": (wav(rate=1), "rate", "sample rate is 1 Hz; 4000 to 384000 Hz"),
+    "wav of 2 GHz": (wav(rate=2_000_000_000), "rate", "2000000000 Hz"),
     "wav of 0 bits": (wav(bits=0), "broken", "cannot be decoded"),
     "wav of 64 bits": (wav(bits=64), "broken", "cannot be decoded"),
     "wav of no coding": (wav(tag=0), "broken", "cannot be decoded"),
@@ -185,7 +185,7 @@ REFUSED = {
     "ogg page cut": (OGG[:-1], "broken", "last page is cut off"),
     "opus cut": (cut(OPUS, 0.5), "broken", "last page is cut off"),
     "mp3 header": (MP3[:4], "broken", "cannot be decoded"),
-    "wav of 31 s": (wav(bytes(31 * 2 * RATE)), "length", "31 s long; at most 30 s are heard at a time: cut it into several"),
+    "wav of 31 s": (wav(bytes(31 * 2 * RATE)), "length", "31 s long; the model takes at most 30 s at a time: split it"),
     "wav of a little more": (wav(bytes(30 * 2 * RATE + RATE // 2 + 2)), "length", "30.26 s long"),
     "flac of ten minutes": (TEN_MINUTES, "length", "600 s long"),
     "flac of ten minutes that does not say it": (of_unknown_length(TEN_MINUTES), "length", "longer than 30 s"),
@@ -218,14 +218,14 @@ TAKEN = {
 
 def refusal(data: bytes) -> MediaRefusedError:
     with pytest.raises(MediaRefusedError) as error:
-        read_sound(data, SETTINGS)
+        read_audio_file(data, SETTINGS)
     return error.value
 
 
 @pytest.mark.parametrize("kind, encoding, channels, rate", CASES)
 def test_samples_are_those_of_librosa(kind, encoding, channels, rate):
     data = two(kind, encoding, channels, rate)
-    found = read_sound(data, SETTINGS)
+    found = read_audio_file(data, SETTINGS)
 
     assert found.dtype == np.float32
     assert found.flags.c_contiguous
@@ -237,13 +237,13 @@ def test_samples_are_those_of_librosa(kind, encoding, channels, rate):
 def test_samples_are_those_of_transformers(data):
     expected = load_audio(base64.b64encode(data).decode(), sampling_rate=RATE, backend="soundfile")
 
-    assert np.array_equal(read_sound(data, SETTINGS), expected)
+    assert np.array_equal(read_audio_file(data, SETTINGS), expected)
 
 
 @pytest.mark.parametrize("target", [8000, 22050, 48000])
 def test_the_rate_is_that_of_the_settings(target):
     data = two("WAV", "PCM_16", 2, 44100)
-    found = read_sound(data, AudioSettings(sampling_rate=target))
+    found = read_audio_file(data, AudioSettings(sampling_rate=target))
 
     assert np.array_equal(found, as_librosa(data, target))
     assert len(found) == target // 2
@@ -253,24 +253,24 @@ def test_the_rate_is_that_of_the_settings(target):
 def test_reading_in_blocks_changes_nothing(kind):
     data = file_of(tones(29 * RATE, 2), kind)
 
-    assert np.array_equal(read_sound(data, SETTINGS), as_librosa(data))
+    assert np.array_equal(read_audio_file(data, SETTINGS), as_librosa(data))
 
 
 def test_what_is_read_is_the_sound():
     samples = tones(RATE)[:, 0]
 
-    assert np.abs(read_sound(file_of(samples), SETTINGS) - samples).max() <= 1 / 32768
-    assert np.array_equal(read_sound(floats(1.5, -70.0, 32768.0), SETTINGS)[800:803], [1.5, -70.0, 32768.0])
+    assert np.abs(read_audio_file(file_of(samples), SETTINGS) - samples).max() <= 1 / 32768
+    assert np.array_equal(read_audio_file(floats(1.5, -70.0, 32768.0), SETTINGS)[800:803], [1.5, -70.0, 32768.0])
     left, right = np.zeros((RATE, 2)), np.zeros((RATE, 2))
     left[:, 0], right[:, 1] = 0.5, 0.25
-    assert np.allclose(read_sound(file_of(left + right, "WAV", "FLOAT"), SETTINGS), 0.375)
+    assert np.allclose(read_audio_file(file_of(left + right, "WAV", "FLOAT"), SETTINGS), 0.375)
 
 
 def test_the_settings_say_how_long_a_sound_may_be():
     data = wav(bytes(2 * 2 * RATE))
-    assert len(read_sound(data, AudioSettings(chunk_seconds=2))) == 2 * RATE
-    with pytest.raises(MediaRefusedError, match="2 s long; at most 1 s are heard"):
-        read_sound(data, AudioSettings(chunk_seconds=1))
+    assert len(read_audio_file(data, AudioSettings(chunk_seconds=2))) == 2 * RATE
+    with pytest.raises(MediaRefusedError, match="2 s long; the model takes at most 1 s"):
+        read_audio_file(data, AudioSettings(chunk_seconds=1))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -285,7 +285,7 @@ def test_a_file_is_refused_in_words(name):
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_file_is_a_sound(name):
-    found = read_sound(TAKEN[name], SETTINGS)
+    found = read_audio_file(TAKEN[name], SETTINGS)
 
     assert np.isfinite(found).all()
     assert 640 <= len(found) <= SETTINGS.chunk_samples
@@ -295,7 +295,9 @@ def test_what_is_around_a_sound_changes_nothing():
     plain = {"wav": wav(), "flac": FLAC, "mp3": MP3, "ogg": OGG}
     for name, data in TAKEN.items():
         if "behind" in name:
-            assert np.array_equal(read_sound(data, SETTINGS), read_sound(plain[name.split()[0]], SETTINGS)), name
+            assert np.array_equal(read_audio_file(data, SETTINGS), read_audio_file(plain[name.split()[0]], SETTINGS)), (
+                name
+            )
 
 
 CHILD = """
@@ -303,12 +305,12 @@ import resource, sys
 from pathlib import Path
 from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.child_pool.child_side import MIB, limit_memory
-from headrace.multimodal.refused import MediaRefusedError
-from headrace.multimodal.sounds import read_sound
+from headrace.multimodal.audio import read_audio_file
+from headrace.multimodal.limits import MediaRefusedError
 
 def verdict(file):
     try:
-        read_sound(file.read_bytes(), AudioSettings())
+        read_audio_file(file.read_bytes(), AudioSettings())
     except MediaRefusedError as error:
         return error.kind
     return "taken"
@@ -360,7 +362,7 @@ def test_spoiled_files_are_sounds_or_refused(data, changes, part, early):
     for where, value in changes:
         spoiled[int(where * (min(len(data), 80) if early else len(data) - 1))] = value
     try:
-        found = read_sound(cut(bytes(spoiled), part), SETTINGS)
+        found = read_audio_file(cut(bytes(spoiled), part), SETTINGS)
     except MediaRefusedError as error:
         assert error.kind in ("broken", "format", "length", "channels", "rate")  # noqa: PT017
     else:
@@ -372,5 +374,5 @@ def test_a_little_more_than_is_heard_is_cut_off():
     """Encoders of MP3 add silence, so that pieces of 30 s become longer."""
     data = wav(np.arange(30 * RATE + RATE // 4, dtype="<i2").tobytes())
     assert np.array_equal(
-        read_sound(data, SETTINGS), read_sound(wav(np.arange(30 * RATE, dtype="<i2").tobytes()), SETTINGS)
+        read_audio_file(data, SETTINGS), read_audio_file(wav(np.arange(30 * RATE, dtype="<i2").tobytes()), SETTINGS)
     )
