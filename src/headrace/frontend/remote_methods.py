@@ -44,11 +44,15 @@ class WireCaller(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RemoteMethod:
-    """One remote method. arguments: a struct of the given ones. result: its type. streams: the method yields many results."""
+    """One remote method. arguments: a struct of the given ones. result: its type. streams: the method yields many results.
+
+    replies: it is awaited; False = nobody waits for it.
+    """
 
     arguments: type[msgspec.Struct]
     result: Any
     streams: bool
+    replies: bool
 
 
 def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
@@ -60,8 +64,9 @@ def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
         hints = get_type_hints(function)
         result = hints["return"]
         streams = get_origin(result) is AsyncGenerator
+        replies = inspect.iscoroutinefunction(function) or result is not type(None)
         result = get_args(result)[0] if streams else _awaited(result)
-        methods[name] = RemoteMethod(_arguments(function, hints), result, streams)
+        methods[name] = RemoteMethod(_arguments(function, hints), result, streams, replies)
     return methods
 
 

@@ -1,6 +1,6 @@
 """The server's view of the front end as Protocols: one for generation, and one for each part that the front end exposes.
 
-The front end is the `TokenizerManager` if the server runs in the main process, and a `RemoteFrontend` in an HTTP worker.
+The front end is the `TokenizerManager` if the server runs in the main process, and a proxy of it (`remote_frontend`) in an HTTP worker.
 """
 
 from collections.abc import AsyncGenerator, Awaitable
