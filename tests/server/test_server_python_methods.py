@@ -13,6 +13,7 @@ from headrace.api.runtime import Runtime
 from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.frontend.runtime_settings import LimitChanges
 from headrace.messages.control import InternalState
+from headrace.messages.operations import StartProfileBody
 from headrace.server.app import route_table
 
 METHODS = {
@@ -151,7 +152,7 @@ def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Run
     runtime.abort_request(abort_all=True)
     assert frontend.aborted == ["r1", "*"]
     assert runtime.start_profile("run-1", 3) == "profiling"
-    assert frontend.profiled == [("run-1", 3, ("CPU",))]
+    assert StartProfileBody("run-1", 3) in frontend.profiled
     with pytest.raises(RequestError, match="no profile"):
         runtime.stop_profile()
     runtime.start_expert_distribution_record()

@@ -29,8 +29,8 @@ from headrace.server.body import Bodies
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
-from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome, TreeQuery
-from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery, StartProfileBody
+from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
+from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery
 from headrace.server.error_forms import ApiError, form_of
 from headrace.server.examples import request_examples
 from headrace.server.experts import ExpertsAPI
@@ -58,6 +58,7 @@ from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
+from headrace.server.operations import operation_routes
 from headrace.server.origin_gate import HostList, OriginGate, PatternCors, is_loopback
 from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
 from headrace.server.pooling.embed import CohereEmbedRequest, EmbedAPI, TeiEmbedRequest
@@ -137,8 +138,6 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/flush_cache", get, "admin", control.flush_cache_by_get, "The same, not for browsers", failure=Outcome, query=FlushQuery),
         RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
         RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
-        RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),
-        RouteSpec("/stop_profile", post, "admin", diagnostics.stop_profile, "Write the recorded steps"),
         RouteSpec(
             "/configure_logging", post, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody
         ),
@@ -148,8 +147,8 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
             "/set_internal_state", post, "admin", settings.set_internal_state, "Change limits", SetInternalStateBody
         ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
-        RouteSpec("/cache_tree", get, "admin", control.cache_tree, "The tree of cached prefixes", query=TreeQuery),
         *_ollama_routes(context),
+        *operation_routes(context),
         *WeightsAPI(context).routes(),
         *ExpertsAPI(context).routes(),
     ]

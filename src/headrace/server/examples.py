@@ -7,10 +7,7 @@ description is built.
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.server.routes import without_v1
-
-Examples = Mapping[str, Mapping[str, Any]]
-"""Bodies by a short title."""
+from headrace.server.routes import Examples, without_v1
 
 _QUESTION = "What is the capital of France?"
 _ANSWER = "Paris is the capital of France."
@@ -110,7 +107,6 @@ def request_examples(model: str) -> dict[str, Examples]:
         "/api/pull": {"The served model": named},
         "/load_lora_adapter": {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}},
         "/unload_lora_adapter": {"By its name": {"lora_name": "my-adapter"}},
-        "/start_profile": {"Ten steps": {"num_steps": 10}},
         "/configure_logging": {"A line for each request": {"log_requests": True, "log_requests_level": 1}},
         "/set_internal_state": {"A longer queue": {"server_args": {"max_queued_requests": 64}}},
         "/pause_generation": {"Requests stay where they are": {"mode": "in_place"}},

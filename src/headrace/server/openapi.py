@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 
 from headrace.server.error_forms import reply_type_of
-from headrace.server.examples import Examples
 from headrace.server.http import Exchange
-from headrace.server.routes import API_PATHS, RouteSpec
+from headrace.server.routes import API_PATHS, Examples, RouteSpec
 from headrace.version import VERSION
 
 _TAGS: Mapping[str, tuple[str, ...]] = {
@@ -80,7 +79,9 @@ class OpenApi:
             ],
         }
         if route.body is not None:
-            examples = {title: {"value": body} for title, body in self._examples.get(route.path, {}).items()}
+            examples = {
+                title: {"value": body} for title, body in (route.examples or self._examples.get(route.path, {})).items()
+            }
             content: dict[str, Any] = {"application/json": {"schema": schema_of[route.body], "examples": examples}}
             if route.octets is not None:
                 content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}

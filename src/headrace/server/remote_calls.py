@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.remote_methods import error_of_fault
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import ShutdownReq
+from headrace.messages.faults import error_of_fault
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,

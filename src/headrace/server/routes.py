@@ -1,7 +1,8 @@
 """`RouteSpec`, a row of the route table: path, methods, access, handler and what the OpenAPI description says."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headrace.server.auth import Access
 from headrace.server.http import Handler
@@ -11,6 +12,9 @@ API_PATHS: Mapping[str, tuple[str, ...]] = {
     "Anthropic": ("/v1/messages",),
 }
 """Beginnings of the paths of two APIs, whose clients may take the address of the server for that of the API: they leave out `/v1`."""
+
+Examples = Mapping[str, Mapping[str, Any]]
+"""Bodies by a short title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class RouteSpec:
     failure: type | None = None
     octets: type | None = None
     query: type | None = None
+    examples: Examples = field(default_factory=dict)
     generates: bool = False
 
 
