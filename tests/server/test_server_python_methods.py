@@ -14,7 +14,7 @@ from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.frontend.runtime_settings import LimitChanges
 from headrace.messages.control import InternalState
 from headrace.messages.operations import StartProfileBody
-from headrace.server.app import route_table
+from headrace.server.route_table import route_table
 
 METHODS = {
     "/generate": ("generate", "async_generate"),

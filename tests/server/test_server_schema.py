@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from headrace.messages.control import FlushCacheReply
 from headrace.messages.weights import ReleaseMemory, UpdateFromDisk, UpdateFromTensors, WeightOpReply
-from headrace.server.app import route_table
 from headrace.server.http import decode_json
+from headrace.server.route_table import route_table
 
 EXAMPLES = settings(
     max_examples=30,
