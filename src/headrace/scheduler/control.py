@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from headrace.errors import HeadraceError, RequestError
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import (
@@ -95,10 +97,20 @@ class Operations:
             operation = OPERATIONS.get(message.name)
             if operation is None:
                 raise RequestError(f"the scheduler has no operation {message.name!r:.40}")
+            if operation.at == "ranks":
+                return self._of_ranks(message)
             method = getattr(self, operation.name)
             return answered(message.id, method(operation.request_of(message)))
         except HeadraceError as error:
             return OperationReply(message.id, fault=fault_of(error))
+
+    def _of_ranks(self, message: OperationReq) -> OperationReply:
+        """A list with what each rank replies, or why one of them does not."""
+        replies = self._worker.weights.ask_ranks(message)
+        fault = next((reply.fault for reply in replies if reply.fault is not None), None)
+        if fault is not None:
+            return OperationReply(message.id, fault=fault)
+        return answered(message.id, [msgspec.Raw(reply.reply) for reply in replies])
 
     def flush_cache(self, request: FlushCacheReq) -> FlushCacheReply:
         """Empty the prefix cache, or reply why not. While generation is paused, only requests that hold KV prevent it."""
