@@ -5,6 +5,7 @@ ADMIN_ONLY = {
     "/flush_cache",
     "/internal_state",
     "/cache_tree",
+    "/ranks",
     "/inject_fault",
     "/load_lora_adapter",
     "/unload_lora_adapter",

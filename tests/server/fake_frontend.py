@@ -38,7 +38,7 @@ from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.cache_tree import CacheNode, CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ProfileReply, ReadyInfo
 from headrace.messages.media import NO_SENSES, MediaRefs, Senses
-from headrace.messages.operations import OPERATIONS, OperationReq, answered
+from headrace.messages.operations import OPERATIONS, OperationReq, RankInfo, answered
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -382,6 +382,8 @@ class FakeFrontend:
             case "cache_tree":
                 nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]
                 reply: Any = CacheTree(0, 3, 64, nodes[: asked.max_nodes])
+            case "ranks":
+                reply = [RankInfo(rank, 100 + rank, 4096, 1024, 512) for rank in range(2)]
             case "start_profile":
                 self.profiled.append(asked)
                 reply = ProfileReply(True, "profiling")

@@ -12,6 +12,7 @@ import msgspec
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.operations import (
     CACHE_TREE,
+    RANKS,
     START_PROFILE,
     STOP_PROFILE,
     CacheTreeQuery,
@@ -32,6 +33,10 @@ class Operations(ABC):
         """The outline of each replica's prefix cache: how its tree branches, without any text. Raises RequestError."""
         found = self._ask(CACHE_TREE, CacheTreeQuery(max_depth, max_nodes))
         return msgspec.convert(found["data"], list[CacheTree])
+
+    def get_ranks(self) -> list[dict[str, Any]]:
+        """The process of each rank of each replica, and its bytes: resident, of weights, of the KV cache."""
+        return list(self._ask(RANKS, Nothing())["data"])
 
     def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)

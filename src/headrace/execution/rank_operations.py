@@ -3,6 +3,7 @@
 They only read: they run beside the steps of this rank. Also how an answer crosses a `Group`, which gathers numbers.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ import msgspec
 import torch
 
 from headrace.attention.base import KvPool
+from headrace.child_pool.child_side import resident_bytes
 from headrace.errors import ExecutionError, HeadraceError, RequestError
 from headrace.messages.faults import fault_of
-from headrace.messages.operations import OPERATIONS, OperationReply, OperationReq, answered
+from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered
 from headrace.models.spec import Model
 
 REPLY_BYTES = 1024
@@ -30,17 +32,23 @@ class RankView:
     pool: KvPool
 
 
-_WORK: Mapping[str, Callable[[RankView, Any], object]] = {}
+def ranks(view: RankView, request: Nothing) -> RankInfo:
+    """The process of this rank, and what it keeps in memory."""
+    weight_bytes = round(sum(weight.num_bytes for weight in view.model.weights()))
+    return RankInfo(view.rank, os.getpid(), resident_bytes(), weight_bytes, view.pool.num_bytes)
+
+
+WORK: Mapping[str, Callable[[RankView, Any], object]] = {"ranks": ranks}
 """The function of each operation, by its name."""
 
 
 def answer(view: RankView, message: OperationReq) -> OperationReply:
     """What one rank replies to an operation, or why it does not."""
     try:
-        if message.name not in _WORK:
+        if message.name not in WORK:
             raise RequestError(f"ranks have no operation {message.name!r:.40}")
         request = OPERATIONS[message.name].request_of(message)
-        return answered(message.id, _WORK[message.name](view, request))
+        return answered(message.id, WORK[message.name](view, request))
     except HeadraceError as error:
         return OperationReply(message.id, fault=fault_of(error))
 

@@ -147,6 +147,24 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request without fields."""
 
 
+class RankInfo(msgspec.Struct, frozen=True, gc=False):
+    """A rank. resident_bytes: of its process, on the host. weight_bytes, kv_bytes: its part of the weights and of the KV cache."""
+
+    rank: int
+    pid: int
+    resident_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+
+
+def _ranks(replies: Mapping[int, list[RankInfo]]) -> object:
+    """All ranks in one list; each says which replica it belongs to, by the name that routers expect."""
+    found = [
+        {"dp_rank": replica, **msgspec.structs.asdict(rank)} for replica, ranks in replies.items() for rank in ranks
+    ]
+    return {"object": "list", "data": found}
+
+
 def _profiled(replies: Mapping[int, ProfileReply]) -> object:
     """A profile that had ended by itself in some replicas is no failure."""
     messages = [reply.message for reply in replies.values()]
@@ -178,6 +196,14 @@ STOP_PROFILE = Operation(
     route=Route("/stop_profile", "Write the recorded steps"),
     combine=_profiled,
 )
+RANKS = Operation(
+    "ranks",
+    Nothing,
+    list[RankInfo],
+    at="ranks",
+    route=Route("/ranks", "Process and memory of each rank", "GET"),
+    combine=_ranks,
+)
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     row.name: row
@@ -189,6 +215,7 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
         CACHE_TREE,
         START_PROFILE,
         STOP_PROFILE,
+        RANKS,
     )
 }
 """Every operation, by its name."""
