@@ -9,6 +9,7 @@ ADMIN_ONLY = {
     "/inject_fault",
     "/load_lora_adapter",
     "/unload_lora_adapter",
+    "/slow_down",
     "/start_profile",
     "/stop_profile",
     "/start_expert_distribution_record",

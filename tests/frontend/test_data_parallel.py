@@ -17,7 +17,15 @@ from headrace.frontend.balancers import Balancer
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.control import AbortReq, ProfileReply
-from headrace.messages.operations import START_PROFILE, STOP_PROFILE, Nothing, StartProfileBody, answered
+from headrace.messages.operations import (
+    SLOW_DOWN,
+    START_PROFILE,
+    STOP_PROFILE,
+    Nothing,
+    SlowDownBody,
+    StartProfileBody,
+    answered,
+)
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
@@ -393,3 +401,18 @@ def test_every_policy_keeps_to_the_replicas_that_live(method):
     balancer = balancers.make_balancer(method, 4)
     for i, replicas in enumerate(itertools.islice(itertools.cycle(([1, 3], [0], [2, 3, 0])), 30)):
         assert give(balancer, asked([*PREFIX, i]), list(replicas)) in replicas
+
+
+async def test_a_replica_that_returns_is_told_again_what_lasts():
+    house = House()
+    asking = asyncio.create_task(SLOW_DOWN.ask(house.manager.control, SlowDownBody(0.5)))
+    await turns()
+    for inbox in house.inboxes:
+        house.from_engine.send(answered(inbox.recv_nowait().id, "slow"))
+    assert await asking == {0: "slow", 1: "slow", 2: "slow"}
+    house.manager.parts.down("scheduler 1", 1)
+    returned = LocalQueue()
+    house.manager.parts.up("scheduler 1", 1, 7, returned)
+
+    assert returned.recv_nowait() == SLOW_DOWN.message(0, SlowDownBody(0.5))
+    await house.manager.close()

@@ -25,10 +25,12 @@ from headrace.messages.operations import (
     FLUSH_CACHE,
     INTERNAL_STATE,
     OPERATIONS,
+    SLOW_DOWN,
     START_PROFILE,
     CacheTreeQuery,
     OperationReply,
     OperationReq,
+    SlowDownBody,
     StartProfileBody,
 )
 from headrace.messages.requests import (
@@ -413,6 +415,26 @@ def test_a_profile_is_started_by_the_worker_and_an_activity_counts_once():
 
     assert rig.reply(START_PROFILE, 1) == ProfileReply(True, "profiling")
     assert seen == [ProfileReq(True, "run-1", 5, ("CPU",))]
+
+
+def test_a_slowed_scheduler_sleeps_after_each_step_until_it_is_told_otherwise(monkeypatch):
+    slept = []
+    monkeypatch.setattr("headrace.scheduler.scheduler.time.sleep", slept.append)
+    rig = Rig(num_pages=100)
+    rig.inbox.send(SLOW_DOWN.message(1, SlowDownBody(0.25)))
+    rig.turn()
+    assert slept == []
+    rig.add("a", prompt(10), 4, ignore_eos=True)
+    rig.drain()
+    assert set(slept) == {0.25}
+    assert len(slept) == rig.scheduler.state.counters.num_steps
+    rig.inbox.send(SLOW_DOWN.message(2, SlowDownBody(None)))
+    slept.clear()
+    rig.add("b", prompt(10), 4, ignore_eos=True)
+    rig.drain()
+
+    assert slept == []
+    assert rig.reply(SLOW_DOWN, 2) == "full speed"
 
 
 def test_a_scheduler_has_the_work_of_every_operation_and_refuses_what_is_none():

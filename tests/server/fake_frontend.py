@@ -384,6 +384,8 @@ class FakeFrontend:
                 reply: Any = CacheTree(0, 3, 64, nodes[: asked.max_nodes])
             case "ranks":
                 reply = [RankInfo(rank, 100 + rank, 4096, 1024, 512) for rank in range(2)]
+            case "slow_down":
+                reply = f"slept {asked.forward_sleep_time}"
             case "start_profile":
                 self.profiled.append(asked)
                 reply = ProfileReply(True, "profiling")

@@ -58,6 +58,7 @@ METHODS = {
     "/internal_state": ("internal_state",),
     "/cache_tree": ("cache_trees",),
     "/ranks": ("get_ranks",),
+    "/slow_down": ("slow_down",),
     "/metrics": ("metrics",),
     "/pause_generation": ("pause_generation",),
     "/continue_generation": ("continue_generation",),
@@ -153,6 +154,9 @@ def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Run
     runtime.abort_request(abort_all=True)
     assert frontend.aborted == ["r1", "*"]
     assert [(one["dp_rank"], one["rank"], one["pid"]) for one in runtime.get_ranks()] == [(0, 0, 100), (0, 1, 101)]
+    assert (runtime.slow_down(0.5), runtime.slow_down()) == ("slept 0.5", "slept None")
+    with pytest.raises(RequestError, match="10"):
+        runtime.slow_down(10.5)
     assert runtime.start_profile("run-1", 3) == "profiling"
     assert StartProfileBody("run-1", 3) in frontend.profiled
     with pytest.raises(RequestError, match="no profile"):

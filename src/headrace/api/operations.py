@@ -13,11 +13,13 @@ from headrace.messages.cache_tree import CacheTree
 from headrace.messages.operations import (
     CACHE_TREE,
     RANKS,
+    SLOW_DOWN,
     START_PROFILE,
     STOP_PROFILE,
     CacheTreeQuery,
     Nothing,
     Operation,
+    SlowDownBody,
     StartProfileBody,
 )
 
@@ -37,6 +39,13 @@ class Operations(ABC):
     def get_ranks(self) -> list[dict[str, Any]]:
         """The process of each rank of each replica, and its bytes: resident, of weights, of the KV cache."""
         return list(self._ask(RANKS, Nothing())["data"])
+
+    def slow_down(self, forward_sleep_time: float | None = None) -> str:
+        """Let every scheduler sleep so many seconds after each step, to see how load behaves on a slower engine; None = full speed.
+
+        Returns a line for the operator. Raises RequestError.
+        """
+        return str(self._ask(SLOW_DOWN, SlowDownBody(forward_sleep_time))["message"])
 
     def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)

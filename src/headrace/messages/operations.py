@@ -147,6 +147,12 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request without fields."""
 
 
+class SlowDownBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """forward_sleep_time: seconds to sleep after each step; null or 0: full speed."""
+
+    forward_sleep_time: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
+
+
 class RankInfo(msgspec.Struct, frozen=True, gc=False):
     """A rank. resident_bytes: of its process, on the host. weight_bytes, kv_bytes: its part of the weights and of the KV cache."""
 
@@ -155,6 +161,11 @@ class RankInfo(msgspec.Struct, frozen=True, gc=False):
     resident_bytes: int
     weight_bytes: int
     kv_bytes: int
+
+
+def _first_message(replies: Mapping[int, str]) -> object:
+    """All replicas say the same."""
+    return {"success": True, "message": next(iter(replies.values()))}
 
 
 def _ranks(replies: Mapping[int, list[RankInfo]]) -> object:
@@ -204,6 +215,18 @@ RANKS = Operation(
     route=Route("/ranks", "Process and memory of each rank", "GET"),
     combine=_ranks,
 )
+SLOW_DOWN = Operation(
+    "slow_down",
+    SlowDownBody,
+    str,
+    lasts=True,
+    route=Route(
+        "/slow_down",
+        "Sleep after each step",
+        examples={"50 ms": {"forward_sleep_time": 0.05}, "Full speed": {"forward_sleep_time": None}},
+    ),
+    combine=_first_message,
+)
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     row.name: row
@@ -216,6 +239,7 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
         START_PROFILE,
         STOP_PROFILE,
         RANKS,
+        SLOW_DOWN,
     )
 }
 """Every operation, by its name."""

@@ -27,6 +27,7 @@ from headrace.messages.operations import (
     Nothing,
     OperationReply,
     OperationReq,
+    SlowDownBody,
     StartProfileBody,
     answered,
 )
@@ -83,13 +84,14 @@ def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
 class Operations:
     """What a scheduler answers to control operations: a method for each row of `messages.operations`, of its name.
 
-    look: the scheduler's counters.
+    look: the scheduler's counters. sleep_s: how long it sleeps after each step.
     """
 
     def __init__(self, state: SchedulerState, worker: Worker, look: Callable[[], InternalState]) -> None:
         self._state = state
         self._worker = worker
         self._look = look
+        self.sleep_s = 0.0
 
     def answer(self, message: OperationReq) -> OperationReply:
         """The reply to a request, or why there is none."""
@@ -136,6 +138,11 @@ class Operations:
         kv = self._state.kv
         nodes = kv.outline(request.max_depth, request.max_nodes)
         return CacheTree(self._state.config.replica, kv.num_nodes, kv.num_cached_tokens, nodes)
+
+    def slow_down(self, request: SlowDownBody) -> str:
+        """Sleep after each step from now on."""
+        self.sleep_s = request.forward_sleep_time or 0.0
+        return f"the scheduler sleeps {self.sleep_s:g} s after each step" if self.sleep_s else "full speed"
 
     def start_profile(self, request: StartProfileBody) -> ProfileReply:
         """Begin to record steps, or reply why not."""

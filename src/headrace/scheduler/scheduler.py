@@ -134,6 +134,8 @@ class Scheduler:
             if self._idle:
                 self._leave_idle()
             self._commit_oldest()
+            if self._operations.sleep_s:
+                time.sleep(self._operations.sleep_s)
         now = self._clock()
         self._loras.advance(state, now)
         if now >= self._next_stats_s and not self._idle:
