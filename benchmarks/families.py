@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from headrace.api.engine import Engine
-from headrace.checkpoint.families import NATIVE, check_family
+from headrace.checkpoint.families import check_family, native_types
 from headrace.errors import HeadraceError
 
 POSITIONS = 160
@@ -189,7 +189,7 @@ def attempt(model_type: str, folder: Path) -> Result:
         for options in (
             {"chunked_prefill_size": 1},
             {},
-            *([{"model_impl": "transformers"}] if model_type in NATIVE else []),
+            *([{"model_impl": "transformers"}] if model_type in native_types() else []),
         ):
             difference = difference_of(folder, tokens, want, **options)
             if not difference < TOLERANCE:

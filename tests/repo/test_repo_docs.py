@@ -105,7 +105,7 @@ def test_modules_that_the_architecture_names_exist():
 
 
 def test_the_architecture_names_every_package():
-    packages = {str(package.relative_to(SOURCES)) for package in PACKAGES} - {"."}
+    packages = {str(package.relative_to(SOURCES)) for package in PACKAGES if package.parent.name != "families"} - {"."}
 
     assert len(packages) > 20
     assert sorted(name for name in packages if f"`{name}/`" not in ROOMS) == []
@@ -117,6 +117,9 @@ def test_the_docstring_of_a_package_names_its_modules_and_no_others(package):
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
     named = set(re.findall(r"(?<![\w/.])(?:[a-z_0-9]+/)*[a-z_0-9]+\.py\b", docstring))
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    if package.name == "families":  # found by their names: a new one needs no line anywhere
+        assert named == {"checkpoint/family.py", "checkpoint/families.py", "vision.py", "audio.py"}
+        return
 
     assert sorted(modules - named) == []
     assert sorted(name for name in named - modules if "/" not in name or not (SOURCES / name).is_file()) == []

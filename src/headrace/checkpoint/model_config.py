@@ -14,7 +14,7 @@ import msgspec
 from headrace.checkpoint.audio_config import AudioConfig, read_audio
 from headrace.checkpoint.config_keys import ConfigKeys
 from headrace.checkpoint.encoder_config import EncoderConfig, encoder_keys, read_encoder
-from headrace.checkpoint.families import ENCODERS
+from headrace.checkpoint.families import encoders
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.layer_types import LayerType, window_and_types
 from headrace.checkpoint.media_config import MediaConfig, read_media
@@ -143,7 +143,7 @@ def parse_hf_config(
     audio, deaf = read_audio(config, origin)
     around = config if media is not None or audio is not None or blind or deaf else {}
     config = _text_config(config, origin)
-    if config["model_type"] in ENCODERS:
+    if config["model_type"] in encoders():
         return _encoder(config, origin)
     keys = ConfigKeys(config, origin)
     model_type = config["model_type"]

@@ -1,10 +1,8 @@
-"""Model architectures: a file for each family, a registry, and the fallback through transformers.
+"""Model architectures: the blocks that families share, a registry, and the fallback through transformers.
 
 Read first: decoder.py (the decoder of most families), encoder.py (the encoder of the others), spec.py (what a family says
 of itself), registry.py (which class serves which model).
 
-- Families: llama.py, qwen2.py, qwen3.py, qwen3_moe.py, mixtral.py, gemma3.py
-- Encoders: bert.py, roberta.py (also XLM-RoBERTa), distilbert.py, modernbert.py
 - Models that see or hear: media.py (what an encoder of images or sounds is to the runner), senses.py (a family of decoders with one),
   media_encoders.py (which family has which), places.py (positions of images in three parts); vision/ and audio/ have the encoders
 - A head that guesses tokens: eagle3.py

@@ -1,19 +1,21 @@
 """The decoder of most families: blocks of attention and a gated feed-forward layer around one residual stream.
 
-Owns the blocks and the order of their parts. Differences between families are in `BlockOptions`, which each family's file fills in. Runs in
-the thread that runs the model.
+Owns the blocks and the order of their parts. Differences between families are in `DecoderOptions`, which each family fills in
+(`headrace.families`). Runs in the thread that runs the model.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
 from headrace.attention.base import AttentionLayerSpec, OwnRows, PagedKv, ReadTokens, RotatingBackend, StepAttention
+from headrace.checkpoint.family import DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.rope_config import RopeConfig
 from headrace.distributed.heads import head_share
+from headrace.errors import ModelError
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding, vocabulary_part
@@ -31,32 +33,17 @@ from headrace.models.piecewise import PiecewiseDecoder
 from headrace.models.spec import stage_layers
 
 Mlp = GatedMlp | SparseMoe
-MlpFactory = Callable[[ModelConfig, int, Placement], Mlp]
 
 
-def gated_mlp(config: ModelConfig, layer: int, placement: Placement) -> Mlp:
-    """The dense feed-forward layer of decoder layer `layer`."""
-    return GatedMlp(config.hidden_size, config.intermediate_size, config.hidden_act, placement, bias=config.mlp_bias)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOptions:
-    """Differences between families.
-
-    qkv_bias, out_bias: biases of attention's projections. qk_norm: q and k are normalised per head before the rotation.
-    sandwich_norms: attention's and the feed-forward layer's outputs are normalised too, before they join the residual (Gemma).
-    norm_offset: 1.0 where norms are stored minus one. embed_scale: factor on token embeddings.
-    mlp, mlp_name: makes the feed-forward layer; its Hugging Face name.
-    """
-
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-    sandwich_norms: bool = False
-    norm_offset: float = 0.0
-    embed_scale: float = 1.0
-    mlp: MlpFactory = gated_mlp
-    mlp_name: str = "mlp"
+def feed_forward(config: ModelConfig, layer: int, options: DecoderOptions, placement: Placement) -> Mlp:
+    """The feed-forward layer of decoder layer `layer`. Raises ModelError if all layers have experts, and the config names none."""
+    if options.experts == "all" and config.moe is None:
+        raise ModelError(f"this {config.model_type} config names no experts (num_local_experts)")
+    if options.experts == "none" or config.moe is None or not (options.experts == "all" or config.moe.is_sparse(layer)):
+        return GatedMlp(
+            config.hidden_size, config.intermediate_size, config.hidden_act, placement, bias=config.mlp_bias
+        )
+    return SparseMoe(config.hidden_size, config.moe, config.hidden_act, placement, renames=options.expert_names)
 
 
 class Attention:
@@ -70,7 +57,7 @@ class Attention:
         self,
         config: ModelConfig,
         layer: int,
-        options: BlockOptions,
+        options: DecoderOptions,
         rotary: Rotary,
         placement: Placement,
         in_size: int | None = None,
@@ -94,12 +81,13 @@ class Attention:
         )
         heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
         sizes = {name: count * config.head_dim for name, count in heads.items()}
-        self.qkv = Linear(in_size or config.hidden_size, sizes, placement, bias=options.qkv_bias, own_outputs=own)
+        qkv_bias = config.attention_bias if options.qkv_bias is None else options.qkv_bias
+        self.qkv = Linear(in_size or config.hidden_size, sizes, placement, bias=qkv_bias, own_outputs=own)
         self.out = Linear(
             sizes["q_proj"],
             {"o_proj": config.hidden_size},
             placement,
-            bias=options.out_bias,
+            bias=config.attention_bias if options.out_bias is None else options.out_bias,
             own_inputs=None if placement.shard.is_whole else own["q_proj"],
         )
         self.rotary = rotary
@@ -166,7 +154,7 @@ class Block:
     """One decoder layer. `residual` is the stream; the output of a part is added to it at the next norm, in the same kernel."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
+        self, config: ModelConfig, layer: int, options: DecoderOptions, rotary: Rotary, placement: Placement
     ) -> None:
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
@@ -174,7 +162,7 @@ class Block:
         self._attention_norm = norm()
         self._attention = Attention(config, layer, options, rotary, placement)
         self._mlp_norm = norm()
-        self._mlp = options.mlp(config, layer, placement)
+        self._mlp = feed_forward(config, layer, options, placement)
         self._mlp_name = options.mlp_name
         self._after: tuple[RMSNorm, RMSNorm] | None = (norm(), norm()) if options.sandwich_norms else None
 
@@ -262,7 +250,7 @@ class DecoderLM:
     deep: what images add after the first layers, in a step by layer.
     """
 
-    def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
+    def __init__(self, config: ModelConfig, options: DecoderOptions, placement: Placement) -> None:
         self._config = config
         self._options, self._placement = options, placement
         self.encoder: MediaEncoder | None = None
@@ -316,7 +304,10 @@ class DecoderLM:
         self._embedding = self._make_embedding(None)
 
     def _make_embedding(self, tied: Linear | None) -> Embedding:
-        config, scale = self._config, self._options.embed_scale
+        config, scale = self._config, 1.0
+        if self._options.scales_embeddings:
+            # Rounded to the precision of the weights, as when the model was trained.
+            scale = float(torch.tensor(config.hidden_size**0.5, dtype=self._placement.weight_dtype))
         return Embedding(config.vocab_size, config.hidden_size, self._placement, scale=scale, tied=tied)
 
     def weights(self) -> Iterator[Weight]:
