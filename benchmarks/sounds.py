@@ -21,8 +21,8 @@ from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 from headrace import kernels
 from headrace.benchmark.report import add_output, write_report
 from headrace.checkpoint.audio_config import read_audio
+from headrace.families.qwen2_audio.audio import Qwen2AudioEncoder
 from headrace.layers.weight import Placement
-from headrace.models.audio.qwen2_audio import Qwen2AudioEncoder
 from headrace.models.media import MediaInput, encode
 
 Encode = Callable[[torch.Tensor], torch.Tensor]

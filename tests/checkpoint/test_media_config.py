@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import transformers
 
-from headrace.checkpoint.media_config import SERVED, read_media
+from headrace.checkpoint.families import vision
+from headrace.checkpoint.media_config import read_media
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.errors import ModelError
 
@@ -100,7 +101,7 @@ def test_defaults_are_those_of_transformers(name: str):
 
 
 def test_every_family_has_a_case():
-    assert {config["model_type"] for config in CONFIGS.values()} == set(SERVED)
+    assert {config["model_type"] for config in CONFIGS.values()} == set(vision())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -11,10 +11,10 @@ import pkgutil
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
 
-from headrace.checkpoint.family import Decoder, Encoder, Family, Gguf
+from headrace.checkpoint.family import Audio, Decoder, Encoder, Family, Gguf, Vision
 from headrace.errors import ModelError
 
 _FAMILIES = "headrace.families"
@@ -69,6 +69,24 @@ def encoders() -> Mapping[str, Encoder]:
 def gguf() -> Mapping[str, Gguf]:
     """GGUF files by architecture."""
     return {name: own for family in families().values() for name, own in family.gguf.items()}
+
+
+@functools.cache
+def vision() -> Mapping[str, Vision]:
+    """Models with an encoder of images by the model type at the top of config.json."""
+    return {model_type: own for family in families().values() for model_type, own in family.vision.items()}
+
+
+@functools.cache
+def audio() -> Mapping[str, Audio]:
+    """Models with an encoder of sounds by the model type at the top of config.json."""
+    return {model_type: own for family in families().values() for model_type, own in family.audio.items()}
+
+
+def code(model_type: str, part: Literal["vision", "audio"]) -> ModuleType:
+    """The module that has the encoder of a model type with images or sounds. It imports torch."""
+    name = next(name for name, family in families().items() if model_type in getattr(family, part))
+    return import_module(f"{_FAMILIES}.{name}.{part}")
 
 
 @functools.cache

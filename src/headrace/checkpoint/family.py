@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from headrace.checkpoint.audio_config import AudioConfig
     from headrace.checkpoint.config_keys import ConfigKeys
     from headrace.checkpoint.encoder_config import EncoderConfig
     from headrace.checkpoint.gguf import GgufFile
+    from headrace.checkpoint.image_processors import ImageSettings
+    from headrace.checkpoint.media_config import MediaConfig
+    from headrace.checkpoint.media_keys import MediaKeys
 
 SlidingRule = Literal["all", "even", "pattern", "upper"]
 """Which layers slide where a config has no list: all of them, every other one from the first, all but each n-th by `sliding_window_pattern`, or those
@@ -138,9 +142,48 @@ class Gguf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """A model type around a text model and an encoder of images, which `encoder` in the `vision.py` of the family makes.
+
+    read: reads the whole config.json and its vision_config; raises NotServedError with the reason why its images are not served, and ModelError for
+    invalid values. tokens: what stands for an image: gives a `KindTokens` (`multimodal/tokens.py`) of the config, the processor's settings, the
+    `Tokens` and config.json, or raises ModelError. image_processor: of transformers, where the checkpoint names none; see `image_processors.py`.
+    settings: the processor's, as the family has them. video_processor, video_tokens: the same of videos, if it takes them; the latter is given the
+    vocabulary. tied: what it says of the output projection if its config does not; None = the text model says it. flat_text: the type of the text
+    model in older configs, which have its keys beside their own. text_prefix: of the text model's tensors. joins_line_ends: what stands for an
+    image begins and ends with line ends, which join those of the text. several_are_squares: of several images in a prompt, each is one square.
+    """
+
+    read: "Callable[[MediaKeys, MediaKeys], MediaConfig]"
+    tokens: "Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any]"
+    image_processor: str
+    settings: "Callable[[MediaConfig, ImageSettings], ImageSettings] | None" = None
+    video_processor: str = ""
+    video_tokens: "Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any] | None" = None
+    tied: bool | None = None
+    flat_text: str = ""
+    text_prefix: str = "model.language_model."
+    joins_line_ends: bool = False
+    several_are_squares: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audio:
+    """A model type around a text model and an encoder of sounds, which `encoder` in the `audio.py` of the family makes.
+
+    read: as of `Vision`, with the audio_config. tokens: what stands for a sound: gives a `KindTokens` of the config and the `Tokens`.
+    """
+
+    read: "Callable[[MediaKeys, MediaKeys], AudioConfig]"
+    tokens: "Callable[[AudioConfig, Any], Any]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family. decoders, encoders: of texts, by the model types in config.json. gguf: by architecture."""
+    """A family, by the model types in config.json. decoders, encoders: of texts. vision, audio: models around a decoder. gguf: by architecture."""
 
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
     encoders: Mapping[str, Encoder] = field(default_factory=dict)
+    vision: Mapping[str, Vision] = field(default_factory=dict)
+    audio: Mapping[str, Audio] = field(default_factory=dict)
     gguf: Mapping[str, Gguf] = field(default_factory=dict)

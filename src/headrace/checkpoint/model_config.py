@@ -14,7 +14,7 @@ import msgspec
 from headrace.checkpoint.audio_config import AudioConfig, read_audio
 from headrace.checkpoint.config_keys import ConfigKeys
 from headrace.checkpoint.encoder_config import EncoderConfig, encoder_keys, read_encoder
-from headrace.checkpoint.families import encoders
+from headrace.checkpoint.families import encoders, vision
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.layer_types import LayerType, window_and_types
 from headrace.checkpoint.media_config import MediaConfig, read_media
@@ -23,11 +23,6 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generat
 from headrace.errors import ModelError
 
 _MAX_HEAD_DIM = 4096
-
-_TIED = {"gemma3": True, "mistral3": True, "idefics3": False, "smolvlm": False, "internvl": True}
-"""Models around a text model that say for themselves whether its output projection is its embedding, and what they say if they do not."""
-_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-"""Models that see whose older configs have the text model's keys beside their own, with the type of the text model."""
 
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,15 +247,17 @@ def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
             outer["tie_word_embeddings"] = config["tie_word_embeddings"]
         flat = outer | inner
         kind = config.get("model_type")
-        if isinstance(kind, str) and kind in _TIED:
-            flat["tie_word_embeddings"] = config.get("tie_word_embeddings", _TIED[kind])
+        own = vision().get(kind) if isinstance(kind, str) else None
+        if own is not None and own.tied is not None:
+            flat["tie_word_embeddings"] = config.get("tie_word_embeddings", own.tied)
         elif config.get("tie_word_embeddings") is True:
             flat["tie_word_embeddings"] = True
         flat.setdefault("model_type", f"{config.get('model_type', '')}_text")
         return flat
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{origin}: model_type is missing; it names the architecture")
-    return config | {"model_type": _FLAT.get(config["model_type"], config["model_type"])}
+    own = vision().get(config["model_type"])
+    return config | {"model_type": config["model_type"] if own is None or not own.flat_text else own.flat_text}
 
 
 def _moe(keys: ConfigKeys) -> MoeConfig | None:

@@ -39,7 +39,7 @@ from headrace.messages.media import (
     VideoRef,
 )
 from headrace.messages.media_stats import MediaStats
-from headrace.multimodal.families import Family, Vocabulary, make_family, make_hearing_family
+from headrace.multimodal.families import Family, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.layout import ItemFacts, TokenLayout
 from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S
@@ -49,6 +49,7 @@ from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRef
 from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
+from headrace.multimodal.tokens import Vocabulary
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,8 +91,6 @@ class MediaLoader:
         }
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.images is not None and settings.images.recipe != "fixed"
-        # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt, and with several as squares.
-        self._several_are_squares = family.senses.family == "llava_onevision"
         self._pool = MediaPool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "media")
         # A video takes as long as many images, which do not wait for it.
@@ -183,7 +182,7 @@ class MediaLoader:
         """several: it is one of several images of a prompt."""
         match ref:
             case ImageRef():
-                squared = several and self._several_are_squares and ref.detail != "high"
+                squared = several and self._family.several_are_squares and ref.detail != "high"
                 low = squared or (ref.detail == "low" and self._has_low)
                 async with places, self._bytes(ref, self._limits["image"]) as data:
                     return await self._shared(ImageJob(data, low, squared), owner)

@@ -1,9 +1,14 @@
-"""Gemma 3: local and global layers with their own rotation, norms on both sides of each part, scaled embeddings."""
+"""Gemma 3: local and global layers with their own rotation, norms on both sides of each part, scaled embeddings. From 4B on with images."""
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.family import Decoder, DecoderOptions, Family, Gguf
+from headrace.checkpoint.family import Decoder, DecoderOptions, Family, Gguf, Vision
+from headrace.checkpoint.image_processors import ImageSettings
+from headrace.checkpoint.media_config import MediaConfig, image_token, siglip
+from headrace.checkpoint.media_keys import MediaKeys
+from headrace.errors import ModelError
 from headrace.families.gemma import SECOND
+from headrace.multimodal.tokens import KindTokens, Tokens, check_side, token_of
 
 if TYPE_CHECKING:
     from headrace.checkpoint.gguf import GgufFile
@@ -30,6 +35,35 @@ def _gguf_config(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _read(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    vision.must_be("model_type", "siglip_vision_model", default="siglip_vision_model")
+    tower = siglip(vision)
+    tokens = keys.count("mm_tokens_per_image", default=256)
+    side = tower.image_size // tower.patch_size
+    if int(tokens**0.5) ** 2 != tokens or side % int(tokens**0.5):
+        raise ModelError(
+            f"{keys.origin}: mm_tokens_per_image is {tokens}, which does not divide {side} x {side} patches"
+        )
+    return MediaConfig(
+        family="gemma3",
+        image_token_id=image_token(keys, 262144),
+        vision=tower,
+        mm_tokens=tokens,
+        sees_ahead=True,
+    )
+
+
+def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
+    check_side(settings, media.vision.image_size)
+    begin, end = (
+        token_of(config, name, default) for name, default in (("boi_token_index", 255999), ("eoi_token_index", 256000))
+    )
+    apart = tokens.ids("\n\n")
+    layout = tokens.layout([*apart, begin, *[tokens.row] * media.mm_tokens, end, *apart])
+    tokens.text(end)
+    return KindTokens(begin, lambda facts: layout)
+
+
 FAMILY = Family(
     decoders={
         "gemma3_text": Decoder(
@@ -47,6 +81,7 @@ FAMILY = Family(
             },
         )
     },
+    vision={"gemma3": Vision(read=_read, tokens=_tokens, image_processor="Gemma3", tied=True, joins_line_ends=True)},
     gguf={
         "gemma3": Gguf(
             model_type="gemma3_text",
