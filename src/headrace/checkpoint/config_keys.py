@@ -41,6 +41,8 @@ class ConfigKeys:
             return
         model_type = config["model_type"]
         decoder = decoders().get(model_type)
+        if decoder is not None and decoder.common_names:
+            self.config = {decoder.common_names.get(key, key): value for key, value in config.items()}
         if decoder is None:
             check_family(model_type, origin, config)
         self.is_foreign = decoder is None and foreign_config.is_known(model_type)

@@ -26,10 +26,12 @@ class DecoderOptions:
     """Differences between decoders of the blocks of `models/decoder.py`.
 
     qkv_bias, out_bias: biases of attention's projections; None = as `attention_bias` of the config says. qk_norm: q and k are normalised per head
-    before the rotation. sandwich_norms: attention's and the feed-forward layer's outputs are normalised too, before they join the residual (Gemma).
-    norm_offset: 1.0 where norms are stored minus one. scales_embeddings: token embeddings are multiplied by the root of their size.
+    before the rotation. sandwich_norms: attention's and the feed-forward layer's outputs are normalised too, before they join the residual
+    (Gemma). norm_offset: 1.0 where norms are stored minus one. scales_embeddings: token embeddings are multiplied by the root of their size.
     experts: layers with a mixture of experts: none, those that the config says, or all. mlp_name: the feed-forward layer's Hugging Face name.
-    expert_names: (ours, theirs) of the matrices of an expert, where they differ.
+    expert_names: (ours, theirs) of the matrices of an expert, where they differ. layer_norms: norms are LayerNorms without a bias. parallel:
+    attention and the feed-forward layer both read what one norm gives, and both are added (Cohere). interleaved: pairs that are rotated are
+    neighbours, not of the two halves of a head. rotates: whether layers without a sliding window rotate, too.
     """
 
     qkv_bias: bool | None = None
@@ -41,18 +43,24 @@ class DecoderOptions:
     experts: Literal["none", "some", "all"] = "none"
     mlp_name: str = "mlp"
     expert_names: tuple[tuple[str, str], ...] = ()
+    layer_norms: bool = False
+    parallel: bool = False
+    interleaved: bool = False
+    rotates: Literal["all", "sliding"] = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """One model type of a text model.
 
-    defaults: of the keys that its config.json may leave out, as transformers has them. options: None = transformers' code runs it.
+    defaults: of the keys that its config.json may leave out, as transformers has them. common_names: the names that other families have for its
+    keys. options: None = transformers' code runs it.
     name: of those that share an implementation, for logs. sliding: see `SlidingRule`.
     refused: reasons, by the key of the config that is set. is_inner: whether it is only found within models that see or hear.
     """
 
     defaults: Mapping[str, Any]
+    common_names: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     options: DecoderOptions | None = None
     sliding: SlidingRule = "all"

@@ -47,7 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_type: the Hugging Face name; a multimodal wrapper of a text model is flattened to its text model.
     rope: of full attention layers. rope_local: of sliding layers where it differs (gemma3), else None.
     sliding_window: tokens a sliding layer sees, None when no layer slides. layer_types: one entry per layer.
-    query_pre_attn_scalar: attention scale is its inverse square root; None means head_dim.
+    logit_scale: factor on the logits. query_pre_attn_scalar: attention scale is its inverse square root; None means head_dim.
     moe: None for a dense model. dtype: the checkpoint's own precision by its torch name, None when not stated.
     eos_token_ids: the ids of config.json and of generation_config.json together, in that order, without duplicates.
     quantization: the `quantization_config` dict of the checkpoint, None if there is none.
@@ -75,6 +75,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_types: tuple[LayerType, ...]
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
     query_pre_attn_scalar: float | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -177,6 +178,7 @@ def parse_hf_config(
         layer_types=layer_types,
         attn_logit_softcapping=keys.optional_number("attn_logit_softcapping"),
         final_logit_softcapping=keys.optional_number("final_logit_softcapping"),
+        logit_scale=keys.number("logit_scale") if "logit_scale" in keys.defaults else 1.0,
         query_pre_attn_scalar=scalar,
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
         attention_bias=keys.flag("qkv_bias" if "qkv_bias" in config else "attention_bias"),
