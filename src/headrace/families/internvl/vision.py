@@ -11,16 +11,17 @@ from dataclasses import replace
 import torch
 
 from headrace.checkpoint.media_config import MediaConfig
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
-from headrace.models.media import MediaInput, Slices
+from headrace.models.media import MediaEncoder, MediaInput, Slices
 from headrace.models.towers.blocks import BlockOptions, activation, in_floats
+from headrace.models.towers.patches import patch_layer, patches_of, shuffled
 from headrace.models.towers.reshaped import in_precision
 from headrace.models.towers.table import Table
 from headrace.models.towers.tower import Tower, packed
-from headrace.models.vision.patches import patch_layer, patches_of, shuffled
 
 _OPTIONS = BlockOptions(
     attention_norm="layernorm_before",
@@ -35,7 +36,12 @@ _EMBEDDINGS = "vision_tower.embeddings."
 _PROJECTOR = "multi_modal_projector."
 
 
-class InternVlEncoder:
+def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """See `families.Vision`."""
+    return _Encoder(media, config.hidden_size, placement)
+
+
+class _Encoder:
     """A `MediaEncoder`."""
 
     sees_ahead = False

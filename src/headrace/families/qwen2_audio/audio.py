@@ -11,11 +11,12 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.audio_config import AudioConfig
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
-from headrace.models.media import MediaInput, Slices
+from headrace.models.media import MediaEncoder, MediaInput, Slices
 from headrace.models.towers.blocks import BlockOptions, in_floats
 from headrace.models.towers.reshaped import ReshapedLinear, in_precision
 from headrace.models.towers.table import Table
@@ -34,6 +35,11 @@ _KERNEL = 3
 """Frames that each convolution reads for one that it gives."""
 
 _TOWER = "audio_tower."
+
+
+def encoder(audio: AudioConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """See `families.Audio`."""
+    return Qwen2AudioEncoder(audio, config.hidden_size, placement)
 
 
 class Qwen2AudioEncoder:

@@ -13,16 +13,18 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.errors import ModelError
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
-from headrace.models.media import MediaInput, Slices
+from headrace.models.media import MediaEncoder, MediaInput, Slices
 from headrace.models.towers.blocks import BlockOptions, in_floats
+from headrace.models.towers.patches import patch_layer
 from headrace.models.towers.reshaped import in_precision
 from headrace.models.towers.table import Table
 from headrace.models.towers.tower import Tower, axial_rope, packed
-from headrace.models.vision.patches import patch_layer
 
 _QWEN2 = BlockOptions(
     attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up=("mlp.fc1",), down="mlp.fc2"
@@ -75,7 +77,16 @@ class _Merger:
         yield from self._down.weights(prefix)
 
 
-class QwenVlEncoder:
+def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """See `families.Vision`. Raises ModelError if its rows are not of the size of the text model."""
+    if media.vision.out_size != config.hidden_size:
+        raise ModelError(
+            f"the vision tower gives {media.vision.out_size} elements, but the text model takes {config.hidden_size}"
+        )
+    return _Encoder(media, placement)
+
+
+class _Encoder:
     """A `MediaEncoder`."""
 
     sees_ahead = False

@@ -1,8 +1,10 @@
-"""LLaVA, Pixtral and Mistral 3: a CLIP, SigLIP or Pixtral tower, and two linear layers to the size of the text model.
+"""LLaVA, Pixtral and Mistral 3: a CLIP, SigLIP or Pixtral tower, and two linear layers to the size of the text model. LLaVA-NeXT and
+LLaVA-OneVision: the same over an image and over tiles of a larger one, whose rows are put together without the border around it.
 
 Owns the families' order of parts and their names. Runs in the thread that runs the model.
 
-Sources: H. Liu et al., "Visual Instruction Tuning" (2023); P. Agrawal et al., "Pixtral 12B" (2024).
+Sources: H. Liu et al., "Visual Instruction Tuning" (2023); P. Agrawal et al., "Pixtral 12B" (2024); H. Liu et al., "LLaVA-NeXT"
+(2024); B. Li et al., "LLaVA-OneVision" (2024).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,25 +12,20 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.checkpoint.media_config import MediaConfig
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
-from headrace.layers.norm import LayerNorm, RMSNorm
+from headrace.layers.norm import RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
-from headrace.models.media import MediaInput, Slices
+from headrace.models.media import MediaEncoder, MediaInput, Slices
 from headrace.models.towers.blocks import BlockOptions, activation, in_floats
+from headrace.models.towers.clip import ClipEyes
+from headrace.models.towers.patches import patch_layer, patches_of
 from headrace.models.towers.reshaped import in_precision
 from headrace.models.towers.table import Table
 from headrace.models.towers.tower import Tower, axial_rope, packed
-from headrace.models.vision.patches import patch_layer, patches_of
+from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
-_CLIP = BlockOptions(
-    attention_norm="layer_norm1",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.out_proj",
-    mlp_norm="layer_norm2",
-    up=("mlp.fc1",),
-    down="mlp.fc2",
-)
 _PIXTRAL = BlockOptions(
     attention_norm="attention_norm",
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
@@ -39,74 +36,8 @@ _PIXTRAL = BlockOptions(
     rms=True,
     bias=False,
 )
-SIGLIP = _CLIP
-"""SigLIP's layers have the names of CLIP's."""
-
 _PREFIX = "vision_tower."
 _PROJECTOR = "multi_modal_projector."
-
-
-class ClipEyes:
-    """A tower over images of one size: CLIP, whose first token is of no patch, and SigLIP. Gives [images, tokens of an image, hidden_size].
-
-    final_norm: the tower's last norm is computed, too.
-    """
-
-    def __init__(self, media: MediaConfig, placement: Placement, prefix: str = _PREFIX, *, final_norm: bool) -> None:
-        config = media.vision
-        self._config = config
-        self._prefix = prefix
-        self._placement = placement
-        self.side = config.image_size // config.patch_size
-        self._is_clip = config.tower == "clip"
-        kernel = (config.num_channels, config.patch_size, config.patch_size)
-        self._patches = patch_layer(kernel, config.hidden_size, placement, bias=not self._is_clip)
-        self._positions = Table((self.side**2 + self._is_clip, config.hidden_size), placement)
-        self._first = Table((config.hidden_size,), placement) if self._is_clip else None
-        self._norm = LayerNorm(config.hidden_size, config.norm_eps, placement) if self._is_clip else None
-        self.tower = Tower(config, SIGLIP, f"{prefix}encoder.layers", placement)
-        self._final_norm = LayerNorm(config.hidden_size, config.norm_eps, placement) if final_norm else None
-        self._drops_first = media.drops_first
-
-    def run(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder.slices`."""
-        pixels = torch.cat([in_precision(item.values, self._placement) for item in items])
-        patches = patches_of(pixels, self._config.patch_size).flatten(1, 2)
-        x = self._patches(patches.flatten(0, 1)).view(*patches.shape[:2], -1)
-        if self._first is not None:
-            first = self._first.rows.to(x.dtype).expand(len(x), 1, -1)
-            x = torch.cat([first, x], dim=1)
-        x = x + self.positions(pixels).to(x.dtype)
-        num_tokens = x.shape[1]
-        x = x.flatten(0, 1)
-        if self._norm is not None:
-            x = self._norm(x)
-        parts = num_parts(tuple(item.values.shape) for item in items)
-        x = yield from self.tower.run(x, packed([num_tokens] * len(pixels), x.device), num_parts=parts)
-        if self._final_norm is not None:
-            x = self._final_norm(x)
-        rows = x.unflatten(0, (-1, num_tokens))
-        if self._drops_first:
-            rows = rows[:, 1:]
-        return list(rows.split([len(item.values) for item in items]))
-
-    def positions(self, pixels: torch.Tensor) -> torch.Tensor:
-        """What is added to each token. pixels: [images, channels, height, width], of the tower's own size."""
-        assert pixels.shape[-1] == pixels.shape[-2] == self._config.image_size, pixels.shape
-        return self._positions.rows
-
-    def weights(self) -> Iterator[Weight]:
-        """The tower's tensors, as far as it is computed."""
-        embeddings = f"{self._prefix}embeddings."
-        if self._first is not None:
-            yield from self._first.weights(f"{embeddings}class_embedding")
-        yield from self._patches.weights(f"{embeddings}patch_embedding.weight", f"{embeddings}patch_embedding.bias")
-        yield from self._positions.weights(f"{embeddings}position_embedding.weight")
-        if self._norm is not None:
-            yield from self._norm.weights(f"{self._prefix}pre_layrnorm")
-        yield from self.tower.weights()
-        if self._final_norm is not None:
-            yield from self._final_norm.weights(f"{self._prefix}post_layernorm")
 
 
 class PixtralEyes:
@@ -142,7 +73,13 @@ class PixtralEyes:
         yield from self.tower.weights()
 
 
-class LlavaEncoder:
+def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """See `families.Vision`."""
+    made = _TiledEncoder if media.pinpoints else _Encoder
+    return made(media, config.hidden_size, config.rms_norm_eps, placement)
+
+
+class _Encoder:
     """A `MediaEncoder`: the tower, and the projector."""
 
     sees_ahead = False
@@ -208,6 +145,49 @@ class LlavaEncoder:
     def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
         return self._eyes.tower.fuse(native)
+
+
+class _TiledEncoder(_Encoder):
+    """A `MediaEncoder`."""
+
+    def __init__(self, media: MediaConfig, hidden_size: int, rms_norm_eps: float, placement: Placement) -> None:
+        """hidden_size, rms_norm_eps: of the text model."""
+        super().__init__(media, hidden_size, rms_norm_eps, placement)
+        self._line_end = Table((hidden_size,), placement)
+        self._media = media
+
+    def slices(self, items: Sequence[MediaInput]) -> Slices:
+        """See `MediaEncoder`. An item's values: [1 + tiles, channels, side, side], first the whole image; its grid has the image's own size. Without
+        tiles there is one row at the end of the whole image."""
+        rows = yield from super().slices(items)
+        return [self._joined(part, item) for part, item in zip(rows, items, strict=True)]
+
+    def _joined(self, x: torch.Tensor, item: MediaInput) -> torch.Tensor:
+        """[(1 + tiles) * patches of a tile, size] -> the rows of the whole image, and of the larger one line by line, each with a row at its end."""
+        line_end = self._line_end.rows.to(x.dtype)
+        if len(item.values) == 1:
+            return torch.cat([x, line_end.unsqueeze(0)])
+        vision = self._media.vision
+        side, (_, height, width) = vision.image_size // vision.patch_size, item.grid
+        tall, wide = (each // vision.image_size for each in best_resolution(height, width, self._media.pinpoints))
+        whole, tiles = x.split([side**2, tall * wide * side**2])
+        large = tiles.view(tall, wide, side, side, -1).transpose(1, 2).reshape(tall * side, wide * side, -1)
+        rows, columns = without_border(height, width, *large.shape[:2])
+        top, left = (large.shape[0] - rows) // 2, (large.shape[1] - columns) // 2
+        large = large[top : top + rows, left : left + columns]
+        fewer = shrunk(rows, columns, self._media.max_tiles * side**2)
+        if fewer != (rows, columns):
+            planes = large.permute(2, 0, 1).unsqueeze(0).float()
+            large = (
+                torch.nn.functional.interpolate(planes, list(fewer), mode="bilinear")[0].permute(1, 2, 0).to(x.dtype)
+            )
+        lines = torch.cat([large, line_end.expand(len(large), 1, -1)], dim=1)
+        return torch.cat([whole, lines.flatten(0, 1)])
+
+    def weights(self) -> Iterator[Weight]:
+        """See `MediaEncoder`."""
+        yield from super().weights()
+        yield from self._line_end.weights("image_newline")
 
 
 def _places(height: int, width: int, device: torch.device) -> torch.Tensor:

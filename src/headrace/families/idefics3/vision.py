@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.checkpoint.media_config import MediaConfig
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
-from headrace.models.media import MediaInput, Slices
+from headrace.models.media import MediaEncoder, MediaInput, Slices
 from headrace.models.towers.blocks import in_floats
-from headrace.models.vision.llava import ClipEyes
-from headrace.models.vision.patches import shuffled
+from headrace.models.towers.clip import ClipEyes
+from headrace.models.towers.patches import shuffled
 
 
 class _Eyes(ClipEyes):
@@ -31,7 +32,12 @@ class _Eyes(ClipEyes):
         return table[places.flatten().to(table.device)]
 
 
-class Idefics3Encoder:
+def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """See `families.Vision`."""
+    return _Encoder(media, config.hidden_size, placement)
+
+
+class _Encoder:
     """A `MediaEncoder`."""
 
     sees_ahead = False

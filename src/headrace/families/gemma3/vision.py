@@ -10,16 +10,22 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.checkpoint.media_config import MediaConfig
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.norm import RMSNorm
 from headrace.layers.weight import Placement, Weight
-from headrace.models.media import MediaInput, Slices
+from headrace.models.media import MediaEncoder, MediaInput, Slices
+from headrace.models.towers.clip import ClipEyes
 from headrace.models.towers.reshaped import ReshapedLinear
-from headrace.models.vision.llava import ClipEyes
 
 _PROJECTOR = "multi_modal_projector."
 
 
-class Gemma3Encoder:
+def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """See `families.Vision`."""
+    return _Encoder(media, config.hidden_size, placement)
+
+
+class _Encoder:
     """A `MediaEncoder`."""
 
     sees_ahead = True
