@@ -2,16 +2,31 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from headrace.api.options import GenerateOptions
+from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError
 from headrace.frontend.media import MAX_MEDIA_BYTES, PromptMedia, add_media, check_media_bytes
-from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, refs_of
+from headrace.media_kinds import (
+    DEFAULT_FILE_BYTES,
+    FILE_KINDS,
+    REFS,
+    ImageRef,
+    MediaFields,
+    MediaKind,
+    MediaParts,
+    MediaRefs,
+    refs_of,
+)
 from headrace.messages.media import MediaItem, MediaSpan, MediaStats, MediaSupport
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
+from headrace.multimodal.media_messages import MediaJob
+from headrace.server.openai.base import PromptTokensDetails
+from headrace.server.openai.protocol import ContentPart
 
 A, B = ImageRef(url="a"), ImageRef(data=b"b")
 
@@ -165,3 +180,16 @@ def test_closing_ends_the_loader():
     PromptMedia(loader).close()
     assert loader.closed
     PromptMedia().close()
+
+
+@pytest.mark.parametrize("kind", MediaKind)
+def test_a_kind_has_its_place_in_every_api(kind: MediaKind):
+    assert REFS[kind].kind is kind
+    assert MediaRefs.by_kind([]).of(kind) == ()
+    assert {*kind.parts} <= {*MediaParts.__struct_fields__} & {*ContentPart.__struct_fields__}
+    assert kind.field in MediaFields.__struct_fields__
+    assert kind.field in GenerateOptions.__annotations__
+    assert kind.tokens_field in PromptTokensDetails.__struct_fields__
+    assert kind.limit_of(ServerArgs()) == kind.default_limit
+    assert kind not in FILE_KINDS or kind.max_bytes_of(ServerArgs()) == DEFAULT_FILE_BYTES
+    assert [job.kind for job in get_args(MediaJob)].count(kind) == 1

@@ -91,7 +91,7 @@ def media_in(messages: Iterable[Message]) -> MediaRefs:
 
 
 def without_values(messages: Sequence[Message]) -> list[Message]:
-    """The messages with media as templates read them: `{"type": "image"}` and so on."""
+    """The messages with media as templates read them, `{"type": KIND}`."""
     return _replaced(messages, lambda kind: {"type": kind.value})
 
 
