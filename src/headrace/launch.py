@@ -23,7 +23,6 @@ from headrace.messages.channel import IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
-from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import (
     open_chat_template,
@@ -34,7 +33,7 @@ from headrace.processes.model_files import (
     read_pooling_config,
     with_encoder,
 )
-from headrace.processes.parts import Parts
+from headrace.processes.parts import ChildParts, Parts
 from headrace.processes.threads import ThreadParts
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
 from headrace.launch import RunningEngine, launch_engine
 from headrace.processes import lifeline
-from headrace.processes.children import ChildParts
 from headrace.processes.http_workers import HttpWorkers
 from headrace.processes.loading_bar import loading_bar
 from headrace.processes.model_files import reply_limit, served_model
+from headrace.processes.parts import ChildParts
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager

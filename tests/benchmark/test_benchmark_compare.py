@@ -14,21 +14,17 @@ import pytest
 from fake_openai_server import FakeServer, serving
 from rich.console import Console
 
+from bench.compare import __main__ as compare
+from bench.compare import greedy, peers
+from bench.compare.peers import ComparedServer, ServerCommand
+from bench.compare.ratios import COMPARED_PRESETS, LATENCIES, RATE, Measured, draw, latency_table, rate_table, ratios
+from bench.servers import free_port
+from headrace.benchmark.agreement import NUM_TOKENS, PROMPTS, Agreement, Greedy
 from headrace.benchmark.serving import LoadOptions
+from headrace.benchmark.workloads import PRESETS
 from headrace.errors import ConfigError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "compare"))
-
-import compare
-import greedy
-import peer_headrace
-import peer_llama_cpp
-import peer_openvino
-from peer_process import HERE, ServerCommand, ServerProcess, free_port
-from ratios import COMPARED_PRESETS, LATENCIES, RATE, Measured, draw, latency_table, rate_table, ratios
-
-from headrace.benchmark.agreement import NUM_TOKENS, PROMPTS, Agreement, Greedy
-from headrace.benchmark.workloads import PRESETS
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class WordTokenizer:
@@ -181,7 +177,7 @@ async def test_a_server_that_cannot_continue_is_one_clear_error():
 
 
 class RunningServer:
-    """A fake server as ServerProcess shows one. share: cores it takes when idle."""
+    """A fake server as ComparedServer shows one. share: cores it takes when idle."""
 
     def __init__(self, fake, name, share=0.0):
         self.url, self.name, self.share = fake.url, name, share
@@ -239,9 +235,9 @@ async def test_a_server_that_computes_while_idle_is_refused():
         await run_class(peer_share=0.4)
 
 
-@pytest.mark.parametrize("peer", [peer_headrace, peer_llama_cpp, peer_openvino])
-def test_every_peer_has_a_command_for_every_class(peer):
-    commands = [peer.command_for(precision, 4321) for precision in compare.PRECISIONS]
+@pytest.mark.parametrize("command_for", [peers.headrace_command, *peers.PEERS.values()])
+def test_every_peer_has_a_command_for_every_class(command_for):
+    commands = [command_for(precision, 4321) for precision in compare.PRECISIONS]
 
     assert all("4321" in command.arguments for command in commands)
     assert len({command.name for command in commands}) == 3
@@ -269,18 +265,18 @@ def test_presets_with_one_request_at_a_time_have_peers_of_their_own():
 
 
 def test_without_an_option_our_server_is_as_anybody_starts_it():
-    default = peer_headrace.command_for("16", 4321).arguments
+    default = peers.headrace_command("16", 4321).arguments
     assert default[1:] == ["serve", "smollm2", "--port", "4321"]
-    assert peer_headrace.command_for("8", 4321).arguments[1:] == [*default[1:], "--quantization", "int8"]
+    assert peers.headrace_command("8", 4321).arguments[1:] == [*default[1:], "--quantization", "int8"]
 
 
 def test_a_server_that_is_not_installed_or_ends_is_one_clear_error(tmp_path):
     log = tmp_path / "log"
-    with pytest.raises(ConfigError, match="run benchmarks/compare/setup first"):
-        ServerProcess(ServerCommand("gone", ["true"], greedy.by_generate, needs=(tmp_path / "missing",)), 1, log)
+    with pytest.raises(ConfigError, match="run bench/compare/setup first"):
+        ComparedServer(ServerCommand("gone", ["true"], greedy.by_generate, needs=(tmp_path / "missing",)), 1, log)
     ends = ServerCommand("ends", [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"], greedy.by_generate)
     with (
-        ServerProcess(ends, free_port(), log) as server,
+        ComparedServer(ends, free_port(), log) as server,
         pytest.raises(ConfigError, match="ends ended with status 3:\nno memory"),
     ):
         server.wait_until_ready()
@@ -289,13 +285,12 @@ def test_a_server_that_is_not_installed_or_ends_is_one_clear_error(tmp_path):
 _WAITS = """
 import asyncio, sys
 from pathlib import Path
-from greedy import by_generate
-from peer_process import HERE, ServerCommand, ServerProcess, leave_on_sigterm
+from bench.servers import ServerProcess, leave_on_sigterm
 from headrace.benchmark.serving import run_client
 leave_on_sigterm()
-with ServerProcess(ServerCommand("sleeps", ["sleep", "600"], by_generate), 1, Path(sys.argv[1])) as server:
+with ServerProcess("sleeps", ["sleep", "600"], 1, Path(sys.argv[1])) as server:
     async def wait():
-        print(server._process.pid, flush=True)
+        print(server.process.pid, flush=True)
         await asyncio.sleep(600)
     run_client(wait())
 """
@@ -303,17 +298,17 @@ with ServerProcess(ServerCommand("sleeps", ["sleep", "600"], by_generate), 1, Pa
 
 def test_a_comparison_that_is_stopped_ends_its_servers(tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-c", _WAITS, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True, cwd=HERE,
+        [sys.executable, "-c", _WAITS, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True, cwd=ROOT,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         server = int(process.stdout.readline())
-        os.killpg(server, 0)  # it runs
+        os.kill(server, 0)  # it runs
 
         process.terminate()
 
         assert process.wait(60) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
-        os.killpg(server, 0)
+        os.kill(server, 0)
 
 
 @pytest.mark.parametrize("text", ["", "16,32"])

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace.benchmark.fleet.costs import DEFAULT_COSTS, StepSeconds, fit, read_costs
-from headrace.benchmark.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
-from headrace.benchmark.fleet.outcome import Outcome
-from headrace.benchmark.fleet.run import run_fleet
-from headrace.benchmark.fleet.simulation import Fleet
-from headrace.benchmark.fleet.workload import Workload
-from headrace.cli.app import main
+from bench.fleet.__main__ import main
+from bench.fleet.costs import DEFAULT_COSTS, StepSeconds, fit, read_costs
+from bench.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
+from bench.fleet.outcome import Outcome
+from bench.fleet.run import run_fleet
+from bench.fleet.simulation import Fleet
+from bench.fleet.workload import Workload
 from headrace.errors import ConfigError
 from headrace.frontend.balancers import Method
 from headrace.scheduler.step_cost import StepWork
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 PREFIXES = WorkloadOptions(groups=16, system_tokens=256, turns=3, turn_tokens=32, output_tokens=8)
 
 
@@ -189,9 +189,7 @@ def test_the_options_of_the_command_reach_the_simulation(tmp_path: Path):
     (kept,) = RESULTS.glob("*-step-fleet.json")
     arguments = ["--replicas", "2", "--policies", "shortest_queue", "--num-requests", "20", "--failures", "1"]
     arguments += ["--step-costs", str(kept), "--kv-tokens", "8192", "--output", str(tmp_path / "fleet.json")]
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "fleet", *arguments])
-    assert ended.value.code == 0
+    main(arguments)
     content = json.loads((tmp_path / "fleet.json").read_text())
     assert content["options"]["failures"] == 1
     assert content["options"]["replica"]["kv_tokens"] == 8192

@@ -7,11 +7,11 @@ from importlib import import_module
 
 import pytest
 
-from headrace.benchmark.gpu import kernels, pieces, rates
-from headrace.benchmark.gpu.bench import SMALL, Bench, row
-from headrace.benchmark.gpu.check import PIECES, main
-from headrace.benchmark.gpu.floor import Work
-from headrace.benchmark.gpu.options import CONFIGS, MODELS, Options
+from bench.gpu import kernels, pieces, rates
+from bench.gpu.bench import SMALL, Bench, row
+from bench.gpu.check import PIECES, main
+from bench.gpu.floor import Work
+from bench.gpu.options import CONFIGS, MODELS, Options
 from headrace.checkpoint.model_config import load_model_config
 from headrace.models.registry import model_class_for
 
@@ -30,7 +30,7 @@ def test_every_model_has_a_config_that_our_own_code_serves(name):
 def test_every_piece_has_its_measure():
     assert list(pieces.MEASURES) == list(PIECES)
     for module, function in pieces.MEASURES.values():
-        assert callable(getattr(import_module(f"headrace.benchmark.gpu.{module}"), function))
+        assert callable(getattr(import_module(f"bench.gpu.{module}"), function))
 
 
 # All that a GPU will be asked for, as `scripts/gpu_check --rehearse` does it; features only names its tests, shapes interprets for half a minute.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headrace.benchmark.ratios import PresetRatios, Ratio, ratios_of, run_ratios
+from bench.ratios import PresetRatios, Ratio, ratios_of, run_ratios
 from headrace.errors import ConfigError
 
 

@@ -1,13 +1,8 @@
 """The benchmark of the scheduler's own time: every turn that it times is a decode turn of all rows."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import scheduler_turn
+from bench import scheduler_turn
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench.kernels import KernelOptions, run_kernels
 from headrace import kernels
-from headrace.benchmark.kernels import KernelOptions, run_kernels
+from headrace.benchmark.figures import timing
 from headrace.benchmark.step import StepOptions, run_step
-from headrace.benchmark.timing import timing
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.kernels import cpu

@@ -221,7 +221,7 @@ def test_what_is_evicted_is_what_a_walk_through_the_tree_would_find(page_size, a
         elif kind == "evict":
             want = evicted_by_walking(cache, len(ids))
             assert cache.evict(len(ids)) == want
-        assert cache._num_nodes == len(cache._nodes())
+        assert cache.num_nodes == len(cache._nodes())
     for lease in leases:
         cache.release(lease)
     want = evicted_by_walking(cache, next_page)

@@ -15,7 +15,7 @@ import torch
 from hub_stand_in import git_sha1, running_hub
 from safetensors.torch import save
 
-from headrace.checkpoint import hub_repository
+from headrace.checkpoint import hub_download
 from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.hub_download import pull_from_hub
 from headrace.checkpoint.names import resolve_model
@@ -86,7 +86,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(hub_repository, "WAIT_S", 0.0)
+    monkeypatch.setattr(hub_download, "WAIT_S", 0.0)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     with running_hub() as stand_in:
@@ -317,11 +317,18 @@ def test_an_unknown_model_or_revision(hub):
         pull("org/tiny@v9")
 
 
+def test_a_list_of_files_has_a_limit(one_file, monkeypatch):
+    monkeypatch.setattr(hub_download, "MAX_LIST_BYTES", 100)
+
+    with pytest.raises(ModelError, match="did not answer as the Hub does: more than 100 bytes"):
+        pull("org/tiny")
+
+
 def test_no_network(one_file, monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        with pytest.raises(ModelError, match=r"cannot be reached \(ConnectionError\); check the network"):
+        with pytest.raises(ModelError, match=r"cannot be reached \(ConnectError\); check the network"):
             pull("org/tiny")
 
 

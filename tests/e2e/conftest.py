@@ -78,7 +78,7 @@ def _save_tiny(folder: Path, tokenizer: Tokenizer, family: str, *, num_layers: i
     )
     model_harness.save_tiny(config, folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    tokenizer.save(folder)
     companions = {**tokenizer.named_tokens, "chat_template": tokenizer.chat_template["default"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(companions))
     _open.append(open_tokenizer(ServerArgs(model_path=str(folder))))

@@ -105,7 +105,7 @@ def serving(model: str, *options: str, headrace: Path | None = None) -> Iterator
 
 def events(raw: bytes) -> list[dict[str, Any]]:
     """The objects of a stream, whose framing must be exactly `data: {...}` and empty lines, ended by one `[DONE]`."""
-    frames = raw.decode().split("\n\n")
+    frames = [frame for frame in raw.decode().split("\n\n") if not frame.startswith(": ")]  # it has waited
     assert frames[-1] == "", raw[-200:]
     assert frames[-2] == "data: [DONE]", raw[-200:]
     assert all(frame.startswith("data: {") and "\n" not in frame for frame in frames[:-2]), raw[:500]

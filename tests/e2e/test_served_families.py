@@ -1,13 +1,10 @@
-"""Families are served by the path of `headrace serve`, not only by their model's code: `benchmarks/families.py` with a few types."""
+"""Families are served by the path of `headrace serve`, not only by their model's code: `bench/families.py` with a few types."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import families
+from bench import families
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from frontend_fakes import VOCAB_SIZE
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import RequestError
 from headrace.frontend.inputs import PromptInput
-from headrace.frontend.pooled_prompts import Cut, split_pooled_call, texts_of
+from headrace.frontend.pooled import Cut, split_pooled_call, texts_of
 from headrace.frontend.prompts import CallLimits
 from headrace.messages.requests import EmbeddingReqInput
 

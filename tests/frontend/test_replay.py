@@ -297,7 +297,7 @@ async def test_a_request_that_kills_when_it_is_alone_is_given_up(lives):
     await lives.has("poison")
     lives.die()
 
-    with pytest.raises(ExecutionError, match="given up"):
+    with pytest.raises(ExecutionError, match="cancelled"):
         await call
     assert lives.manager.counters()["num_given_up"] == 1
 
@@ -321,7 +321,7 @@ async def test_among_others_only_the_one_that_kills_is_given_up(lives):
     assert num_deaths == 3
     for rid in set(lives.engine.num_tokens):
         await lives.say(rid, "wxyz", END)
-    with pytest.raises(ExecutionError, match="given up"):
+    with pytest.raises(ExecutionError, match="cancelled"):
         await calls["poison"]
     for rid in ("a", "b"):
         if not calls[rid].done():

@@ -7,7 +7,7 @@ import pytest
 from frontend_fakes import EOS, READY, turns
 
 from headrace.errors import CapacityError
-from headrace.frontend.sample_queue import SampleQueue
+from headrace.frontend.sample_table import SampleQueue
 from headrace.messages.outputs import FinishReason
 
 STOP = FinishReason("stop", matched=EOS)

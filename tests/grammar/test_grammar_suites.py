@@ -4,7 +4,6 @@ HEADRACE_JSON_SCHEMA_SUITE: a checkout of json-schema-org/JSON-Schema-Test-Suite
 guidance-ai/jsonschemabench; HEADRACE_MASKBENCH_SAMPLE: how many of its schemas (300).
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -13,16 +12,13 @@ from pathlib import Path
 import pytest
 from grammar_harness import TOKENIZER, matcher
 
+from bench import maskbench
 from headrace.errors import RequestError
 from headrace.grammar.json_schema import FORMATS
-
-_spec = importlib.util.spec_from_file_location("maskbench", Path(__file__).parents[2] / "benchmarks" / "maskbench.py")
-maskbench = importlib.util.module_from_spec(_spec)
 
 
 @pytest.fixture(scope="module")
 def bench():
-    _spec.loader.exec_module(maskbench)
     return maskbench.Bench(TOKENIZER)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from seeing_checkpoints import CONFIG, PROCESSOR, file_of, picture, token_id, tokenizer, write_checkpoint
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -77,6 +78,13 @@ def gemma3(text: str) -> list[int]:
     return processor(images=[IMAGES], text=[text])["input_ids"][0]
 
 
+def aya_vision(text: str) -> list[int]:
+    processor = AyaVisionProcessor(
+        GotOcr2ImageProcessorPil(**options("aya_vision")), tokenizer(), patch_size=8, img_size=32, downsample_factor=2
+    )
+    return processor(images=[IMAGES], text=[text], padding=False)["input_ids"][0]
+
+
 def rows_of(merge: int):
     def pixtral(text: str) -> list[int]:
         # The processor itself needs torchvision.
@@ -97,6 +105,7 @@ THEIRS = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,
     "gemma3": gemma3,
+    "aya_vision": aya_vision,
     "pixtral": rows_of(1),
     "mistral3": rows_of(2),
 }

@@ -32,7 +32,7 @@ from headrace.multimodal.media_messages import Setup
 from headrace.multimodal.processors import prepare_video
 
 SETTINGS = ImageSettings(
-    recipe="qwen2_vl", size=Size(shortest_edge=56 * 56, longest_edge=112 * 112), mean=(0.5,) * 3, std=(0.25,) * 3,
+    recipe="patches", size=Size(shortest_edge=56 * 56, longest_edge=112 * 112), mean=(0.5,) * 3, std=(0.25,) * 3,
     patch_size=14, temporal_patch_size=2, merge_size=2,
 )  # fmt: skip
 FRAMES = [picture(90, 130, seed=seed) for seed in range(5)]

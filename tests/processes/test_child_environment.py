@@ -9,8 +9,7 @@ import pytest
 
 from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import Ports
-from headrace.processes.child import ChildProcess
-from headrace.processes.environment import environment
+from headrace.processes.child import ChildProcess, environment
 
 SECRETS = (
     "HEADRACE_API_KEY", "HEADRACE_ADMIN_API_KEY", "HF_TOKEN", "HF_HUB_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY",

@@ -109,9 +109,9 @@ def greedy(max_new_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def events(reply: httpx.Response) -> Iterator[str]:
-    """Payloads of a stream's events."""
+    """Payloads of a stream's events. A stream that waits, for a process that starts, say, has comments."""
     for line in reply.iter_lines():
-        if line:
+        if line and not line.startswith(":"):
             assert line.startswith("data: "), line
             yield line.removeprefix("data: ")
 

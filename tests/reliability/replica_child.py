@@ -15,7 +15,6 @@ from fake_worker import EOS, VOCAB, FakeLoras, FakeWorker  # noqa: E402
 from frontend_fakes import ByteTokenizer  # noqa: E402
 
 import headrace.processes.child_main  # noqa: E402
-import headrace.processes.detokenizer_process  # noqa: E402
 import headrace.processes.scheduler_process  # noqa: E402
 from headrace.cache.allocator import PageAllocator  # noqa: E402
 from headrace.cache.radix_cache import RadixCache  # noqa: E402
@@ -173,5 +172,5 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready, on_progress)
 
 if __name__ == "__main__":
     headrace.processes.scheduler_process.run_scheduler = run_scheduler
-    headrace.processes.detokenizer_process.run_detokenizer = run_detokenizer
+    headrace.processes.child_main.run_detokenizer = run_detokenizer
     headrace.processes.child_main.main()

@@ -33,7 +33,7 @@ from headrace.messages.weights import (
     WeightOperation,
 )
 from headrace.processes.child import ChildProcess
-from headrace.processes.children import ChildParts
+from headrace.processes.parts import ChildParts
 
 LIMIT_S = 120.0
 """For a machine with busy cores; nothing here measures speed."""

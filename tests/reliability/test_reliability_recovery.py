@@ -184,7 +184,7 @@ def test_a_request_that_kills_is_given_up_alone(choir: Choir):
 
     choir.wait_healthy()
     assert poison.status == 500
-    assert "given up" in json.loads(poison.payloads[0])["error"]["message"]
+    assert "cancelled" in json.loads(poison.payloads[0])["error"]["message"]
     assert choir.counters()["num_given_up"] == before["num_given_up"] + 1
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.benchmark.soak import KINDS, MB, Sample, first_and_last, parse, slope_per_hour, soak
+from bench.soak import KINDS, MB, Sample, first_and_last, parse, slope_per_hour, soak
 
 
 def test_the_slope_leaves_the_warm_up_out_and_throughput_compares_ends():

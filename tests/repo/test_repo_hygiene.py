@@ -43,7 +43,7 @@ def test_nothing_that_could_run_foreign_code_is_used(pattern):
 
 @pytest.mark.parametrize(
     "folder",
-    ["src", "csrc", "tests", "scripts", "constraints", "deploy", "docs", "examples", "benchmarks/notes", ".ci"],
+    ["src", "csrc", "tests", "scripts", "constraints", "deploy", "docs", "examples", "bench/notes", ".ci"],
 )
 def test_no_paths_of_one_machine(folder):
     # Assembled, so that this line does not find itself.
@@ -95,7 +95,7 @@ def test_every_source_folder_is_a_package():
         "scripts/count",
         "scripts/surface",
         ".ci/run",
-        "benchmarks/compare/setup",
+        "bench/compare/setup",
     ],
 )
 def test_scripts_can_be_run_and_are_valid_bash(script):
@@ -107,7 +107,7 @@ def test_scripts_can_be_run_and_are_valid_bash(script):
 
 @pytest.mark.parametrize(
     "script",
-    ["scripts/setup", "scripts/test", "scripts/sanitize", "scripts/soak", "scripts/count", "benchmarks/compare/setup"],
+    ["scripts/setup", "scripts/test", "scripts/sanitize", "scripts/soak", "scripts/count", "bench/compare/setup"],
 )
 def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp_path):
     shown = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -61,7 +61,7 @@ def ended_by_the_second_token(kind: str) -> Rig:
             pushed.append(token_id)
             return SimpleNamespace(matched="xx") if len(pushed) == 2 else None
 
-    rig.scheduler._stop_checkers = lambda request: Checker()
+    rig.scheduler.stop_checkers = lambda request: Checker()
     start = next(s for s in range(100) if expected_outputs(prompt(6, s), 3, 9, ignore_eos=True)[:2] == [0, EOS])
     params = ResolvedSamplingParams(
         max_new_tokens=2 if kind == "length" else 40,
@@ -111,7 +111,7 @@ def test_a_stop_check_that_breaks_at_the_second_token_keeps_what_was_committed()
             if self.num_pushed == 2:
                 raise RuntimeError("cannot decode")
 
-    rig.scheduler._stop_checkers = lambda request: Broken()
+    rig.scheduler.stop_checkers = lambda request: Broken()
     rig.drain()
 
     assert (rig.finish["a"].status_code, rig.ids["a"], rig.num_logprobs["a"]) == (500, [0, EOS], 2)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.messages.control import AbortReq, FlushCacheReq
 from headrace.messages.media import MediaItem, MediaSpan
+from headrace.messages.operations import FLUSH_CACHE
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
 from headrace.messages.weights import UpdateFromDisk, WeightOpReq
@@ -193,7 +194,7 @@ def test_images_in_a_message_are_checked():
     blind.drain()
     assert {finish.status_code for finish in (*rig.finish.values(), *blind.finish.values())} == {400}
     assert len(rig.finish) == len(wrong)
-    assert "does not support" in blind.finish["blind"].message
+    assert "does not support images" in blind.finish["blind"].message
 
 
 def test_work_for_the_encoder_alone_is_a_step_without_rows():
@@ -271,7 +272,7 @@ def test_every_history_with_images_ends_with_right_tokens(setup, actions):
                 for _ in range(action):
                     rig.turn()
             case "flush":
-                rig.inbox.send(FlushCacheReq(1))
+                rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
             case "weights":
                 rig.drain()
                 version += 1
@@ -300,8 +301,5 @@ def test_every_history_with_images_ends_with_right_tokens(setup, actions):
             )
             assert rid in aborted or known, finish
         assert any(got == (want[: len(got)] if finish.type == "abort" else want) for want in wants)
-    encodings = rig.state.encodings
-    assert not encodings._held
-    assert not encodings._holders
-    assert not encodings._wanted
+    assert rig.state.encodings.is_idle
     rig.check_idle()

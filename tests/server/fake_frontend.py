@@ -37,8 +37,9 @@ from headrace.frontend.sample_update import (
 from headrace.frontend.tenants import NOBODY, Caller
 from headrace.media_kinds import MediaRefs
 from headrace.messages.cache_tree import CacheNode, CacheTree
-from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
+from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ProfileReply, ReadyInfo
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
+from headrace.messages.operations import OPERATIONS, OperationReq, RankInfo, answered
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -193,7 +194,7 @@ class FakeFrontend:
         self.started = threading.Event()
         self.closed_early = threading.Event()
         self.alive = True
-        self.flush = FlushCacheReply(1, True, "flushed")
+        self.flush = FlushCacheReply(True, "flushed")
         self.flush_timeouts: list[float] = []
         self.num_active = 0
         self._released = asyncio.Event()
@@ -375,9 +376,23 @@ class FakeFrontend:
     async def internal_states(self) -> list[InternalState]:
         return [await self.internal_state()]
 
-    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
-        nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]
-        return [CacheTree(0, 3, 64, nodes[:max_nodes])]
+    async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
+        operation = OPERATIONS[name]
+        asked = operation.request_of(OperationReq(1, name, request))
+        match name:
+            case "cache_tree":
+                nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]
+                reply: Any = CacheTree(0, 3, 64, nodes[: asked.max_nodes])
+            case "ranks":
+                reply = [RankInfo(rank, 100 + rank, 4096, 1024, 512) for rank in range(2)]
+            case "slow_down":
+                reply = f"slept {asked.forward_sleep_time}"
+            case "start_profile":
+                self.profiled.append(asked)
+                reply = ProfileReply(True, "profiling")
+            case _:
+                reply = ProfileReply(False, "no profile is running")
+        return {0: answered(1, reply).reply}
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive
@@ -393,13 +408,6 @@ class FakeFrontend:
     def latest(self, limit: int, caller: Any = None):
         self.asked_by.append(("latest", caller))
         return self.samples[:limit]
-
-    async def start_profile(self, output_name, num_steps, activities):
-        self.profiled.append((output_name, num_steps, activities))
-        return "profiling"
-
-    async def stop_profile(self):
-        raise RequestError("no profile is running")
 
     def configure_logging(self, level, log_requests, log_requests_level):
         self.logging = (level, log_requests, log_requests_level)

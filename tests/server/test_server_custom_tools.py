@@ -10,7 +10,7 @@ import pytest
 from fake_frontend import Running, events, running_server
 
 from headrace.errors import RequestError
-from headrace.server.chat.custom_tools import InputReader, check_definitions, custom_tool, input_of
+from headrace.server.chat.custom_tools import InputReader, custom_tool, input_of
 
 CHAT = "/v1/chat/completions"
 PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Changes a file"}}
@@ -107,7 +107,7 @@ def test_a_regular_expression_binds_the_whole_input():
         assert caught.value.param == param
 
 
-def test_a_lark_definition_binds_the_input_and_is_shown_to_the_model():
+def test_a_lark_definition_is_shown_to_the_model():
     definition = 'start: "a" /[^"]+/'
     tool = custom_tool("t", "f", None, {"type": "grammar", "syntax": "lark", "definition": definition})
     assert tool.strict
@@ -115,23 +115,6 @@ def test_a_lark_definition_binds_the_input_and_is_shown_to_the_model():
     assert tool.parameters is not None
     properties: Any = tool.parameters["properties"]
     assert definition in properties["input"]["description"]
-    check_definitions("tools", [tool])
-
-
-@pytest.mark.parametrize(
-    ("definition", "reason", "param"),
-    [
-        ("start: missing", "'f': line 1: the rule `missing`", "tools[1]"),
-        ('start: "a"\n' + "#" * 20_000, "at most 32768 characters together", "tools"),
-    ],
-)
-def test_lark_definitions_are_checked_together(definition: str, reason: str, param: str):
-    form = {"type": "grammar", "syntax": "lark"}
-    good = custom_tool("t", "good", None, form | {"definition": 'start: "a"\n' + "#" * 20_000})
-    with pytest.raises(RequestError) as caught:
-        check_definitions("tools", [good, custom_tool("t", "f", None, form | {"definition": definition})])
-    assert reason in caught.value.message
-    assert caught.value.param == param
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +156,17 @@ def test_a_cut_call_gives_what_it_held(client: httpx.Client, server: Running):
 
 
 @pytest.mark.parametrize("choice", ["required", "auto", {"type": "custom", "custom": {"name": "patch"}}])
-def test_a_lark_definition_is_part_of_the_grammar(client: httpx.Client, server: Running, choice: Any):
+def test_a_lark_definition_is_noted_where_calls_are_json(client: httpx.Client, server: Running, choice: Any):
     grammar = {"syntax": "lark", "definition": 'start: "*** " /[a-z]+/ "\\n"'}
     patch = {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": grammar}}}
     reply = client.post(CHAT, json=ASKED | {"tools": [patch, WEATHER], "tool_choice": choice})
     assert reply.status_code == 200, reply.text
+    assert reply.headers["x-headrace-noted"] == "tools.format"
+    prompt = server.frontend.tokenizer.decode(server.frontend.calls[-1].input_ids or [], False)
+    assert "A text of this lark grammar" in prompt
     bound = server.frontend.resolved[-1].grammar
     assert bound is not None
-    assert json.dumps(grammar["definition"]) in bound.text
+    assert '"required":["input"]' in bound.text
 
 
 def test_calls_and_choices_in_a_chat(client: httpx.Client, server: Running):
@@ -211,24 +197,6 @@ def test_calls_and_choices_in_a_chat(client: httpx.Client, server: Running):
     [
         ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
-        (
-            {
-                "tools": [
-                    WEATHER,
-                    {
-                        "type": "custom",
-                        "custom": {
-                            "name": "a",
-                            "format": {
-                                "type": "grammar",
-                                "grammar": {"syntax": "lark", "definition": "start: /(?=a)/"},
-                            },
-                        },
-                    },
-                ]
-            },
-            "tools[1]",
-        ),
         (
             {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "x"}}}]},
             "tools[0].custom.format.type",

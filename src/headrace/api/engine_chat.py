@@ -14,8 +14,7 @@ from headrace.api.chat_reply import ChatDelta, ChatReply, read_chunk, read_reply
 from headrace.api.engine_scores import encoded, scored
 from headrace.api.scores import Route
 from headrace.errors import ExecutionError, RequestError
-from headrace.frontend.failures import failure_of
-from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.frontend.tenants import Caller
 from headrace.launch import RunningEngine
 from headrace.messages.field_errors import field_error

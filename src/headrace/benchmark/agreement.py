@@ -1,6 +1,6 @@
 """How close the outputs of a class of precision come to those of float32: greedy tokens, logprobs, perplexity.
 
-Owns the prompts and the arithmetic. Generates nothing: quality.py does for an Engine, `benchmarks/compare` for servers.
+Owns the prompts and the arithmetic. Generates nothing: quality.py does for an Engine, `bench/compare` for servers.
 """
 
 import math

@@ -196,3 +196,19 @@ def _merge(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str,
             median[key] = statistics.median(values)
             spread[key] = (max(values) - min(values)) / median[key] if median[key] else 0.0
     return median, spread
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one thing over its repetitions. On a shared machine compare `best_s` and `median_s` of one run only."""
+
+    repetitions: int
+    best_s: float
+    median_s: float
+    p90_s: float
+
+
+def timing(seconds: Sequence[float]) -> Timing:
+    """Statistics of at least one repetition."""
+    ordered = sorted(seconds)
+    return Timing(len(ordered), ordered[0], statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))])

@@ -4,9 +4,7 @@ Figures of speed are published beside these. Owns what is generated and the repo
 Runs in the main process, one Engine after the other.
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,12 @@ from headrace.benchmark.agreement import (
     perplexity,
 )
 from headrace.benchmark.held_out import WINDOW, default_text, windows_of
-from headrace.benchmark.machine import revision, this_machine
-from headrace.benchmark.results import SCHEMA, write_json
+from headrace.benchmark.results import header, write_json
 from headrace.benchmark.workloads import TokenIds
 from headrace.checkpoint.names import resolve_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.text.tokenizers import load_tokenizer
-from headrace.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +94,7 @@ def outputs_of(server_args: ServerArgs, windows: list[TokenIds]) -> Outputs:
 def _document(server_args: ServerArgs, reference: Outputs, got: Outputs) -> dict[str, Any]:
     before, after = perplexity(reference.text_logprobs), perplexity(got.text_logprobs)
     return {
-        "schema": SCHEMA,
-        "kind": "quality",
-        "command": ["headrace", *sys.argv[1:]],
-        "headrace": VERSION,
-        **asdict(revision()),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(this_machine()),
+        **header("quality"),
         "model": server_args.model_path,
         "precision": got.precision,
         "quality": {

@@ -56,6 +56,19 @@ def _described(preset: Preset) -> dict[str, Any]:
     return {**fields, **answer}
 
 
+def header(kind: str, command: str = "headrace") -> dict[str, Any]:
+    """How every document begins: what it holds, how it was made, from which code and on which machine. command: with what argv's options came."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "command": [command, *sys.argv[1:]],
+        "headrace": VERSION,
+        **asdict(revision()),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(this_machine()),
+    }
+
+
 def document(
     kind: str,
     targets: dict[str, dict[str, Any]],
@@ -63,16 +76,11 @@ def document(
     options: dict[str, Any],
     limits: Limits,
     agreements: Sequence[Agreement] = (),
+    command: str = "headrace",
 ) -> dict[str, Any]:
     """The whole of a run as JSON-ready values. kind: serving or offline. targets: name -> what it says of itself."""
     return {
-        "schema": SCHEMA,
-        "kind": kind,
-        "command": ["headrace", *sys.argv[1:]],
-        "headrace": VERSION,
-        **asdict(revision()),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(this_machine()),
+        **header(kind, command),
         "targets": targets,
         "options": options,
         "limits": asdict(limits),

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.attention.base import OwnRows, ReadTokens, StepAttention
-from headrace.benchmark.results import write_json
+from headrace.benchmark.figures import Timing, timing
+from headrace.benchmark.results import header, write_json
 from headrace.benchmark.tables import print_table
-from headrace.benchmark.timing import Timing, timing, timing_document
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
@@ -163,7 +163,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         "limits": asdict(limits),
         "busy_neighbours": options.busy_neighbours,
     }
-    content = timing_document("step", subject, results)
+    content = {**header("step"), **subject, "results": results}
     console.print(f"{server_args.model_path}: {info.precision}, {info.kv_cache_dtype} KV, {fused}", highlight=False)
     print_steps(console, content)
     if options.phases:

@@ -1,38 +1,179 @@
-"""Brings a model from the Hugging Face Hub into the cache that Hugging Face's tools share. Uses the network.
+"""Brings a model from the Hugging Face Hub into the cache that Hugging Face's tools share. `headrace pull` runs it; serving never does.
 
-Owns transfer: a file is written beside its place (`blobs/DIGEST.headrace.incomplete`), continued after an interruption,
-checked against the digest that the Hub states, and only then given its name. The revision is entered last, so that a model
-is found by its name only when it is whole. `headrace pull` runs it; serving never does.
+Requests go through huggingface_hub: its HTTP client, proxies, token, headers and addresses. Reading the answers is ours, since
+the library neither continues a file that an earlier process began, nor bounds what it reads, nor checks a digest:
+here a file is written beside its place (`blobs/DIGEST.headrace.incomplete`), continued after an interruption, at most as long
+as the Hub says, checked against the digest that the Hub states, and only then given its name. The revision is entered last, so
+that a model is found by its name only when it is whole.
+
+API: https://huggingface.co/docs/hub/api; errors are told by the header X-Error-Code. The client leaves the token out where it is
+redirected to another host (where large files are).
 """
 
 import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from urllib.parse import quote
 
-import requests
+import msgspec
+from huggingface_hub import get_token, hf_hub_url
+from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
-from headrace.checkpoint import hub_repository
-from headrace.checkpoint.hub_cache import COMMIT, HubName, cache_folder, find_model, is_gguf_model
-from headrace.checkpoint.hub_repository import RETRIED, Hub, HubFile, needed_files, weight_map
+from headrace.checkpoint.hub_cache import COMMIT, HubName, cache_folder, choose_gguf, find_model, is_gguf_model
 from headrace.checkpoint.huggingface import INDEX_NAME
 from headrace.checkpoint.json_file import read_json_object
 from headrace.errors import ModelError
 from headrace.log import get_logger
+from headrace.plain_types import plain_reason
+from headrace.version import VERSION
 
 if TYPE_CHECKING:
     import _hashlib
 
 log = get_logger(__name__)
 
+TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # to connect, between two pieces of data in either direction, to get a connection
+WAIT_S = 1.0  # before the second attempt; doubles
+_RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+MAX_LIST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16  # a connection that breaks loses the piece that it was in
 _MAX_ATTEMPTS = 5  # without a byte of progress between them
+_OFFLINE = ("1", "ON", "YES", "TRUE")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA1 = re.compile(r"[0-9a-f]{40}")
+# Beside the weights: configuration, tokenizers, templates, and the modules of sentence-transformers (1_Pooling, 2_Dense). Never code, never pickles.
+_COMPANIONS = re.compile(
+    r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt|additional_chat_templates/[^/]+\.jinja"
+    r"|[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)"
+)
+_OTHER_WEIGHTS = re.compile(r"(pytorch_model|flax_model|tf_model|consolidated)[.-]")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class _Lfs(msgspec.Struct):
+    sha256: str
+    size: int
+
+
+class _Sibling(msgspec.Struct):
+    rfilename: str
+    size: int | None = None
+    blobId: str | None = None
+    lfs: _Lfs | None = None
+
+
+class _Info(msgspec.Struct):
+    sha: str
+    siblings: list[_Sibling] = []
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository. digest: sha256 of its bytes for large files, else git's sha1; it is its name in the cache."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+class _Response(Protocol):
+    """Of httpx or httpx2, whichever the library has."""
+
+    @property
+    def status_code(self) -> int: ...
+    @property
+    def is_success(self) -> bool: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    def iter_raw(self, chunk_size: int | None = None) -> Iterator[bytes]: ...
+
+
+class Hub:
+    """One Hub ($HF_ENDPOINT, else huggingface.co), with the user's token ($HF_TOKEN, or of `hf auth login`)."""
+
+    def __init__(self) -> None:
+        """Raises ModelError if the environment forbids the network."""
+        for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            if os.environ.get(variable, "").upper() in _OFFLINE:
+                raise ModelError(f"{variable} is set, so nothing is downloaded; unset it for `headrace pull`")
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise ModelError(f"HF_ENDPOINT is {self.endpoint!r}; expected an http or https URL")
+        self._token = get_token()
+        self._headers = build_hf_headers(token=self._token or False, library_name="headrace", library_version=VERSION)
+        # httpx is what version 1 of the library has, httpx2 what version 2 has.
+        self.error: type[Exception] = sys.modules[type(get_session()).__module__.partition(".")[0]].HTTPError
+
+    def get(self, url: str, have: int = 0) -> contextlib.AbstractContextManager[_Response]:
+        """A GET whose body the caller reads. have: bytes that it need not send. Entering it raises `error`."""
+        ranges = {"Range": f"bytes={have}-"} if have else {}
+        headers = {**self._headers, "Accept-Encoding": "identity", **ranges}
+        return get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
+
+    def files(self, name: HubName) -> tuple[str, list[HubFile]]:
+        """The commit that a revision is now, and its files. Raises ModelError."""
+        url = f"{self.endpoint}/api/models/{name.repo}/revision/{quote(name.revision, safe='')}?blobs=true"
+        for wait_s in (WAIT_S, 2 * WAIT_S, None):
+            try:
+                with self.get(url) as response:
+                    body = self._whole(response)
+            except self.error as error:
+                raise ModelError(
+                    f"{self.endpoint} cannot be reached ({type(error).__name__}); check the network, or set HF_ENDPOINT "
+                    "to a mirror"
+                ) from error
+            if response.status_code not in _RETRIED or wait_s is None:
+                break
+            time.sleep(wait_s)
+        if not response.is_success:
+            raise self.refusal(response, name)
+        try:
+            info = msgspec.json.decode(body, type=_Info)
+        except msgspec.DecodeError as error:
+            raise ModelError(f"{self.endpoint} did not answer as the Hub does: {plain_reason(error)}") from error
+        if not COMMIT.fullmatch(info.sha):
+            raise ModelError(f"{self.endpoint} gave no commit of {name.repo}")
+        return info.sha, [file for file in map(_file, info.siblings) if file is not None]
+
+    def _whole(self, response: _Response) -> bytes:
+        body = bytearray()
+        for piece in response.iter_raw():
+            body += piece
+            if len(body) > MAX_LIST_BYTES:
+                raise ModelError(f"{self.endpoint} did not answer as the Hub does: more than {MAX_LIST_BYTES} bytes")
+        return bytes(body)
+
+    def refusal(self, response: _Response, name: HubName) -> ModelError:
+        """What an answer of the Hub other than success means."""
+        code, status = response.headers.get("X-Error-Code", ""), response.status_code
+        if code == "GatedRepo":
+            return ModelError(
+                f"{name.repo} is gated: accept its terms at {self.endpoint}/{name.repo}, and set HF_TOKEN to a token "
+                "of the account that did"
+            )
+        if code == "RevisionNotFound":
+            return ModelError(f"{name.repo} has no revision {name.revision} at {self.endpoint}")
+        if code == "EntryNotFound":
+            return ModelError(f"{self.endpoint} does not have all files of {name.repo} that it lists; try again later")
+        if status == 401 and self._token is None:
+            return ModelError(
+                f"there is no model {name.repo} at {self.endpoint}, or it is private; for a private one set HF_TOKEN"
+            )
+        if status in (401, 403):
+            return ModelError(f"{self.endpoint} refuses {name.repo} with this token (status {status}); check HF_TOKEN")
+        if status == 404:
+            return ModelError(f"there is no model {name.repo} at {self.endpoint}, or this token may not see it")
+        return ModelError(f"{self.endpoint} answered with status {status} for {name.repo}; try again later")
 
 
 class PullProgress(Protocol):
@@ -156,10 +297,10 @@ class _Pull:
             attempts = attempts + 1 if out.tell() == last else 1
             last = out.tell()
             if attempts > 1:
-                time.sleep(hub_repository.WAIT_S * 2 ** (attempts - 2))
+                time.sleep(WAIT_S * 2 ** (attempts - 2))
             try:
                 status = self._receive_once(file, out)
-            except requests.RequestException as error:
+            except self._hub.error as error:
                 log.warning("the connection failed while %s was downloaded: %s", file.name, type(error).__name__)
                 status = 0
             if attempts == _MAX_ATTEMPTS and out.tell() == last:
@@ -170,20 +311,20 @@ class _Pull:
                 )
 
     def _receive_once(self, file: HubFile, out: BinaryIO) -> int:
-        """One request for the rest of the file; returns its status. Raises RequestException, ModelError for refusals."""
+        """One request for the rest of the file; returns its status. Raises the client's error, ModelError for refusals."""
         have = out.tell()
-        headers = {"Range": f"bytes={have}-"} if have else None
-        with self._hub.get(self._hub.file_path(self._name.repo, self._commit, file.name), headers) as response:
-            if response.status_code in RETRIED:
+        url = hf_hub_url(self._name.repo, file.name, revision=self._commit, endpoint=self._hub.endpoint)
+        with self._hub.get(url, have) as response:
+            if response.status_code in _RETRIED:
                 return response.status_code
             if response.status_code == 416 or (response.status_code == 206 and _range_start(response) != have):
                 self._restart(out)
                 return response.status_code
-            if not response.ok:
+            if not response.is_success:
                 raise self._hub.refusal(response, self._name)
             if response.status_code == 200 and have:
                 self._restart(out)  # the server sends all of it again
-            for chunk in response.iter_content(_PIECE_BYTES):
+            for chunk in response.iter_raw(_PIECE_BYTES):
                 if out.tell() + len(chunk) > file.num_bytes:
                     size = out.tell() + len(chunk)
                     self._restart(out)
@@ -236,7 +377,7 @@ def _git_sha1(num_bytes: int) -> "_hashlib.HASH":
     return hashlib.sha1(f"blob {num_bytes}\0".encode(), usedforsecurity=False)
 
 
-def _range_start(response: requests.Response) -> int:
+def _range_start(response: _Response) -> int:
     """The first byte that a partial answer has; -1 if it does not say."""
     words = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")
     return int(words[0]) if words[0].isdecimal() else -1
@@ -255,3 +396,56 @@ def _write(path: Path, text: str) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text)
     fresh.replace(path)
+
+
+def needed_files(files: list[HubFile], name: HubName, indexed: Iterable[str] | None) -> list[HubFile]:
+    """The files that serving the model takes: safetensors with their companions, or one GGUF file.
+
+    indexed: the shards that the repository's index names, None without an index. Raises ModelError if the repository has
+    no such weights, or several GGUF files of which none was chosen.
+    """
+    by_name = {file.name: file for file in files}
+    safetensors = [file for file in by_name if file.endswith(".safetensors") and "/" not in file]
+    if name.file is None and safetensors:
+        if indexed is not None:
+            weights = list(dict.fromkeys(indexed))
+        elif "model.safetensors" in by_name:
+            weights = ["model.safetensors"]
+        else:
+            weights = [file for file in safetensors if not _OTHER_WEIGHTS.match(file)]
+        missing = [file for file in weights if file not in safetensors]
+        if missing:
+            raise ModelError(f"{INDEX_NAME} of {name.repo} names {missing[0]}, which is not a safetensors file of it")
+        companions = [file for file in by_name if _COMPANIONS.fullmatch(file) and not _OTHER_WEIGHTS.match(file)]
+        return [by_name[file] for file in (*companions, *weights)]
+    if name.file is None and not any(map(is_gguf_model, by_name)):
+        pickled = any(file.endswith(_PICKLED) for file in by_name)
+        hint = "; its pickled weights are never downloaded, convert them to safetensors" if pickled else ""
+        raise ModelError(f"{name.repo} has neither safetensors nor GGUF files{hint}")
+    return [by_name[choose_gguf(by_name, name.file, name.repo)]]
+
+
+def _file(sibling: _Sibling) -> HubFile | None:
+    """None for a name or a digest that is no such thing: it becomes a path here."""
+    path = PurePosixPath(sibling.rfilename)
+    sound = not path.is_absolute() and ".." not in path.parts and path.as_posix() == sibling.rfilename
+    if not sound or "\0" in sibling.rfilename or "\\" in sibling.rfilename:
+        return None
+    if sibling.lfs is not None:
+        return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256) if _good(sibling.lfs) else None
+    if sibling.size is None or sibling.size < 0 or sibling.blobId is None or not _SHA1.fullmatch(sibling.blobId):
+        return None
+    return HubFile(sibling.rfilename, sibling.size, sibling.blobId)
+
+
+def _good(lfs: _Lfs) -> bool:
+    return lfs.size >= 0 and _SHA256.fullmatch(lfs.sha256) is not None
+
+
+def weight_map(index: Any) -> list[str] | None:
+    """The shards of a decoded index; None if it is none."""
+    match index:
+        case {"weight_map": dict(shards)} if all(isinstance(shard, str) for shard in shards.values()):
+            return list(dict.fromkeys(shards.values()))
+        case _:
+            return None

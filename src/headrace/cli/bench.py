@@ -13,7 +13,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
 bench = typer.Typer(
-    help="Measure a server, an engine, its steps or its kernels (docs/benchmarking.md, docs/performance.md).",
+    help="Measure a server, an engine or its steps (docs/benchmarking.md, docs/performance.md).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -160,29 +160,6 @@ def bench_step(
     run_step(with_model(server_args, model), options, Console())
 
 
-@bench.command("kernels")
-def bench_kernels(
-    shapes: Annotated[str, typer.Option(help="Models whose shapes to time, comma-separated: 135m, 1b.")] = "135m,1b",
-    ops: Annotated[str, typer.Option(help="Ops to time, comma-separated; empty: all.")] = "",
-    rows: Annotated[str, typer.Option(help="Numbers of rows of a call, comma-separated.")] = "1,8,32,256",
-    context: Annotated[int, typer.Option(help="Number of keys that attention reads.")] = 256,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of weights and KV.")] = "bfloat16",
-    repeat: Annotated[int, typer.Option(help="Calls per shape.")] = 20,
-    num_threads: Annotated[
-        int | None, typer.Option(help="Compute threads; default: the cores that this process may use.")
-    ] = None,
-    output: _Output = None,
-) -> None:
-    """Time each kernel over the shapes of a model, in GB/s and GFLOP/s."""
-    from headrace.benchmark.kernels import KernelOptions, run_kernels
-
-    options = KernelOptions(
-        shapes=_words(shapes), ops=_words(ops), rows=_counts("--rows", rows), context=context, dtype=dtype,
-        repeat=repeat, num_threads=num_threads, output=output,
-    )  # fmt: skip
-    run_kernels(options, Console())
-
-
 @bench.command("quality", cls=ServerCommand)
 @ENGINE_OPTIONS
 def bench_quality(
@@ -198,105 +175,6 @@ def bench_quality(
     from headrace.benchmark.quality import run_quality
 
     run_quality(with_model(server_args, model), num_tokens, output, Console())
-
-
-_SESSIONS, _ONE_REPLICA = "What is asked", "One replica"
-
-
-@bench.command("fleet")
-def bench_fleet(
-    replicas: Annotated[str, typer.Option(help="Sizes of the fleets, comma-separated.")] = "10",
-    policies: Annotated[
-        str, typer.Option(help="Values of --load-balance-method, comma-separated.")
-    ] = "round_robin,shortest_queue,cache_aware",
-    num_requests: Annotated[
-        int | None, typer.Option(help="Requests to each fleet; default: 100 for each replica.", metavar="N")
-    ] = None,
-    rate: Annotated[float, typer.Option(help="Requests per second for each replica (Poisson).")] = 1.0,
-    failures: Annotated[
-        int,
-        typer.Option(help="N times a replica dies while requests arrive; others go on with its requests.", metavar="N"),
-    ] = 0,
-    restart_s: Annotated[
-        float, typer.Option(help="Seconds until a replica that died is back, with an empty cache.")
-    ] = 10.0,
-    groups: Annotated[int, typer.Option(help="Number of system prompts.", rich_help_panel=_SESSIONS)] = 100,
-    zipf: Annotated[
-        float, typer.Option(help="System prompt number k is chosen with weight 1 / k^ZIPF.", rich_help_panel=_SESSIONS)
-    ] = 1.0,
-    system_tokens: Annotated[
-        int, typer.Option(help="Mean length of a system prompt.", rich_help_panel=_SESSIONS)
-    ] = 256,
-    turns: Annotated[int, typer.Option(help="Mean number of turns of a session.", rich_help_panel=_SESSIONS)] = 4,
-    turn_tokens: Annotated[
-        int, typer.Option(help="Mean length of the user's text in a turn.", rich_help_panel=_SESSIONS)
-    ] = 64,
-    output_tokens: Annotated[int, typer.Option(help="Mean length of an answer.", rich_help_panel=_SESSIONS)] = 32,
-    think_s: Annotated[
-        float, typer.Option(help="Mean time from an answer to the next turn.", rich_help_panel=_SESSIONS)
-    ] = 5.0,
-    step_costs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Results of `headrace bench step --output`: how long steps take; default: SmolLM2 on 2 cores.",
-            rich_help_panel=_ONE_REPLICA,
-        ),
-    ] = None,
-    kv_tokens: Annotated[int, typer.Option(help="Size of the KV cache.", rich_help_panel=_ONE_REPLICA)] = 32768,
-    max_running_requests: Annotated[
-        int, typer.Option(help="Requests that run at a time; the others wait.", rich_help_panel=_ONE_REPLICA)
-    ] = 32,
-    chunked_prefill_size: Annotated[
-        int, typer.Option(help="Most prompt tokens in a step.", rich_help_panel=_ONE_REPLICA)
-    ] = 512,
-    tokens_per_step: Annotated[
-        int,
-        typer.Option(
-            help="Simulate N steps of decoding as one: quicker for large fleets, less exact.",
-            metavar="N",
-            rich_help_panel=_ONE_REPLICA,
-        ),
-    ] = 1,
-    repeat: _Repeat = 1,
-    seed: Annotated[int, typer.Option(help="Seed of sessions, arrivals and failures.")] = 1234,
-    output: _Output = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot hit rates, latencies and imbalance to this .svg or .png file.")
-    ] = None,
-) -> None:
-    """Simulate a fleet of replicas: what a balancing policy does to hit rates and latencies. Needs no model."""
-    from headrace.benchmark.fleet.costs import DEFAULT_COSTS, read_costs
-    from headrace.benchmark.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
-    from headrace.benchmark.fleet.run import run_fleet
-
-    workload = WorkloadOptions(
-        groups=groups, zipf=zipf, system_tokens=system_tokens, turns=turns, turn_tokens=turn_tokens,
-        output_tokens=output_tokens, think_s=think_s,
-    )  # fmt: skip
-    replica = ReplicaOptions(
-        cost=DEFAULT_COSTS if step_costs is None else read_costs(step_costs), kv_tokens=kv_tokens,
-        max_running=max_running_requests, chunk_tokens=chunked_prefill_size, tokens_per_step=tokens_per_step,
-    )  # fmt: skip
-    options = FleetOptions(
-        replicas=_counts("--replicas", replicas), policies=policy_names(policies),
-        workload=workload, replica=replica, rate=rate, num_requests=num_requests, failures=failures,
-        restart_s=restart_s, repeat=repeat, seed=seed, output=output, plot=plot,
-    )  # fmt: skip
-    run_fleet(options, Console())
-
-
-@bench.command("ratios")
-def bench_ratios(
-    results: Annotated[Path, typer.Argument(help="What `bench serving` with two servers has written (--output).")],
-    names: Annotated[
-        str, typer.Option(help="What to call the two servers, comma-separated; default: their addresses.")
-    ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Plot the ratios to this .svg or .png file.")] = None,
-) -> None:
-    """Compare the two servers of a result, preset by preset: the second over the first. Measures nothing."""
-    from headrace.benchmark.ratios import run_ratios
-
-    run_ratios(results, _words(names), plot, Console())
 
 
 # --- what commands share

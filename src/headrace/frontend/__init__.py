@@ -3,15 +3,13 @@
 Read first: tokenizer_manager.py (one call, and the parts it needs), request_state.py (a sample and its call),
 engine_link.py (to the schedulers).
 
-- A call: prompts.py (its shape), inputs.py (what its prompts contain), encode.py (tokens and parameters), engine_request.py, embeddings.py,
-  pooled_prompts.py and encode_pooled.py (the same for models that make vectors),
-  media.py (media of its prompts), no_tokenizer.py, sessions.py, tenants.py (limits of keys)
-- Its samples: sample_table.py (the live ones), sample_queue.py (limit of waiting ones), logprob_lists.py, outputs.py
-  (messages applied to them), sample_update.py (new output of one), endings.py, aborts.py, failures.py, native_answer.py
-  (the dicts of /generate
-  and /encode)
+- A call: prompts.py (its shape), inputs.py (what its prompts contain), encode.py (tokens and parameters), pooled.py
+  (the same for embedding models and classifiers), media.py (media of its prompts),
+  no_tokenizer.py, sessions.py, tenants.py (limits of keys)
+- Its samples: sample_table.py (the live ones, the limit of waiting ones, aborts), outputs.py (messages applied to them),
+  sample_update.py (new output of one, or its error), endings.py, native_answer.py (the dicts of /generate and /encode)
 - The engine: balancers.py (which replica), engine_loop.py (messages from it), engine_parts.py (deaths and restarts),
-  heartbeats.py, health.py, shared_probe.py, replica.py, all_replicas.py (of all together)
+  health.py, replica.py, all_replicas.py (of all together)
 - Operations: communicator.py (a request to replicas, their replies), control.py, flush.py, expert_recording.py,
   runtime_settings.py (settings that may change at run time), adapters.py (loaded adapters and their users),
   adapter_replicas.py, operation_log.py (what every replica must have done)

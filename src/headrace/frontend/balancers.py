@@ -28,7 +28,7 @@ MAX_LEAD_REQUESTS = 8
 MAX_LEAD_FACTOR = 1.5
 """A replica gets no more requests for its cache when it has MAX_LEAD_REQUESTS more and MAX_LEAD_FACTOR times as many as the least loaded one.
 
-With a lead of 32 the hit rate is hardly higher, and a few replicas do most of the work: benchmarks/notes/balancing.md."""
+With a lead of 32 the hit rate is hardly higher, and a few replicas do most of the work: bench/notes/balancing.md."""
 MAX_HOLDERS = 64
 """Of the replicas that have a prefix, the load of so many is looked at: of all that --dp-size allows, of some in a simulated fleet."""
 

@@ -16,17 +16,14 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ContextLengthError, RequestError
-from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
-from headrace.frontend.encode_pooled import PooledEncoder
-from headrace.frontend.engine_request import engine_request
 from headrace.frontend.inputs import PromptInput, check_text, encode_inputs, is_large
 from headrace.frontend.media import NO_MEDIA, PromptMedia, add_media, check_media_bytes
-from headrace.frontend.pooled_prompts import PooledPrompt
+from headrace.frontend.pooled import PooledEncoder, PooledPrompt
 from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
 from headrace.frontend.request_log import RequestLog
-from headrace.frontend.request_state import CallState, ReqState
-from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.request_state import CallState, ReqState, engine_request
+from headrace.frontend.sample_table import Aborts, SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.log import get_logger
 from headrace.media_kinds import MediaKind

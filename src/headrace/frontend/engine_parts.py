@@ -13,7 +13,7 @@ from typing import Protocol
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.engine_loop import EngineLoop
-from headrace.frontend.heartbeats import Heartbeats
+from headrace.frontend.health import Heartbeats
 from headrace.frontend.records import Records
 from headrace.frontend.replica import Replica
 from headrace.frontend.runtime_settings import RuntimeSettings

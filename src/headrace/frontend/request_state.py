@@ -15,15 +15,23 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.frontend.adapters import Adapter
-from headrace.frontend.failures import failure_of
-from headrace.frontend.logprob_lists import LogprobLists, TokenText
-from headrace.frontend.sample_update import PromptProgress, SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
+from headrace.frontend.sample_update import (
+    LogprobLists,
+    PromptProgress,
+    SampleLogprobs,
+    SampleTimes,
+    SampleUpdate,
+    SampleUsage,
+    TokenText,
+    failure_of,
+)
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
 from headrace.media_kinds import MediaKind
+from headrace.messages.namespaces import of_adapter
 from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
-from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.messages.requests import EngineTask, PromptContent, TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
 
 
@@ -377,3 +385,28 @@ class CallState:
         if not self._news:
             return None
         return self._news.pop(next(iter(self._news)))
+
+
+def engine_request(
+    sample: ReqState, content: PromptContent, task: EngineTask, *, namespace: str, priority: int | None, group: str = ""
+) -> TokenizedGenerateReqInput:
+    """The scheduler's request for a sample: its task, and for whom and until when.
+
+    namespace: what the call asks for, within that of its tenant and of its adapter. group: see `TokenizedGenerateReqInput`."""
+    call, adapter = sample.call, sample.adapter
+    tenant = call.tenant
+    lora_id, lora_name = (adapter.lora_id, adapter.name) if adapter is not None else (0, "")
+    return TokenizedGenerateReqInput(
+        rid=sample.rid,
+        content=content,
+        task=task,
+        namespace=of_adapter(tenant.namespace(namespace), lora_id, lora_name),
+        priority=priority or 0,
+        group=group,
+        created_s=sample.created_s,
+        deadline_s=sample.created_s + call.timeout_s if call.timeout_s > 0 else 0.0,
+        queue_deadline_s=sample.created_s + call.queue_timeout_s if call.queue_timeout_s > 0 else 0.0,
+        tenant=tenant.limits.name,
+        weight=tenant.limits.weight,
+        lora_id=lora_id,
+    )

@@ -1,6 +1,6 @@
-"""The table of live samples: by rid, by the names of their calls, with the count of those that wait.
+"""The table of live samples: by rid, by the names of their calls, with the count of those that wait; and their aborts.
 
-Owns the rids and names in use, the count of waiting samples (`sample_queue`), the calls that a client waits for, and whether the table is
+Owns the rids and names in use, the count of waiting samples (`SampleQueue`), the calls that a client waits for, and whether the table is
 empty. Does not own the outputs of a sample, nor which replica has it. Used by the tokenizer manager, in its event loop only.
 
 Either all samples of a call enter the table or none. A sample stays until `forget`, possibly longer than its client (`leave`): its rid is in
@@ -8,11 +8,14 @@ use until the engine's last output for it has arrived.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, HeadraceError, RequestError
 from headrace.frontend.request_state import CallState, ReqState
-from headrace.frontend.sample_queue import SampleQueue
+from headrace.frontend.tenants import Caller, QueuePace
+from headrace.messages.channel import Sender
+from headrace.messages.control import AbortReq
 from headrace.messages.requests import PromptContent
 
 MAX_MEDIA_BYTES = 1 << 30
@@ -22,6 +25,85 @@ MAX_GIVEN_BYTES = 1 << 30
 """Most bytes of the files and texts that all waiting clients have given as media: who called keeps them until the call has ended."""
 
 _TOO_MUCH = "the media of all requests take too much memory now; try again when others have ended"
+
+OWN_PER_FREE = 4
+"""A key that is alone may have four fifths of the queue."""
+
+
+@dataclass(slots=True)
+class SampleQueue:
+    """How many samples may wait: the count behind --max-queued-requests.
+
+    It counts what the front end can see, so that a request can be accepted or refused at once: a sample *runs* from its first token to its end
+    (also while the scheduler computes it again), and is *queued* before. Queued samples take the free running slots; those beyond them *wait*.
+
+    ```
+     slots   |rrrrrrrrr|qqq|        r runs, q queued: these q start at once
+     waiting               |qqqqq......|    at most max_waiting
+    ```
+
+    num_slots: most samples that run at a time, over all replicas. max_waiting: most samples beyond those.
+    """
+
+    num_slots: int
+    max_waiting: int
+    num_queued: int = 0
+    num_running: int = 0
+    _pace: QueuePace = field(default_factory=QueuePace)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of samples without a slot."""
+        return max(0, self.num_queued - max(0, self.num_slots - self.num_running))
+
+    @property
+    def most_at_once(self) -> int:
+        """Most samples that an idle server accepts."""
+        return self.num_slots + self.max_waiting
+
+    def check(self, count: int, now_s: float, own: int | None = None) -> None:
+        """Raises CapacityError unless there is room for `count` more.
+
+        own: queued samples of the calling key; None = there is only one key. No key can fill the queue: a key may have at most
+        `OWN_PER_FREE` times as many samples queued as there are free places, so that there is always room for another key. This is the dynamic
+        threshold of A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+        """
+        room = max(0, self.num_slots - self.num_running) + self.max_waiting
+        left = room - self.num_queued - count
+        if own is not None and left >= 0 and own + count > OWN_PER_FREE * left:
+            raise CapacityError(
+                f"the limit of this key is reached (queued samples: {own}, in this request: {count}, places left for other keys: {left})",
+                self.retry_after_s(now_s),
+                status_code=429,
+            )
+        if left < 0:
+            raise CapacityError(
+                f"the queue is full (running samples: {self.num_running}, waiting: {self.num_waiting} of at most {self.max_waiting}, "
+                f"in this request: {count})",
+                self.retry_after_s(now_s),
+            )
+
+    def enter(self, count: int) -> None:
+        """Count new samples."""
+        self.num_queued += count
+
+    def begin(self, now_s: float) -> None:
+        """A queued sample has its first token."""
+        self.num_queued -= 1
+        self.num_running += 1
+        self._pace.note(now_s)
+
+    def leave(self, was_queued: bool, now_s: float) -> None:
+        """A sample has ended or was cancelled."""
+        if was_queued:
+            self.num_queued -= 1
+            self._pace.note(now_s)
+        else:
+            self.num_running -= 1
+
+    def retry_after_s(self, now_s: float) -> float:
+        """Seconds until about half of the queue will be gone: soon enough to keep the slots full, late enough to find room."""
+        return self._pace.wait_s(max(1, self.num_queued // 2), now_s)
 
 
 class SampleTable:
@@ -151,3 +233,39 @@ class SampleTable:
     def _note_idle(self) -> None:
         if not self._calls and not self._by_rid:
             self._idle.set()
+
+
+class Aborts:
+    """Aborts samples on request. They are only marked, and stay in the table: a scheduler ends those that it has, and the others end when they would
+    be sent. to_schedulers: sends to all live schedulers."""
+
+    def __init__(self, table: SampleTable, to_schedulers: Sender) -> None:
+        self._table = table
+        self._to_schedulers = to_schedulers
+
+    def abort(self, rid: str, caller: Caller) -> None:
+        """Abort the caller's sample `rid`, or all samples of its call or prompt with that name. An admin aborts those of every key."""
+        scopes = {caller.scope} | (self._table.scopes() if caller.is_admin else set())
+        found = [sample for scope in scopes for sample in self._table.find(scope, rid)]
+        self.abort_samples(sample for sample in found if caller.is_admin or sample.call.owner == caller.owner)
+
+    def abort_all(self) -> None:
+        """Abort all samples, including those that only the schedulers know."""
+        _mark(self._table.samples.values())
+        self._to_schedulers.send(AbortReq(abort_all=True))
+
+    def abort_samples(self, samples: Iterable[ReqState]) -> None:
+        """Abort the given samples, except those that have ended."""
+        if sent := _mark(samples):
+            self._to_schedulers.send(AbortReq(sent))
+
+
+def _mark(samples: Iterable[ReqState]) -> tuple[str, ...]:
+    """Mark samples as aborted. Returns the rids of those that were sent to a scheduler."""
+    sent = []
+    for sample in samples:
+        if sample.finish is None:
+            sample.abort_asked = True
+            if sample.sent_s:
+                sent.append(sample.rid)
+    return tuple(sent)

@@ -3,19 +3,35 @@
 Independent of the format of replies, which `native_answer` and the handlers in `server/` own. Sent to HTTP workers as msgpack.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import msgspec
 
+from headrace.errors import (
+    CapacityError,
+    ExecutionError,
+    HeadraceError,
+    LateError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+)
 from headrace.media_kinds import MediaKind
-from headrace.messages.outputs import FinishReason, SpeculationCounts
+from headrace.messages.outputs import FinishReason, LogprobBlock, SpeculationCounts
+from headrace.messages.packing import unpack_float32, unpack_int32
 
 LogprobItem = tuple[float | None, int, str | None]
 """(logprob or None, token id, text or None)."""
 
 LogprobRow = list[LogprobItem] | None
 """Logprobs of several ids at the position of one token. None for the first token of a prompt, which has no logprob."""
+
+
+TokenText = Callable[[int], str | None]
+"""Text of a token for logprob lists, or None if it is not requested."""
 
 
 class SampleUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -112,3 +128,67 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def _joined(before: list[LogprobRow] | None, after: list[LogprobRow] | None) -> list[LogprobRow] | None:
     return None if before is None or after is None else before + after
+
+
+def failure_of(finish: FinishReason, retry_after_s: float = 1.0) -> HeadraceError | None:
+    """The error of an abort by the engine; None for other finish reasons, and for requested aborts."""
+    if finish.type != "abort" or finish.status_code < 400:
+        return None
+    match finish.status_code:
+        case 404:
+            return NotFoundError(finish.message)
+        case 408:
+            return LateError(finish.message)
+        case 413:
+            return TooLargeError(finish.message)
+        case 429 | 503:
+            return CapacityError(finish.message, retry_after_s, status_code=finish.status_code)
+        case code if code < 500:
+            return RequestError(finish.message, finish.param or None)
+        case _:
+            return ExecutionError(finish.message)
+
+
+@dataclass(slots=True)
+class LogprobLists:
+    """A sample's logprobs in the form of replies, from the engine's arrays: growing lists with an entry per token. top, picked: empty
+    rows if they were not requested."""
+
+    tokens: list[LogprobItem] = field(default_factory=list)
+    top: list[LogprobRow] = field(default_factory=list)
+    picked: list[LogprobRow] = field(default_factory=list)
+
+    def since(self, start: int, has_top: bool, has_picked: bool) -> TokenLogprobs:
+        """The logprobs of the tokens from `start` on."""
+        top = self.top[start:] if has_top else None
+        return TokenLogprobs(self.tokens[start:], top, self.picked[start:] if has_picked else None)
+
+    def add_unknown(self, token_id: int, text: TokenText) -> None:
+        """Add a token without a logprob: the first of the prompt."""
+        self.tokens.append((None, token_id, text(token_id)))
+        self.top.append(None)
+        self.picked.append(None)
+
+    def extend(self, block: LogprobBlock, picked_ids: tuple[int, ...], text: TokenText) -> None:
+        """Append a block. Raises ValueError when its arrays do not fit together."""
+        ids = unpack_int32(block.token_ids)
+        if not ids:
+            return
+        values = unpack_float32(block.values)
+        self.tokens += [(_finite(v), i, text(i)) for v, i in zip(values, ids, strict=True)]
+        top_ids, top_values = unpack_int32(block.top_ids), unpack_float32(block.top_values)
+        width = len(top_ids) // len(ids)
+        items = [(_finite(v), i, text(i)) for v, i in zip(top_values, top_ids, strict=True)]
+        self.top += [items[row * width : (row + 1) * width] for row in range(len(ids))]
+        picked = unpack_float32(block.picked)
+        if len(picked) != len(picked_ids) * len(ids):
+            raise ValueError(f"{len(picked)} picked logprobs for {len(ids)} tokens of {len(picked_ids)} ids")
+        width = len(picked_ids)
+        for row in range(len(ids)):
+            row_values = picked[row * width : (row + 1) * width]
+            self.picked.append([(_finite(v), i, text(i)) for v, i in zip(row_values, picked_ids, strict=True)])
+
+
+def _finite(value: float) -> float | None:
+    """`value`, or None for NaN and infinity, which JSON does not have and which mean that there is no logprob."""
+    return value if math.isfinite(value) else None

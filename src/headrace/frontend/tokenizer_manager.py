@@ -20,7 +20,6 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.names import lora_paths
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, RequestError
-from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.balancers import make_balancer
@@ -31,8 +30,7 @@ from headrace.frontend.engine_link import NOWHERE, EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
-from headrace.frontend.health import Health
-from headrace.frontend.heartbeats import Heartbeats
+from headrace.frontend.health import Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import refuse_text
@@ -40,8 +38,7 @@ from headrace.frontend.records import Records
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
-from headrace.frontend.sample_queue import SampleQueue
-from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
@@ -50,7 +47,6 @@ from headrace.log import get_logger
 from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
-from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
@@ -148,7 +144,7 @@ class TokenizerManager:
         # Operations of the engine other than requests.
         check = self.engine_loop.check_serving
         self.control = Control(self.engine_loop, self.link, to_detokenizer, args.enable_fault_injection)
-        self.experts = ExpertRecording(self.link.replicas_up, check)
+        self.experts = ExpertRecording(self.control)
         self.settings = RuntimeSettings(
             args,
             ready,
@@ -185,7 +181,7 @@ class TokenizerManager:
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
         if media.loader is not None:
             self.metrics.media.watch(media.loader.stats)
-        self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
+        self._askers = (self.control, replicas.replies, self.weights)
         self.parts = EngineParts(
             self.engine_loop,
             self.link,
@@ -195,7 +191,7 @@ class TokenizerManager:
             self.records,
             self.metrics,
             self._askers,
-            tellers=(self.settings, self.experts, self.adapters),
+            tellers=(self.settings, self.control, self.experts, self.adapters),
         )
         self._register_handlers()
 
@@ -206,7 +202,6 @@ class TokenizerManager:
         handlers.register(SamplesMoved, self.outputs.note_moved)
         handlers.register(Heartbeat, self.heartbeats.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
-        handlers.register(ExpertCountsReply, self.experts.replies.handle)
         handlers.register(LoraReply, self.adapters.handle)
         handlers.register(WeightOpReply, self.weights.handle)
 

@@ -9,7 +9,5 @@ Read first: compiler.py, which takes a `GrammarSpec` (messages/grammar.py) and g
 - From a request to the library's text: source.py, json_schema.py, schema_walk.py, schema_options.py (what routes add to a schema),
   closed_objects.py (objects without keys of the model's own), schema_patterns.py (strings), schema_logic.py and schema_rewrite.py
   (keywords that the library does not have), structural_tag.py, gbnf.py, lark.py; refusals.py (why not, in plain words)
-- A lark definition within another text, so as the input of a tool: lark_reader.py (a definition as rules), pattern_reader.py (regular
-  expressions as trees), patterns.py (these trees, and their texts within a JSON string), lark_nested.py (the definition as it is there)
 - Following an output: matcher.py (`TokenMask`), vocabulary.py (a model's tokens as bytes)
 """

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.grammar import lark, lark_nested, lark_reader
+from headrace.grammar import lark
 from headrace.grammar.schema_walk import Json, decode_json
 from headrace.plain_types import plain_reason
 
@@ -39,10 +39,9 @@ class Regex(msgspec.Struct, tag="regex", forbid_unknown_fields=True):
 
 
 class Lark(msgspec.Struct, tag="lark", forbid_unknown_fields=True):
-    """Text of a lark definition. json_string: as it is written between the quotes of a JSON string."""
+    """Text of a lark definition."""
 
     definition: str
-    json_string: bool = False
 
 
 class AnyText(msgspec.Struct, tag="any_text", forbid_unknown_fields=True):
@@ -159,7 +158,8 @@ class _Compiler:
             case Regex():
                 return self._then(self._terminal(lark.regex(item.pattern)), ends)
             case Lark():
-                return self._lark(item, ends)
+                nested = f"%lark {{\n{lark.checked(item.definition, self._field)}\n}}"
+                return self._then(self._rule(nested), ends)
             case AnyText():
                 return self._text(ends, item.excludes)
             case Elements():
@@ -174,29 +174,6 @@ class _Compiler:
                 return self._triggered(item, ends)
             case TagsWithSeparator():
                 return self._then(self._separated(item), ends)
-
-    def _lark(self, item: Lark, ends: Sequence[str]) -> str:
-        try:
-            definition = lark_reader.read_definition(item.definition)
-            if item.json_string:
-                return self._then(self._defined(lark_nested.in_json_string(definition, self._prefix())), ends)
-            options = []
-            for end in ends or ("",):
-                text, rest = self._before_token(end)
-                body = self._defined(lark_nested.up_to_mark(definition, self._prefix(), text, end.strip()))
-                options.append(f"{body} {self._literal(rest)}" if rest else body)
-            return self._any_of(options)
-        except lark_reader.LarkError as err:
-            raise RequestError(f"the lark definition is not supported: {err}", self._field) from None
-
-    def _prefix(self) -> str:
-        """What no name begins with yet."""
-        return f"lark_{len(self.definitions)}_"
-
-    def _defined(self, made: tuple[str, list[str]]) -> str:
-        expression, definitions = made
-        self.definitions += definitions
-        return self._rule(expression)
 
     def _sequence(self, item: Elements, ends: Sequence[str]) -> str:
         *first, last = self._not_empty(item.elements, "sequence")

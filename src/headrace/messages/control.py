@@ -1,8 +1,4 @@
-"""Control operations: requests from the tokenizer manager, their replies, and status messages of processes.
-
-A request carries `id`; its reply carries the same `id` (see `Communicator`). To add an operation: a struct pair here, a handler
-in `scheduler/control.py`, a route in `server/control.py`.
-"""
+"""What control operations ask and answer (their table is `operations`), and messages without a reply, such as the status of processes."""
 
 from typing import Literal, Protocol
 
@@ -25,24 +21,19 @@ class AbortReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     message: str = "aborted"
 
 
-class FlushCacheReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class FlushCacheReq(msgspec.Struct, frozen=True, gc=False):
     """Empty the prefix cache. Refused while requests run or wait."""
 
-    id: int
 
-
-class FlushCacheReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class FlushCacheReply(msgspec.Struct, frozen=True, gc=False):
     """Result of a flush."""
 
-    id: int
     success: bool
     message: str
 
 
-class InternalStateReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class InternalStateReq(msgspec.Struct, frozen=True, gc=False):
     """Ask for counters and pool accounting."""
-
-    id: int
 
 
 class PoolState(msgspec.Struct, frozen=True, gc=False):
@@ -107,23 +98,13 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     replica: int = msgspec.field(default=0, name="dp_rank")
 
 
-class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """The scheduler's state."""
-
-    id: int
-    state: InternalState
-
-
-class HealthCheckReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class HealthCheckReq(msgspec.Struct, frozen=True, gc=False):
     """Answered in the scheduler's next turn."""
 
-    id: int
 
-
-class HealthCheckReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class HealthCheckReply(msgspec.Struct, frozen=True, gc=False):
     """The loop is running. `busy`: requests run, which proves that it generates; `held`: it was told not to generate now."""
 
-    id: int
     busy: bool
     held: bool = False
 
@@ -141,10 +122,9 @@ class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
     dropped_frames: int = 0
 
 
-class ProfileReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class ProfileReq(msgspec.Struct, frozen=True, gc=False):
     """Start or stop a profile of the worker's steps. output_name: folder below --profile-dir, empty = itself; num_steps 0: until it is stopped."""
 
-    id: int
     start: bool
     output_name: str = ""
     num_steps: int = 0
@@ -158,10 +138,9 @@ class Profiler(Protocol):
         """Start or stop between two steps. Returns a line for the operator. Raises RequestError."""
 
 
-class ProfileReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class ProfileReply(msgspec.Struct, frozen=True, gc=False):
     """Result of a `ProfileReq`."""
 
-    id: int
     success: bool
     message: str
 

@@ -1,6 +1,7 @@
 """The media of prompts: from what a client gives (`headrace.media_kinds`) to items for the model's encoder, and the tokens that stand for them.
 
-Read first: loader.py (`MediaLoader`: what is loaded at a time, what is kept), families.py (what stands for an item in a prompt, by family).
+Read first: loader.py (`MediaLoader`: what is loaded at a time, what is kept), families.py (what stands for an item in a prompt), tokens.py (what
+a family needs to say it).
 
 - Bytes: sources.py (data: URLs, base64, files), fetch.py (URLs of allowed hosts)
 - In child processes, started with the first item: media_pool.py (the parent's side), media_messages.py, media_child.py (what a child runs)

@@ -28,7 +28,7 @@ from headrace.config.media_args import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
-from headrace.multimodal.families import Family, Vocabulary, make_family, make_hearing_family
+from headrace.multimodal.families import Family, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.layout import ItemFacts, LoadedItem
 from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S, MediaRefusedError
@@ -37,6 +37,7 @@ from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
+from headrace.multimodal.tokens import Vocabulary
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,8 +67,6 @@ class MediaLoader:
         self._limits = {kind: FileLimit(most, kind.max_bytes_option) for kind, most in args.max_bytes.items()}
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.images is not None and settings.images.recipe != "fixed"
-        # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt, and with several as squares.
-        self._several_are_squares = family.support.family == "llava_onevision"
         self._pool = MediaPool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "media")
         # A video takes as long as many images, which do not wait for it.
@@ -159,7 +158,7 @@ class MediaLoader:
         """several: it is one of several images of a prompt."""
         match ref:
             case ImageRef():
-                squared = several and self._several_are_squares and ref.detail != "high"
+                squared = several and self._family.several_are_squares and ref.detail != "high"
                 low = squared or (ref.detail == "low" and self._has_low)
                 async with places, self._bytes(ref) as data:
                     return await self._shared(ImageJob(data, low, squared), owner)

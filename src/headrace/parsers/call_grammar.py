@@ -71,8 +71,8 @@ def call_grammar(
     in `strict_names`. parallel: whether there may be more than one call. opens_reasoning: the output may begin with reasoning; False where
     the grammar begins after it, or reasoning is switched off. content: what an output without calls must match, a format of a structural
     tag. in_reasoning: the output begins within reasoning, which the prompt has opened, and the grammar has its end. inputs: by the names of
-    functions with one parameter, a text, the lark definition that it matches where the call is bound. Raises RequestError if the format has
-    no calls, the named function is not there, or the functions' schemas make too large a grammar.
+    functions with one parameter, a text, the lark definition that it matches where the call is bound and `binds_texts`.
+    Raises RequestError if the format has no calls, the named function is not there, or the functions' schemas make too large a grammar.
     """
     if content is not None and (choice == "none" or not tools):
         return _bound(format, _answer(format, content), opens_reasoning, in_reasoning)
@@ -102,6 +102,11 @@ def call_grammar(
         if not writing.bare and not is_harmony:
             body = sequence(regex("[\n]{0,2}"), body)
     return _bound(format, body, opens_reasoning, in_reasoning)
+
+
+def binds_texts(format: OutputFormat) -> bool:
+    """Whether lark definitions bind the texts of calls: a format that writes them within quotes gives any text there."""
+    return format.table is not None and bool(format.table.writings) and _writing(format).has_plain_text
 
 
 def _bound(format: OutputFormat, body: Node, opens_reasoning: bool, in_reasoning: bool) -> CallGrammar:
@@ -172,7 +177,7 @@ def _call(writing: Writing, tool: Tool, is_strict: bool, definition: str) -> Nod
     name = str(tool.get("name"))
     begin = writing.begin.replace("{name}", to_json(name)[1:-1] if writing.escapes else name)
     schema = _arguments_schema(tool.get("parameters"))
-    if is_strict and definition:
+    if is_strict and definition and writing.has_plain_text:
         content = _text_argument(writing, schema, definition)
     else:
         content = _arguments(writing, schema, is_strict)
@@ -216,19 +221,10 @@ def _text_argument(writing: Writing, schema: Mapping[str, object], definition: s
     properties = schema["properties"]
     assert isinstance(properties, Mapping), properties
     (key,) = properties
-    match writing.arguments:
-        case "json":
-            # One blank may stand where JSON has blanks.
-            return sequence(regex(rf'\{{ ?"{key}" ?: ?"'), lark(definition, True), regex(r'" ?\}'))
-        case "python":
-            return tag(f'{key}="', lark(definition, True), '"')
-        case "gemma":
-            return tag(
-                "{", sequence(const(f"{key}:"), tag(writing.delimiter, lark(definition), writing.delimiter)), "}"
-            )
-        case "tags":
-            begin, end = writing.parameter
-            return tag(begin.replace("{key}", key).replace("{is_string}", "true"), lark(definition), end)
+    if writing.arguments == "gemma":
+        return tag("{", sequence(const(f"{key}:"), tag(writing.delimiter, lark(definition), writing.delimiter)), "}")
+    begin, end = writing.parameter
+    return tag(begin.replace("{key}", key).replace("{is_string}", "true"), lark(definition), end)
 
 
 def _free_arguments(writing: Writing) -> Node:

@@ -126,6 +126,11 @@ class Writing:
     needs: str = ""
     escapes: bool = False
 
+    @property
+    def has_plain_text(self) -> bool:
+        """Whether a text stands in a call as it is, not within quotes that would change it."""
+        return self.arguments in ("tags", "gemma")
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

@@ -31,9 +31,9 @@ def regex(pattern: str) -> Node:
     return {"type": "regex", "pattern": pattern}
 
 
-def lark(definition: str, in_json_string: bool = False) -> Node:
-    """Text of a lark definition. in_json_string: as it is between the quotes of a JSON string."""
-    return {"type": "lark", "definition": definition, "json_string": in_json_string}
+def lark(definition: str) -> Node:
+    """Text of a lark definition."""
+    return {"type": "lark", "definition": definition}
 
 
 def any_text(excludes: Sequence[str] = ()) -> Node:

@@ -6,23 +6,52 @@ Reads one JSON line on stdin, see `handshake`, and writes JSON lines on the desc
 parent has died. Each kind imports only what it runs.
 """
 
+import asyncio
 import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import time
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 import msgspec
 
 from headrace import log
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.messages.channel import Channels
 from headrace.messages.control import ReadyInfo
+from headrace.messages.fan_out import FanOutSender
+from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.messages.sockets import SocketChannels
+from headrace.metrics.watchdog import Watchdog
 from headrace.processes import lifeline
-from headrace.processes.handshake import IGNORED, Bootstrap, Failed, Kind, Progress, Ready, Report
+from headrace.processes.handshake import (
+    IGNORED,
+    Bootstrap,
+    Failed,
+    Kind,
+    OnProgress,
+    OnReady,
+    Progress,
+    RankStart,
+    Ready,
+    Report,
+)
+from headrace.processes.model_files import (
+    open_chat_template,
+    open_tokenizer,
+    read_model_config,
+    read_pooling_config,
+    served_model,
+)
+from headrace.processes.numa import bind
+from headrace.processes.share import share_of_machine
+
+if TYPE_CHECKING:
+    from headrace.server.context import ServedModel
 
 
 class Reporter:
@@ -120,21 +149,101 @@ def _run(kind: Kind, bootstrap: Bootstrap, channels: Channels, reporter: Reporte
                 ports=bootstrap.ports,
             )
         case "follower":
-            from headrace.processes.follower_process import run_follower
-
             assert bootstrap.rank is not None
             run_follower(args, on_ready, reporter.progress, bootstrap.rank)
         case "detokenizer":
-            from headrace.processes.detokenizer_process import run_detokenizer
-
             run_detokenizer(args, channels, on_ready, reporter.progress)
         case "http":
-            from headrace.processes.http_process import run_http_worker
-
             assert bootstrap.http is not None
             run_http_worker(args, channels, on_ready, bootstrap.http)
         case _:
             assert_never(kind)
+
+
+def run_follower(args: ServerArgs, on_ready: OnReady, on_progress: OnProgress, rank: RankStart) -> None:
+    """Run the leader's steps until it says that there are no more.
+
+    on_progress: called once, if the leader waits for the weights.
+    Raises ConfigError or ModelError before `on_ready`, and ExecutionError when the group of the ranks breaks.
+    """
+    bindings = [] if rank.binding is None else [rank.binding]
+    for binding in bindings:
+        bind(binding)
+    from headrace.execution.build import build_follower  # imports torch, which takes longest
+    from headrace.execution.ranks import follow, group_of
+    from headrace.processes.rank_groups import joined_follower
+
+    with joined_follower(args, rank) as own:
+        group = group_of(own)
+
+        def on_loaded() -> None:
+            on_progress(1, 1)
+            group.ready()
+
+        runner, resources = build_follower(share_of_machine(args, bindings), own, on_loaded)
+        with resources:
+            on_ready(None)
+            group.ready()
+            follow(runner, group)
+
+
+def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
+    """Turn token ids into text until a ShutdownReq, in a process or, with --single-process, in a thread. Raises ModelError before `on_ready`."""
+    from headrace.text.detokenizer_manager import DetokenizerManager
+
+    receiver = channels.receiver("to_detokenizer")
+    watchdog = Watchdog("detokenizer", args.soft_watchdog_timeout_s)
+    manager = DetokenizerManager(
+        open_tokenizer(args),
+        channels.sender("to_tokenizer"),
+        FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]),
+        enable_faults=args.enable_fault_injection,
+        watchdog=watchdog,
+    )
+    watchdog.start()
+    on_ready(None)
+    manager.run(receiver, heartbeats=not args.single_process)
+    watchdog.stop()
+
+
+def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart) -> None:
+    """Serve HTTP over the main process's front end until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`."""
+    import uvloop
+
+    tokenizer = open_tokenizer(args)
+    config = read_model_config(args)
+    pooling = read_pooling_config(args, config)
+    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), config, pooling)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve_http(args, channels, on_ready, start, model))
+
+
+async def _serve_http(
+    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
+) -> None:
+    from headrace.server.app import create_app
+    from headrace.server.context import ServerStatus
+    from headrace.server.listener import Server
+    from headrace.server.remote_calls import RemoteCalls
+    from headrace.server.remote_frontend import remote_frontend
+
+    status = ServerStatus()
+    calls = RemoteCalls(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
+    app = create_app(remote_frontend(calls), args, model, status)
+    server = Server(app, args, listening=socket.socket(fileno=start.listening_fd))
+
+    def on_news(before: FrontNews, news: FrontNews) -> None:
+        status.draining = not news.accepting
+        if before.log_level != news.log_level:
+            log.set_level(news.log_level)
+        if before.keys_generation != news.keys_generation and app.state.keys is not None:
+            app.state.keys.reload()
+
+    calls.on_news = on_news
+    calls.on_shutdown = server.shutdown
+    calls.start()
+    await calls.wait_for_news()
+    await server.serve(lambda: on_ready(None))
 
 
 if __name__ == "__main__":

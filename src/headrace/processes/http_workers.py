@@ -1,6 +1,6 @@
 """HTTP workers (--tokenizer-worker-num): processes that read requests, tokenize them and write replies, for many streams at once.
 
-Owns their start, their restarts and their end; what a worker runs is `http_process`. With one worker, the default, none of this exists:
+Owns their start, their restarts and their end; what a worker runs is in `child_main`. With one worker, the default, none of this exists:
 the main process does it all. With more, the main process keeps what exists only once (the `TokenizerManager` with its rids, limits,
 sessions and adapters, and the connection to the engine), and the workers share its listening socket. Runs in the main process's event loop.
 """

@@ -11,7 +11,7 @@ from headrace.errors import ExecutionError
 from headrace.garbage import give_back_free_memory
 from headrace.messages.channel import Channels, LocalChannels
 from headrace.messages.control import ReadyInfo
-from headrace.processes.detokenizer_process import run_detokenizer
+from headrace.processes.child_main import run_detokenizer
 from headrace.processes.handshake import OnProgress, OnReady
 from headrace.processes.parts import STOP_S, Parts
 from headrace.processes.scheduler_process import run_scheduler

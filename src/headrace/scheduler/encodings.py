@@ -49,6 +49,11 @@ class Encodings:
         self._is_blocked = False
         self._slice_s_per_byte = 0.0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request holds an item or asks for one."""
+        return not (self._held or self._holders or self._wanted)
+
     def begin_plan(self) -> None:
         """A step is about to be planned: requests ask again, in the order of this plan."""
         self._asked.clear()

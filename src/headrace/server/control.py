@@ -3,7 +3,7 @@
 Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
@@ -44,13 +44,6 @@ class FlushQuery(msgspec.Struct, forbid_unknown_fields=True):
     """timeout: wait at most this many seconds for requests to end."""
 
     timeout: float = 0.0
-
-
-class TreeQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """How deep to look, and how many nodes of each replica to list at most."""
-
-    max_depth: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
-    max_nodes: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 200
 
 
 class FaultBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -159,12 +152,6 @@ class ControlAPI:
         if self.context.args.num_replicas > 1:
             state["replicas"] = states
         return state
-
-    async def cache_tree(self, exchange: Exchange) -> None:
-        """How the tree of cached prefixes branches in each replica, without any text."""
-        query = exchange.read_query(TreeQuery)
-        trees = await self.context.frontend.control.cache_trees(query.max_depth, query.max_nodes)
-        await exchange.reply_json({"object": "list", "data": trees})
 
     async def flush_cache(self, exchange: Exchange) -> None:
         """Empty the prefix cache; 409 with the reason if requests still run or wait after the timeout."""

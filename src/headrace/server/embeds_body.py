@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.frontend.embeddings import pack_row
+from headrace.frontend.inputs import pack_row
 from headrace.server.body import BodyCounts, count_body
 
 _NAME = "input_embeds"

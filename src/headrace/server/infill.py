@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
-from headrace.frontend.failures import failure_of
-from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.context import ServingContext

@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from headrace.errors import RequestError
-from headrace.frontend.failures import failure_of
+from headrace.frontend.sample_update import failure_of
 from headrace.messages.outputs import FinishReason
 from headrace.server.error_forms import ApiError, openai_error
 from headrace.server.http import Exchange, Headers, describe_error

@@ -6,8 +6,7 @@ Owns the blocks of a reply, its ids, reasons and counts. Runs in the event loop 
 from collections.abc import Iterable
 
 from headrace.errors import RequestError
-from headrace.frontend.failures import failure_of
-from headrace.frontend.sample_update import SampleUpdate, SampleUsage
+from headrace.frontend.sample_update import SampleUpdate, SampleUsage, failure_of
 from headrace.messages.outputs import FinishReason
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.choice_stream import ChoiceStream

@@ -17,6 +17,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.parsers.base import OutputParser
+from headrace.parsers.call_grammar import binds_texts
 from headrace.parsers.registry import OutputFormat
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
@@ -52,7 +53,14 @@ class ChatCall:
 
     def notes(self, limit: str, budget: str) -> list[str]:
         """What is not honoured as it stands, for the reply's header. limit, budget: what the API calls the limits of output and of reasoning."""
-        return [*self.limit.notes(limit), *([budget] if self.drops_budget else ())]
+        shows_lark = any(tool.lark for tool in self.conversation.tools) and not (
+            self.format is not None and binds_texts(self.format)
+        )
+        return [
+            *self.limit.notes(limit),
+            *([budget] if self.drops_budget else ()),
+            *(["tools.format"] if shows_lark else ()),
+        ]
 
     def choice(self) -> ChoiceStream:
         """The reader of one choice."""

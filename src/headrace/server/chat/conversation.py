@@ -40,7 +40,7 @@ class Tool:
 
     parameters: the JSON schema of its arguments; None = any object. strict: arguments must match it. definition: what templates show the
     model, as the client wrote it: `{"type": "function", "function": {...}}`. is_custom: the client takes a text (`custom_tools.py`).
-    lark: the definition that this text matches, "" for any text, or one that matches the parameter's schema.
+    lark: the definition of this text, "" for any text, or one that matches the parameter's schema.
     """
 
     name: str

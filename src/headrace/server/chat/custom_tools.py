@@ -5,12 +5,11 @@ Pure functions and a reader without side effects; any thread.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 from headrace.errors import RequestError
-from headrace.grammar.lark_reader import MAX_DEFINITION_CHARS, LarkError, read_definition
 from headrace.server.chat.conversation import Message, Tool, function_call, function_tool
 
 INPUT = "input"
@@ -21,8 +20,9 @@ def custom_tool(where: str, name: object, description: object, form: object) -> 
     """A custom tool as a function.
 
     form: `{"type": "text"}`, None, or a grammar: `{"type": "grammar", "syntax", "definition"}`, where both may be within an object called
-    `grammar` (so in chat completions). With a grammar the tool is strict: the input matches it. A regular expression becomes the pattern of the
-    parameter; a lark definition its description, so that the model sees it. Raises RequestError that names `where`, its place in the request.
+    `grammar` (so in chat completions). With a grammar the tool is strict. A regular expression becomes the pattern of the parameter, which binds
+    it; a lark definition its description, so that the model sees it, and binds the input where `call_grammar.binds_texts`.
+    Raises RequestError that names `where`, its place in the request.
     """
     text: dict[str, object] = {"type": "string"}
     definition = ""
@@ -55,21 +55,6 @@ def _grammar(where: str, form: object) -> tuple[str, str] | None:
     if syntax == "regex" and _closes_what_it_has_not_opened(definition):
         raise RequestError(f"{where}.definition: a parenthesis is closed that is not open", f"{where}.definition")
     return syntax, definition
-
-
-def check_definitions(field: str, tools: Sequence[Tool]) -> None:
-    """Raises RequestError for a lark definition that is not supported, and for definitions that are too long together."""
-    num_chars = sum(len(tool.lark) for tool in tools)
-    if num_chars > MAX_DEFINITION_CHARS:
-        raise RequestError(
-            f"{field}: lark definitions have at most {MAX_DEFINITION_CHARS} characters together, got {num_chars}", field
-        )
-    for number, tool in enumerate(tools):
-        try:
-            if tool.lark:
-                read_definition(tool.lark)
-        except LarkError as err:
-            raise RequestError(f"{field}: the lark definition of {tool.name!r}: {err}", f"{field}[{number}]") from None
 
 
 _PARENTHESIS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)

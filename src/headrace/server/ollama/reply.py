@@ -12,8 +12,7 @@ from typing import Literal
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.failures import failure_of
-from headrace.frontend.sample_update import LogprobItem, SampleUpdate
+from headrace.frontend.sample_update import LogprobItem, SampleUpdate, failure_of
 from headrace.messages.outputs import FinishReason
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.choice_stream import ChoiceStream

@@ -20,7 +20,7 @@ from headrace.server.chat.conversation import (
     function_call,
     function_tool,
 )
-from headrace.server.chat.custom_tools import check_definitions, custom_call, custom_tool
+from headrace.server.chat.custom_tools import custom_call, custom_tool
 from headrace.server.chat.written_items import file_text
 from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
@@ -232,7 +232,6 @@ def tools_of(tools: Sequence[dict[str, object]] | None) -> tuple[Tool, ...]:
     """The tools of a request. Raises RequestError that names the invalid one."""
     found = tuple(_tool(f"tools[{number}]", tool) for number, tool in enumerate(tools or ()))
     check_tools("tools", found)
-    check_definitions("tools", found)
     return found
 
 

@@ -15,8 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from headrace.errors import CapacityError, ContextLengthError, HeadraceError, RequestError
-from headrace.frontend.failures import failure_of
-from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.messages.requests import CallInput, EmbeddingReqInput
 from headrace.server.context import Asker, ServingContext
 

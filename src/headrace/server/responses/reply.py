@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.frontend.failures import failure_of
-from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.messages.outputs import FinishReason
 from headrace.server.chat.calls import ChatCall
 from headrace.server.chat.logprobs import token_logprob

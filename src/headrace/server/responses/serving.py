@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
-from headrace.frontend.failures import failure_of
+from headrace.frontend.sample_update import failure_of
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers

@@ -18,7 +18,7 @@ from headrace.server.chat.conversation import (
     check_tools,
     function_tool,
 )
-from headrace.server.chat.custom_tools import check_definitions, custom_tool
+from headrace.server.chat.custom_tools import custom_tool
 
 SERVER_RUN = frozenset(
     {
@@ -93,7 +93,6 @@ def offered_tools(given: Sequence[Mapping[str, object]] | None) -> OfferedTools:
         if len(tools) > MAX_TOOLS:
             break
     check_tools("tools", tools)
-    check_definitions("tools", tools)
     return OfferedTools(tuple(tools), called, tuple(dict.fromkeys(skipped)))
 
 

@@ -1,0 +1,145 @@
+"""What all pieces share: their sizes, the clock of the device, engine options with random weights, and the rows of the results."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from bench.gpu.options import CONFIGS, Options
+from headrace.checkpoint.model_config import ModelConfig, load_model_config
+from headrace.config.resolve import override_model
+from headrace.config.server_args import ServerArgs
+
+
+class Rows:
+    """The rows of a piece, which are told to `keep` as soon as they are known."""
+
+    def __init__(self, keep: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+        self._keep = keep
+        self._known: list[dict[str, Any]] = []
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row, made by `row`."""
+        self._known.append(row)
+        self._keep(row)
+
+    def figure(self, what: str, key: str) -> float:
+        """A figure of a row; NaN when there is none."""
+        return figure_of(self._known, what, key)
+
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 160,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the pieces are. context, prompt, chunk in tokens; copy in bytes; product: rows, columns and depth."""
+
+    batches: tuple[int, ...] = (1, 16, 64, 256)
+    context: int = 1024
+    prompts: tuple[int, ...] = (2048, 8192)
+    steps: int = 20
+    copy: int = 2 << 30
+    product: int = 8192
+    requests: int = 64
+    new_tokens: int = 128
+
+
+SMALL = Sizes(batches=(1, 3), context=32, prompts=(64,), steps=3, copy=1 << 20, product=128, requests=4, new_tokens=6)
+
+
+def row(what: str, value: str, ok: bool = True, expected: str = "", **figures: float | str) -> dict[str, Any]:
+    """One line of a piece's results. ok: whether the value is as expected."""
+    return {"what": what, "value": value, "ok": ok, "expected": expected, **figures}
+
+
+class Clock(Protocol):
+    """Times work that is queued on a device, by marks in its queue."""
+
+    def mark(self) -> Any:
+        """A mark at the moment when all work that was queued so far is done."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks; waits until the second is reached."""
+
+
+class _HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class _CudaClock:
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+@dataclass(slots=True)
+class Bench:
+    """What all pieces are given: options, sizes, the results of the pieces that ran before, and a folder for profiles."""
+
+    options: Options
+    sizes: Sizes
+    earlier: dict[str, Any]
+    out: Path = Path()
+
+    @property
+    def device(self) -> torch.device:
+        """The device to measure."""
+        return torch.device(self.options.device)
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of the device."""
+        return _CudaClock() if self.options.device == "cuda" else _HostClock()
+
+    def args(self, model: str, **changes: Any) -> ServerArgs:
+        """Options of an engine with random weights."""
+        fields: dict[str, Any] = {
+            "model_path": str(CONFIGS / model),
+            "load_format": "dummy",
+            "device": self.options.device,
+            "json_model_override_args": json.dumps(TINY) if self.options.tiny else "{}",
+            # On a CPU a mark means something only when the work is done where it is submitted.
+            "disable_overlap_schedule": self.options.device == "cpu",
+        }
+        return ServerArgs(**{**fields, **changes})
+
+    def config(self, model: str) -> ModelConfig:
+        """The config of a model, with its shapes (or tiny ones)."""
+        return override_model(load_model_config(CONFIGS / model), json.dumps(TINY) if self.options.tiny else "{}")
+
+    def figure(self, piece: str, what: str, key: str) -> float:
+        """A figure of an earlier piece; NaN when it was not measured."""
+        return figure_of(self.earlier.get(piece, {}).get("rows", []), what, key)
+
+
+def figure_of(rows: Iterable[dict[str, Any]], what: str, key: str) -> float:
+    """A figure of the first row that has it; NaN when none has."""
+    return next((float(entry[key]) for entry in rows if entry["what"] == what and key in entry), math.nan)

@@ -1,0 +1,54 @@
+"""What the device is, and its best rates: copying memory, and multiplying matrices."""
+
+import platform
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bench.gpu.bench import Bench, Clock, Rows, row
+from headrace import kernels
+
+
+def device_facts(bench: Bench, rows: Rows) -> None:
+    """Names and versions."""
+    rows.append(row("python", platform.python_version()))
+    rows.append(row("torch", str(torch.__version__)))
+    for module in ("triton", "transformers"):
+        try:
+            rows.append(row(module, str(__import__(module).__version__)))
+        except ImportError:
+            rows.append(row(module, "not installed", ok=module != "triton" or bench.options.device == "cpu"))
+    if bench.options.device == "cuda":
+        facts = torch.cuda.get_device_properties(0)
+        rows.append(row("device", facts.name))
+        rows.append(row("compute capability", f"{facts.major}.{facts.minor}"))
+        rows.append(row("memory", f"{facts.total_memory / 2**30:.1f} GiB", bytes=facts.total_memory))
+        rows.append(row("CUDA of torch", str(torch.version.cuda)))
+    for entry in kernels.report(bench.options.device):
+        rows.append(row(f"op {entry.op} is run by", entry.implementation))
+
+
+def measure_rates(bench: Bench, rows: Rows) -> None:
+    """The best rates of this device: copying memory, and multiplying matrices."""
+    clock, sizes = bench.clock, bench.sizes
+    source = torch.zeros(sizes.copy, dtype=torch.uint8, device=bench.device)
+    seconds = _best(clock, partial(torch.empty_like(source).copy_, source))
+    rate = 2 * sizes.copy / seconds
+    rows.append(row("copy bandwidth", f"{rate / 1e9:.0f} GB/s, read and write", bytes_per_s=rate))
+    size = (sizes.product, sizes.product)
+    a, b = (torch.randn(size, device=bench.device).to(torch.bfloat16) for _ in range(2))
+    seconds = _best(clock, lambda: torch.mm(a, b))
+    rate = 2 * sizes.product**3 / seconds
+    rows.append(row("bfloat16 products", f"{rate / 1e12:.1f} TFLOP/s", flops_per_s=rate))
+
+
+def _best(clock: Clock, work: Callable[[], object], repeat: int = 20) -> float:
+    work()
+    seconds = []
+    for _ in range(repeat):
+        begin = clock.mark()
+        work()
+        end = clock.mark()
+        seconds.append(clock.seconds(begin, end))
+    return min(seconds)

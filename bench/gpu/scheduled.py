@@ -1,0 +1,88 @@
+"""Requests through the scheduler and a worker in this process, without tokenizer and HTTP; every step is marked on the clock of the device."""
+
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from bench.gpu.bench import Bench
+from bench.gpu.marked_worker import MarkedWorker
+from headrace.config.server_args import ServerArgs
+from headrace.execution.build import build_worker
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import (
+    BatchTokenizedGenerateReqInput,
+    PromptContent,
+    SampleTask,
+    TokenizedGenerateReqInput,
+)
+from headrace.messages.step import Worker
+from headrace.sampling.params import ResolvedSamplingParams
+
+
+class Scheduled:
+    """A scheduler over a model with random weights."""
+
+    def __init__(self, bench: Bench, model: str, args: ServerArgs) -> None:
+        from headrace.cache.allocator import PageAllocator
+        from headrace.cache.radix_cache import RadixCache
+        from headrace.messages.channel import LocalChannels
+        from headrace.processes.model_files import EndTokens
+        from headrace.processes.scheduler_process import scheduler_config
+        from headrace.scheduler.kv_manager import KVManager
+        from headrace.scheduler.kv_part import KvPart
+        from headrace.scheduler.scheduler import Scheduler
+
+        def no_stop_strings(request: TokenizedGenerateReqInput) -> NoReturn:
+            raise AssertionError("no request has stop strings")
+
+        self.worker: Worker
+        self.worker, self.info = build_worker(args)
+        self.marked = MarkedWorker(self.worker, bench.clock)
+        channels = LocalChannels()
+        pages = PageAllocator(self.info.max_total_tokens // self.info.page_size, self.info.page_size)
+        config = bench.config(model)
+        ends = EndTokens(frozenset(config.eos_token_ids), frozenset())
+        self._scheduler = Scheduler(
+            scheduler_config(args, config, self.info, ends),
+            KVManager([KvPart(pages, RadixCache(self.info.page_size))], self.info.max_running_requests),
+            self.marked,
+            channels.receiver("to_scheduler"),
+            channels.sender("to_detokenizer"),
+            channels.sender("to_tokenizer"),
+            no_stop_strings,
+        )
+        self._requests, self._outputs = channels.sender("to_scheduler"), channels.receiver("to_detokenizer")
+        self._rng = np.random.default_rng(0)
+        self._sent = 0
+
+    def run(self, lengths: Sequence[tuple[int, int]]) -> float:
+        """Seconds until all requests of so many tokens (in, out), sent at once, are done. Greedy; their prompts have nothing in common."""
+        from headrace.messages.outputs import BatchTokenIDOut
+
+        self.marked.steps.clear()
+        requests = []
+        for num_in, num_out in lengths:
+            self._sent += 1
+            sampling = ResolvedSamplingParams(max_new_tokens=num_out, seed=0, temperature=0.0, ignore_eos=True)
+            prompt = pack_int32(self._rng.integers(0, self.info.vocab_size, num_in).tolist())
+            requests.append(
+                TokenizedGenerateReqInput(rid=f"{self._sent}", content=PromptContent(prompt), task=SampleTask(sampling))
+            )
+        begin = time.perf_counter()
+        self._requests.send(BatchTokenizedGenerateReqInput(tuple(requests)))
+        waiting = len(lengths)
+        while waiting:
+            self._scheduler.run_once()
+            while (message := self._outputs.recv_nowait()) is not None:
+                assert isinstance(message, BatchTokenIDOut), message
+                for out in message.rows:
+                    if out.finish is not None:
+                        assert out.finish.type == "length", out.finish
+                        waiting -= 1
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Release the worker."""
+        self.marked.close()

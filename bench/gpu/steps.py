@@ -1,0 +1,226 @@
+"""Decode and prefill steps beside their floors. Weights and the KV cache are random, in the shapes of real models."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.bench import Bench, Rows, row
+from bench.gpu.floor import Work
+from bench.gpu.plans import check_result, decode_plans, sequence
+from bench.gpu.profile import add_kernel_times
+from headrace.attention.triton import TritonAttention
+from headrace.execution.build import build_worker
+from headrace.execution.device_worker import DeviceWorker
+from headrace.messages.step import ModelWorkerBatch, Worker
+
+_ROOM = 64  # tokens behind the context of a measured sequence
+_LEAST_SHARE = {1: 0.85, 16: 0.75, 64: 0.75, 256: 0.7}
+"""Of the floor, by number of rows."""
+
+
+def measure_decode(bench: Bench, rows: Rows) -> None:
+    """Decode steps of the first model, two in flight as in a server, and the kernels of one and of 64 rows."""
+    model = bench.options.models[0]
+    _decode(
+        bench,
+        rows,
+        model,
+        bench.sizes.batches,
+        "",
+        _LEAST_SHARE,
+        profiled=bench.sizes.batches[:1] + bench.sizes.batches[2:],
+    )
+
+
+def measure_experts(bench: Bench, rows: Rows) -> None:
+    """Decode steps of a mixture of experts."""
+    _decode(
+        bench,
+        rows,
+        "qwen3-30b-a3b",
+        bench.sizes.batches[:3:2],
+        "",
+        {1: 0.7, 64: 0.6},
+        profiled=bench.sizes.batches[:3:2],
+    )
+
+
+def measure_deterministic(bench: Bench, rows: Rows) -> None:
+    """Decode at 64 rows and the longest prompt, and the ratios to the default's figures."""
+    model, batch, prompt = bench.options.models[0], bench.sizes.batches[-2], bench.sizes.prompts[-1]
+    on_gpu = bench.options.device == "cuda"
+    changes: dict[str, Any] = {"enable_deterministic_inference": True, "attention_backend": "triton"} if on_gpu else {}
+    _decode(bench, rows, model, (batch,), ", deterministic", {}, profiled=(batch,), **changes)
+    _prefill(bench, rows, model, prompt, ", deterministic", 0.0, **changes)
+    for name, piece in ((decode_name(model, batch), "decode"), (prefill_name(model, prompt), "prefill")):
+        _add_ratio(bench, rows, f"{name}: deterministic over default", 0.85, piece, name, f"{name}, deterministic")
+
+
+def measure_quantized(bench: Bench, rows: Rows) -> None:
+    """Decode at 1 and 64 rows and the longest prompt in fp8 and int4, and the ratios to bfloat16 at one row."""
+    model, prompt = bench.options.models[0], bench.sizes.prompts[-1]
+    one, many = bench.sizes.batches[0], bench.sizes.batches[-2]
+    for quantization, num_bytes, least in (("fp8", 1.0, 1.6), ("int4", 0.625, 2.2)):
+        quantization = quantization if bench.options.device == "cuda" else "int8"
+        _decode(
+            bench, rows, model, (one, many), f", {quantization}", {}, profiled=(one, many), bytes_per_weight=num_bytes, quantization=quantization
+        )  # fmt: skip
+        _prefill(bench, rows, model, prompt, f", {quantization}", 0.0, quantization=quantization)
+        name = decode_name(model, one)
+        _add_ratio(
+            bench, rows, f"{name}: {quantization} over bfloat16", least, "decode", name, f"{name}, {quantization}"
+        )
+
+
+def measure_prefill(bench: Bench, rows: Rows) -> None:
+    """One prompt in one step."""
+    for prompt in bench.sizes.prompts:
+        _prefill(bench, rows, bench.options.models[0], prompt, "", 0.6 if prompt > 4096 else 0.0)
+
+
+def decode_name(model: str, batch: int) -> str:
+    """The name of a decode step in the results."""
+    return f"decode {model}, batch {batch}"
+
+
+def prefill_name(model: str, prompt: int) -> str:
+    """The name of a prefill step in the results."""
+    return f"prefill {model}, {prompt} tokens"
+
+
+def _decode(
+    bench: Bench,
+    rows: Rows,
+    model: str,
+    batches: Sequence[int],
+    what: str,
+    least: dict[int, float],
+    profiled: Sequence[int] = (),
+    bytes_per_weight: float = 2.0,
+    **changes: Any,
+) -> None:
+    sizes, config = bench.sizes, bench.config(model)
+    work = Work.of(config, bytes_per_weight)
+    room = sizes.context + _ROOM
+    fitting = [batch for batch in batches if work.fits(bench, batch * room, batch, room)]
+    for batch in set(batches) - set(fitting):
+        rows.append(row(f"{decode_name(model, batch)}{what}", "not measured: weights and KV cache do not fit"))
+    if not fitting:
+        return
+    largest = max(fitting)
+    on_gpu = bench.options.device == "cuda"
+    args = bench.args(
+        model, max_running_requests=largest, context_length=room, max_total_tokens=largest * room,
+        cuda_graph_bs=",".join(map(str, fitting)) if on_gpu else "", **changes,
+    )  # fmt: skip
+    begin = time.perf_counter()
+    worker, _ = build_worker(args)
+    _fill_cache(worker)
+    rows.append(row(f"weights and graphs of {model}{what}", f"{time.perf_counter() - begin:.1f} s"))
+    for batch in fitting:
+        name = f"{decode_name(model, batch)}{what}"
+        seconds = _decode_seconds(bench, worker, batch, room, config.vocab_size)
+        floor = work.floor_s(bench, batch, 1, sizes.context)
+        expected = least.get(batch, 0.0) if on_gpu and not bench.options.tiny else 0.0
+        rows.append(_share_row(name, seconds, floor, batch, expected))
+    for batch in profiled if on_gpu else ():
+        if batch in fitting:
+            add_kernel_times(
+                bench, rows, f"{decode_name(model, batch)}{what}", lambda b=batch: _some_steps(worker, b, room, config.vocab_size)  # type: ignore[misc]
+            )  # fmt: skip
+    worker.close()
+
+
+def _prefill(bench: Bench, rows: Rows, model: str, prompt: int, what: str, least: float, **changes: Any) -> None:
+    work = Work.of(bench.config(model))
+    room = prompt + _ROOM
+    args = bench.args(
+        model, max_running_requests=1, context_length=room, max_total_tokens=room, disable_cuda_graph=True, **changes
+    )
+    worker, info = build_worker(args)
+    clock, seconds = bench.clock, []
+
+    def step(number: int) -> int:
+        tokens = np.random.default_rng(number).integers(0, info.vocab_size, prompt).astype(np.int32)
+        plan = ModelWorkerBatch(
+            number,
+            (sequence(0, tokens, np.empty(0, np.int32)),),
+            np.zeros(1, np.int32),
+            np.zeros(1, np.int32),
+            np.array([prompt], np.int32),
+            np.ones(1, np.int32),
+            np.arange(prompt, dtype=np.int32),
+        )
+        begin = clock.mark()
+        worker.submit(plan)
+        end = clock.mark()
+        worker.collect()
+        seconds.append(clock.seconds(begin, end))
+        return 1
+
+    for number in range(5):
+        step(number)
+    name = f"{prefill_name(model, prompt)}{what}"
+    expected = least if bench.options.device == "cuda" and not bench.options.tiny else 0.0
+    best = min(seconds)
+    floor = work.floor_s(bench, 1, prompt, 0)
+    rows.append(_share_row(name, best, floor, prompt, expected))
+    if prompt > 4096:
+        add_kernel_times(bench, rows, name, lambda: step(9))
+    worker.close()
+
+
+def _share_row(what: str, seconds: float, floor: float, tokens: int, expected: float) -> dict[str, Any]:
+    share = floor / seconds
+    text = f"{seconds * 1e3:.2f} ms, {tokens / seconds:.0f} tok/s, {share:.0%} of the floor {floor * 1e3:.2f} ms"
+    return row(
+        what, text, ok=not expected or share >= expected, expected=f">= {expected:.0%} of the floor" if expected else "",
+        step_s=seconds, floor_s=floor, share=share, tokens_per_s=tokens / seconds,
+    )  # fmt: skip
+
+
+def _add_ratio(bench: Bench, rows: Rows, what: str, least: float, piece: str, before: str, after: str) -> None:
+    own = rows.figure(after, "step_s")
+    ratio = bench.figure(piece, before, "step_s") / own
+    check = bench.options.device == "cuda" and not bench.options.tiny
+    rows.append(
+        row(
+            what, f"{ratio:.2f}x", ok=not check or ratio >= least, expected=f">= {least}x" if check else "", ratio=ratio
+        )
+    )
+
+
+def _fill_cache(worker: Worker) -> None:
+    """Random keys and values, in place of zeros."""
+    if isinstance(worker, DeviceWorker) and isinstance(attention := worker.runner.runner.attention, TritonAttention):
+        for cache in (*attention.pool.k, *attention.pool.v):
+            cache.copy_(torch.randn(cache.shape, dtype=torch.bfloat16, device=cache.device))
+
+
+def _some_steps(worker: Worker, batch: int, room: int, vocab_size: int) -> int:
+    num_steps = 6
+    for plan, _ in zip(decode_plans(batch, room - _ROOM, vocab_size, room), range(num_steps), strict=False):
+        worker.submit(plan)
+        check_result(worker.collect())
+    return num_steps
+
+
+def _decode_seconds(bench: Bench, worker: Worker, batch: int, room: int, vocab_size: int) -> float:
+    """Median seconds of a decode step, over `steps` steps."""
+    clock, sizes = bench.clock, bench.sizes
+    plans = decode_plans(batch, sizes.context, vocab_size, room)
+    submit_ahead = bench.options.device == "cuda"
+    marks = []
+    for step in range(sizes.steps + 3):
+        worker.submit(next(plans))
+        marks.append(clock.mark())
+        if step or not submit_ahead:
+            check_result(worker.collect())
+    if submit_ahead:
+        check_result(worker.collect())
+    return median(clock.seconds(a, b) for a, b in pairwise(marks[2:]))
