@@ -22,7 +22,7 @@ from headrace.kernels.probe import machine_limits
 from headrace.layers.weight import Placement
 from headrace.messages import media as media_messages
 from headrace.models.media import MediaInput
-from headrace.models.towers.clip import ClipEyes
+from headrace.models.towers.clip import ClipVision
 from headrace.models.towers.tower import packed
 
 BASE: dict[str, Any] = {
@@ -44,11 +44,11 @@ LARGE: dict[str, Any] = {
 SCHEMES = ("bfloat16", "int8", "int8-fast")
 
 
-def eyes(sizes: dict[str, Any], num_layers: int, scheme: Any) -> ClipEyes:
+def eyes(sizes: dict[str, Any], num_layers: int, scheme: Any) -> ClipVision:
     """A tower with random weights."""
     vision = VisionConfig(tower="siglip", num_layers=num_layers, hidden_act="gelu_pytorch_tanh", norm_eps=1e-6, **sizes)
     media = MediaConfig(family="llava", image_token_id=0, vision=vision)
-    made = ClipEyes(media, Placement(torch.device("cpu"), torch.bfloat16, 1, scheme), "", final_norm=True)
+    made = ClipVision(media, Placement(torch.device("cpu"), torch.bfloat16, 1, scheme), "", final_norm=True)
     generator = torch.Generator().manual_seed(0)
     for weight in made.weights():
         weight.load(torch.randn(weight.shape, generator=generator) * 0.02)

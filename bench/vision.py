@@ -30,7 +30,7 @@ from headrace import kernels
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.layers.weight import Placement
 from headrace.models.media import MediaInput
-from headrace.models.towers.clip import ClipEyes
+from headrace.models.towers.clip import ClipVision
 
 Encode = Callable[[torch.Tensor], torch.Tensor]
 """pixels float32[images, 3, 224, 224] -> hidden states float32[images, 196, 768]."""
@@ -77,7 +77,7 @@ def headrace(model: SiglipVisionModel, dtype: torch.dtype, quantization: Any) ->
         patch_size=16,
     )
     media = MediaConfig(family="llava", image_token_id=0, vision=vision)
-    eyes = ClipEyes(media, Placement(torch.device("cpu"), dtype, 1, quantization), "", final_norm=True)
+    eyes = ClipVision(media, Placement(torch.device("cpu"), dtype, 1, quantization), "", final_norm=True)
     tensors = {name.removeprefix("vision_model."): tensor for name, tensor in model.state_dict().items()}
     for weight in eyes.weights():
         weight.load(tensors[weight.name])

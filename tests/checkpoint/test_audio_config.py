@@ -1,4 +1,4 @@
-"""Configs of models that hear: defaults are transformers', and what is not served makes a model deaf, not broken."""
+"""Configs of audio models: defaults are transformers', and what is not served leaves the model without audio, not broken."""
 
 import copy
 from typing import Any
@@ -18,11 +18,11 @@ VALUES = (None, True, 0, -1, 7, 3.5, 1e400, "x", "", [], [1], {}, {"a": 1})
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_defaults_are_those_of_transformers(name: str):
-    audio, deaf = read_audio(CONFIGS[name])
+    audio, reason = read_audio(CONFIGS[name])
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(CONFIGS[name]))
 
     assert audio is not None
-    assert not deaf
+    assert not reason
     assert audio.family == name
     assert audio.audio_token_id == theirs.audio_token_id
     assert audio.num_mel_bins == theirs.audio_config.num_mel_bins
@@ -49,10 +49,10 @@ def test_a_wrong_value_is_a_model_error_or_makes_deaf(name: str):
                 config = copy.deepcopy(CONFIGS[name])
                 (config["audio_config"] if inside else config)[key] = value
                 try:
-                    audio, deaf = read_audio(config)
+                    audio, reason = read_audio(config)
                 except ModelError:
                     continue
-                assert (audio is None) == bool(deaf) or key == "audio_config"
+                assert (audio is None) == bool(reason) or key == "audio_config"
 
 
 @pytest.mark.parametrize("key", ["audio_token_id", "audio_token_index"])
@@ -73,8 +73,8 @@ def test_a_model_whose_ears_are_not_served_is_read_without_them(model_type: str,
     model = parse_hf_config({"model_type": model_type, "audio_config": inner, "text_config": TEXT})
 
     assert model.audio is None
-    assert why in model.deaf
-    assert not model.blind
+    assert why in model.audio_unsupported_reason
+    assert not model.vision_unsupported_reason
     assert model.model_type == "qwen2"
 
 
@@ -85,8 +85,8 @@ def test_a_model_that_hears_is_a_text_model_with_ears():
 
     assert model.audio is not None
     assert model.media is None
-    assert not model.blind
-    assert not model.deaf
+    assert not model.vision_unsupported_reason
+    assert not model.audio_unsupported_reason
     assert model.model_type == "qwen2"
     assert not model.tie_word_embeddings
     assert parse_hf_config(model.as_file()) == model
@@ -99,5 +99,5 @@ def test_a_model_with_eyes_and_ears_that_are_not_served_has_both_reasons():
     )
 
     assert (model.media, model.audio) == (None, None)
-    assert "images of model type 'gemma3n'" in model.blind
-    assert "sounds of model type 'gemma3n'" in model.deaf
+    assert "images of model type 'gemma3n'" in model.vision_unsupported_reason
+    assert "sounds of model type 'gemma3n'" in model.audio_unsupported_reason

@@ -1,4 +1,4 @@
-"""Configs of models that see: defaults are transformers', and what is not served makes a model blind, not broken."""
+"""Configs of vision models: defaults are transformers', and what is not served leaves the model without vision, not broken."""
 
 import copy
 from typing import Any
@@ -85,11 +85,11 @@ VALUES = (
 @pytest.mark.parametrize("name", CONFIGS)
 def test_defaults_are_those_of_transformers(name: str):
     config = copy.deepcopy(CONFIGS[name])
-    media, blind = read_media(config)
+    media, reason = read_media(config)
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(config))
 
     assert media is not None
-    assert not blind
+    assert not reason
     for ours, spellings in SPELLINGS.items():
         expected = next(
             (getattr(theirs.vision_config, key) for key in spellings if hasattr(theirs.vision_config, key)), None
@@ -128,10 +128,10 @@ def test_a_wrong_value_is_a_model_error_or_makes_blind(name: str):
                 config = copy.deepcopy(CONFIGS[name])
                 (config["vision_config"] if inside else config)[key] = value
                 try:
-                    media, blind = read_media(config)
+                    media, reason = read_media(config)
                 except ModelError:
                     continue
-                assert (media is None) == bool(blind) or key == "vision_config"
+                assert (media is None) == bool(reason) or key == "vision_config"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_model_whose_eyes_are_not_served_is_read_without_them(
     model = parse_hf_config(config)
 
     assert model.media is None
-    assert why in model.blind
+    assert why in model.vision_unsupported_reason
     assert model.model_type == "llama"
 
 
@@ -166,7 +166,7 @@ def test_images_that_add_to_every_layer_of_the_text_model_are_not_served():
     config = copy.deepcopy(CONFIGS["qwen3_vl"])
     assert read_media(config | {"text_config": {"num_hidden_layers": 4}})[1] == ""
 
-    media, blind = read_media(config | {"text_config": {"num_hidden_layers": 3}})
+    media, reason = read_media(config | {"text_config": {"num_hidden_layers": 3}})
 
     assert media is None
-    assert "images add to 3 layers of a text model of 3" in blind
+    assert "images add to 3 layers of a text model of 3" in reason

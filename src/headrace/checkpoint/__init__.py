@@ -7,7 +7,7 @@ Read first: base.py (`Checkpoint`), source.py (what a path is), model_config.py 
 - config.json: config_keys.py, rope_config.py, layer_types.py, families.py (finds `headrace.families`; which can be served, by name),
   family.py (what each says of itself), foreign_config.py
   (families that we have no defaults for), encoder_config.py (the BERT family), sampling_defaults.py
-- Models that see and hear: media_config.py (their eyes in config.json), audio_config.py (their ears), media_keys.py (what both have),
+- Multimodal models: media_config.py (vision encoders in config.json), audio_config.py (audio encoders), media_keys.py (what both have),
   image_processors.py (how they want an image), audio_processors.py (how they want a sound)
 - Embedding models: pooling.py (what becomes of hidden states; modules.json)
 - Quantised: weight_formats.py (every weight format, a row each), quantization_settings.py (which are served),

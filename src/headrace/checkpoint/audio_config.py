@@ -1,6 +1,6 @@
-"""What a checkpoint with ears says of them in `config.json`: `AudioConfig`, read from the parts around the text model's config.
+"""The audio encoder in a checkpoint's `config.json`: `AudioConfig`, read from the parts around the text model's config.
 
-A family reads its own keys (`family.Audio`), and says why a checkpoint is served without its ears. Reads no weights, and imports neither torch nor
+A family reads its own keys (`family.Audio`), and says why a checkpoint is served without audio. Reads no weights, and imports neither torch nor
 transformers.
 """
 
@@ -13,7 +13,7 @@ from headrace.checkpoint.media_keys import MediaKeys, NotServedError, TowerConfi
 
 
 class AudioConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The ears of a model.
+    """The audio encoder of a model.
 
     family: the model type at the top of its config.json. audio_token_id: the token that stands for each row of a sound in what the model reads.
     num_mel_bins: values of a frame. max_positions: of the longest sound that the tower takes, each of two frames.
@@ -27,7 +27,7 @@ class AudioConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_audio(config: dict[str, Any], origin: str = "config.json") -> tuple[AudioConfig | None, str]:
-    """The ears of a whole config.json, and why they are not served; (None, "") of a model without any. Raises ModelError for invalid values."""
+    """The audio encoder of a whole config.json, and why it is not supported; (None, "") without one. Raises ModelError for invalid values."""
     family = config.get("model_type")
     inner = config.get("audio_config")
     if not isinstance(inner, dict):

@@ -56,7 +56,7 @@ class Decoder:
     defaults: of the keys that its config.json may leave out, as transformers has them. common_names: the names that other families have for its
     keys. options: None = transformers' code runs it.
     name: of those that share an implementation, for logs. sliding: see `SlidingRule`.
-    refused: reasons, by the key of the config that is set. is_inner: whether it is only found within models that see or hear.
+    refused: reasons, by the key of the config that is set. is_inner: whether it is only found within multimodal models.
     """
 
     defaults: Mapping[str, Any]

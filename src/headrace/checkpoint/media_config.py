@@ -1,7 +1,7 @@
-"""What a checkpoint with eyes says of them in `config.json`: `MediaConfig`, read from the parts around the text model's config.
+"""The vision encoder in a checkpoint's `config.json`: `MediaConfig`, read from the parts around the text model's config.
 
 Owns the keys of the towers that families share; a family reads its own (`family.Vision`), with the defaults of transformers, and says why a
-checkpoint is served without its eyes. Reads no weights, and imports neither torch nor transformers.
+checkpoint is served without vision. Reads no weights, and imports neither torch nor transformers.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ class VisionConfig(TowerConfig, frozen=True, kw_only=True):
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The eyes of a model.
+    """The vision encoder of a model.
 
     family: the model type at the top of its config.json. image_token_id: the token that stands for each row of an image in what the model reads.
     drops_first: the tower's first token, which is of no patch, is dropped. projector_act: between the projector's layers. projector_bias: of its
@@ -69,7 +69,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:
-    """The eyes of a whole config.json, and why they are not served; (None, "") of a model without any. Raises ModelError for invalid values."""
+    """The vision encoder of a whole config.json, and why it is not supported; (None, "") without one. Raises ModelError for invalid values."""
     family = config.get("model_type")
     inner = config.get("vision_config")
     if not isinstance(inner, dict):

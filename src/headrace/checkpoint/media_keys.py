@@ -1,4 +1,4 @@
-"""What those who read the eyes and the ears of a model from its `config.json` share.
+"""What the readers of vision and audio encoders in `config.json` share.
 
 Owns typed access to keys whose defaults are not those of text models (`MediaKeys`), and the sizes of an encoder's layers (`TowerConfig`). Imports
 neither torch nor transformers.
@@ -34,7 +34,7 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotServedError(Exception):
-    """The reason why a checkpoint is served without a sense."""
+    """The reason why a checkpoint is served without vision or audio."""
 
 
 class MediaKeys(ConfigKeys):

@@ -53,9 +53,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: the `quantization_config` dict of the checkpoint, None if there is none.
     encoder: what only encoders have; None for a decoder. An encoder's `rms_norm_eps` is that of its LayerNorms, and `max_position_embeddings` is
     the longest text, without the rows of the table that no token uses.
-    media: its eyes, None without any; blind: why those that it has are not served. audio, deaf: the same of its ears.
-    raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built. around: of a model with eyes or
-    ears, the dict that this is in.
+    media: its vision encoder, None without one; vision_unsupported_reason: why one that it has is not supported. audio, audio_unsupported_reason: the
+    same of its audio encoder.
+    raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built. around: of a multimodal model,
+    the dict that this is in.
     """
 
     model_type: str
@@ -90,9 +91,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: dict[str, Any] | None = None
     encoder: EncoderConfig | None = None
     media: MediaConfig | None = None
-    blind: str = ""
+    vision_unsupported_reason: str = ""
     audio: AudioConfig | None = None
-    deaf: str = ""
+    audio_unsupported_reason: str = ""
     raw: dict[str, Any] = {}
     around: dict[str, Any] = {}
 
@@ -135,9 +136,13 @@ def parse_hf_config(
     origin: name of the source in error messages. Raises ModelError that names the invalid key.
     """
     generation = generation or {}
-    media, blind = read_media(config, origin)
-    audio, deaf = read_audio(config, origin)
-    around = config if media is not None or audio is not None or blind or deaf else {}
+    media, vision_unsupported_reason = read_media(config, origin)
+    audio, audio_unsupported_reason = read_audio(config, origin)
+    around = (
+        config
+        if media is not None or audio is not None or vision_unsupported_reason or audio_unsupported_reason
+        else {}
+    )
     config = _text_config(config, origin)
     if config["model_type"] in encoders():
         return _encoder(config, origin)
@@ -192,9 +197,9 @@ def parse_hf_config(
         sampling_defaults=from_generation_config(generation),
         quantization=keys.optional_object("quantization_config"),
         media=media,
-        blind=blind,
+        vision_unsupported_reason=vision_unsupported_reason,
         audio=audio,
-        deaf=deaf,
+        audio_unsupported_reason=audio_unsupported_reason,
         around=around,
         raw=config,
     )

@@ -302,9 +302,9 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
         eos_token_ids=eos,
         sampling_defaults=model.sampling_defaults,
         media=model.media,
-        blind=model.blind,
+        vision_unsupported_reason=model.vision_unsupported_reason,
         audio=model.audio,
-        deaf=model.deaf,
+        audio_unsupported_reason=model.audio_unsupported_reason,
         around=model.around,
     )
 

@@ -29,8 +29,8 @@ from headrace.layers.quantization import integer_format
 from headrace.layers.quantization.base import Calibrator
 from headrace.layers.weight import Observable, Placement, Weight
 from headrace.models.decoder import DecoderLM
+from headrace.models.multimodal import stored_name
 from headrace.models.registry import model_class_for
-from headrace.models.senses import stored_name
 from headrace.models.spec import Model
 
 Progress = Callable[[str], None]

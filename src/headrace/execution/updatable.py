@@ -14,7 +14,7 @@ from headrace.execution.released import DraftMemory
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.setup import Setup, check_unchanged, fingerprint_of, open_model
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
-from headrace.models.senses import stored_name
+from headrace.models.multimodal import stored_name
 from headrace.models.spec import Model
 
 

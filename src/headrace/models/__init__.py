@@ -3,7 +3,7 @@
 What one family has alone is in `headrace.families`. Read first: decoder.py (the decoder of most families), encoder.py (the encoder of the
 others), spec.py (what a family says of itself), registry.py (which class serves which model).
 
-- Models that see or hear: media.py (what an encoder of images or sounds is to the runner), senses.py (a family of decoders with one),
+- Multimodal models: media.py (what an encoder of media is to the runner), multimodal.py (a family of decoders with one),
   places.py (positions of images in three parts); towers/ has what encoders share
 - A head that guesses tokens: eagle3.py
 - Decoders that do not write: pooled_decoder.py

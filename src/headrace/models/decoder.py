@@ -269,7 +269,7 @@ class Block:
 class DecoderLM:
     """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights.
 
-    encoder: of a model that sees, set before weights are loaded. sectioned: the rotation, where tokens of images have three positions each.
+    encoder: of a multimodal model, set before weights are loaded. sectioned: the rotation, where image tokens have three positions each.
     deep: what images add after the first layers, in a step by layer.
     """
 

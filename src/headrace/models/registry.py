@@ -13,8 +13,8 @@ from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.errors import ModelError
 from headrace.models.decoder import DecoderLM
 from headrace.models.encoder import Encoder, without_prefix
+from headrace.models.multimodal import multimodal_spec
 from headrace.models.pooled_decoder import pooled_spec
-from headrace.models.senses import sensing_spec
 from headrace.models.spec import EncoderSpec, ModelSpec, PooledSpec
 from headrace.models.transformers_backend import SPEC as FALLBACK
 
@@ -49,7 +49,7 @@ def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
     if spec is not None:
         reasons = spec.unsupported(config)
     if impl != "transformers" and spec is not None and not reasons:
-        return sensing_spec(spec, config)
+        return multimodal_spec(spec, config)
     if impl == "headrace":
         raise ModelError("; ".join(reasons) + ". Try --model-impl transformers")
     unsupported = FALLBACK.unsupported(config)

@@ -48,7 +48,7 @@ class Names:
         renamed = name
         for rule in self.renamings:
             renamed = rule.rename_source_key(renamed)[0]
-        inner = renamed.replace("language_model.", "", 1)  # the text part of a model that sees or hears, too
+        inner = renamed.replace("language_model.", "", 1)  # the text part of a multimodal model, too
         found = (renamed, self.prefix + renamed, renamed.removeprefix(self.prefix), name, inner)
         return next((candidate for candidate in found if candidate in self.known), renamed)
 

@@ -25,7 +25,7 @@ _LONGEST_RUN = 32
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The tokens of a model that sees or hears. kinds: what it takes. joints: put layouts and text together.
+    """The media tokens of a model. kinds: what it takes. joints: put layouts and text together.
     several_are_squares: of several images in a prompt, each is one square."""
 
     support: MediaSupport
@@ -42,7 +42,7 @@ def make_family(
     reasons: Mapping[MediaKind, str] | None = None,
     videos: ImageSettings | None = None,
 ) -> tuple[Family, ImageSettings]:
-    """The family of a checkpoint that sees, and the settings as this family has them. config: its config.json. reasons: why it does not take other
+    """The family of a vision checkpoint, and the settings as this family has them. config: its config.json. reasons: why it does not take other
     kinds. videos: settings of frames, None = it takes none. Raises ModelError, with the reason why its images cannot be served."""
     if media.vision.num_channels != 3:
         raise ModelError(f"the vision tower takes {media.vision.num_channels} channels; only 3 are served")
@@ -64,7 +64,7 @@ def make_family(
 
 
 def make_hearing_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Mapping[MediaKind, str]) -> Family:
-    """The family of a checkpoint that hears. reasons: why it does not take other kinds. Raises ModelError."""
+    """The family of an audio checkpoint. reasons: why it does not take other kinds. Raises ModelError."""
     tokens = Tokens(vocabulary, audio.audio_token_id)
     kinds: dict[MediaKind, KindTokens] = {MediaKind.AUDIO: audio_families()[audio.family].tokens(audio, tokens)}
     return _family(audio.family, kinds, tokens, reasons)

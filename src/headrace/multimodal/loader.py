@@ -292,15 +292,19 @@ def make_loader(
 ) -> MediaLoader:
     """The loader of a checkpoint. reasons: why it does not take other kinds of media. Raises ModelError, with the reason why none are served."""
     config = read_json_object(folder / "config.json")
-    audio, deaf = read_audio(config)
+    audio, audio_unsupported_reason = read_audio(config)
     if audio is not None:
         family = make_hearing_family(audio, tokenizer, reasons or {})
         features = read_audio_settings(folder)
         _check_features(audio, features)
         return MediaLoader(family, MediaSettings(audio=features), args)
-    media, blind = read_media(config)
+    media, vision_unsupported_reason = read_media(config)
     if media is None:
-        raise ModelError(blind or deaf or f"models of type {config.get('model_type')!r:.80} take text only")
+        raise ModelError(
+            vision_unsupported_reason
+            or audio_unsupported_reason
+            or f"models of type {config.get('model_type')!r:.80} take text only"
+        )
     why = dict(reasons or {})
     videos = None
     try:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from headrace.checkpoint.image_processors import ImageSettings
+from headrace.media_kinds import MediaKind
 from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS, MediaRefusedError
 from headrace.multimodal.resolutions import (
     best_resolution,
@@ -86,7 +87,7 @@ def prepare_video(
             )
         pixels.append(np.asarray(_resized(frame, *target, settings.resample)))
     pixels += pixels[-1:] * (-len(pixels) % together)
-    values = _patches(_values(pixels, settings, "video"), settings)
+    values = _patches(_values(pixels, settings, MediaKind.VIDEO), settings)
     grid = (len(pixels) // together, target[0] // settings.patch_size, target[1] // settings.patch_size)
     values = values.reshape(grid[0], -1, values.shape[1])
     return Prepared(values, grid, _digest(values.shape, pixels), together / fps)
@@ -248,11 +249,11 @@ def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     return tiles, (0, rows, columns)
 
 
-def _values(images: Sequence[Bytes], settings: ImageSettings, what: str = "image") -> Floats:
+def _values(images: Sequence[Bytes], settings: ImageSettings, kind: MediaKind = MediaKind.IMAGE) -> Floats:
     """float32 [images, 3, height, width] of pixels [height, width, 3], which are all of one size."""
     shape = (len(images), 3, *images[0].shape[:2])
     if math.prod(shape) * 4 > MAX_ITEM_BYTES:
-        raise MediaRefusedError(f"the {what} takes more than {MAX_ITEM_BYTES} bytes for this model", "pixels")
+        raise MediaRefusedError(f"the {kind} takes more than {MAX_ITEM_BYTES} bytes for this model", "pixels")
     values = np.empty(shape, np.float32)
     tables = _tables(settings)
     for image, own in zip(images, values, strict=True):

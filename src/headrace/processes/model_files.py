@@ -117,7 +117,10 @@ def open_media(
     from headrace.messages.media import MediaSupport
 
     limits = media_args(args)
-    reasons: dict[MediaKind, str] = {MediaKind.IMAGE: model.blind, MediaKind.AUDIO: model.deaf}
+    reasons: dict[MediaKind, str] = {
+        MediaKind.IMAGE: model.vision_unsupported_reason,
+        MediaKind.AUDIO: model.audio_unsupported_reason,
+    }
     if model.media is None and model.audio is None:
         return PromptMedia(support=MediaSupport(reasons=reasons))
     by_options = unsupported_by_options(args, pooling is not None)

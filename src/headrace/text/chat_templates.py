@@ -65,7 +65,7 @@ class ChatTemplate:
     source: the Jinja text. special_texts: of the tokenizer, to tell special tokens from text. variables: names the template
     may use for special tokens (`bos_token` ...). uses_tools: the template mentions `tools`. content_parts: the template
     itself handles a list of content parts; if False, join text parts to one string before rendering. Of a template that shows nothing but
-    lists (those of many models that see), strings are rendered as lists of one part.
+    lists (those of many vision models), strings are rendered as lists of one part.
     """
 
     def __init__(

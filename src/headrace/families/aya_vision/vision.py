@@ -19,7 +19,7 @@ from headrace.layers.norm import LayerNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaEncoder, MediaInput, Slices
 from headrace.models.towers.blocks import in_floats
-from headrace.models.towers.clip import ClipEyes
+from headrace.models.towers.clip import ClipVision
 from headrace.models.towers.patches import shuffled
 
 _PROJECTOR = "multi_modal_projector."
@@ -41,7 +41,7 @@ class _Encoder:
         """hidden_size: of the text model. inner: elements between the projector's layers. eps: of its norm."""
         merged, floats = media.vision.hidden_size * media.shuffle**2, in_floats(placement)
         self._shuffle = media.shuffle
-        self._eyes = ClipEyes(media, placement, final_norm=False)
+        self._vision = ClipVision(media, placement, final_norm=False)
         self._norm = LayerNorm(merged, eps, placement)
         self._up = Linear(merged, {"linear_1": inner}, floats, bias=True)
         self._down = Linear(inner // 2, {"linear_2": hidden_size}, floats, bias=True)
@@ -49,11 +49,11 @@ class _Encoder:
     @property
     def num_slices(self) -> int:
         """See `MediaEncoder`."""
-        return self._eyes.tower.num_slices
+        return self._vision.tower.num_slices
 
     def slices(self, items: Sequence[MediaInput]) -> Slices:
         """See `MediaEncoder`. An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
-        tiles = yield from self._eyes.run(items)
+        tiles = yield from self._vision.run(items)
         rows = [shuffled(part, self._shuffle) for part in tiles]
         factors, gates = self._up(self._norm(torch.cat(rows))).chunk(2, dim=1)
         x = self._down(kernels.silu_mul(torch.cat([gates, factors], dim=1)))
@@ -61,11 +61,11 @@ class _Encoder:
 
     def weights(self) -> Iterator[Weight]:
         """See `MediaEncoder`."""
-        yield from self._eyes.weights()
+        yield from self._vision.weights()
         yield from self._norm.weights(f"{_PROJECTOR}layernorm")
         yield from self._up.weights(_PROJECTOR)
         yield from self._down.weights(_PROJECTOR)
 
     def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._eyes.tower.fuse(native)
+        return self._vision.tower.fuse(native)

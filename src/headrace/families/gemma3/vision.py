@@ -14,7 +14,7 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.norm import RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.towers.clip import ClipEyes
+from headrace.models.towers.clip import ClipVision
 from headrace.models.towers.reshaped import ReshapedLinear
 
 _PROJECTOR = "multi_modal_projector."
@@ -34,7 +34,7 @@ class _Encoder:
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
         """hidden_size: of the text model."""
         config = media.vision
-        self._eyes = ClipEyes(media, placement, final_norm=True)
+        self._vision = ClipVision(media, placement, final_norm=True)
         self._norm = RMSNorm(config.hidden_size, config.norm_eps, placement, unit_offset=1.0)
         sizes = config.hidden_size, hidden_size
         self._projection = ReshapedLinear(*sizes, sizes, _transposed, _transposed, placement)
@@ -44,11 +44,11 @@ class _Encoder:
     @property
     def num_slices(self) -> int:
         """See `MediaEncoder`."""
-        return self._eyes.tower.num_slices
+        return self._vision.tower.num_slices
 
     def slices(self, items: Sequence[MediaInput]) -> Slices:
         """See `MediaEncoder`. An item's values: [1, channels, height, width]."""
-        images = yield from self._eyes.run(items)
+        images = yield from self._vision.run(items)
         x = self._norm(torch.cat([self._means(part) for part in images]))
         projected = self._projection(x)
         return list(projected.split([len(part) * self._rows_of_side**2 for part in images]))
@@ -65,13 +65,13 @@ class _Encoder:
 
     def weights(self) -> Iterator[Weight]:
         """See `MediaEncoder`."""
-        yield from self._eyes.weights()
+        yield from self._vision.weights()
         yield from self._norm.weights(f"{_PROJECTOR}mm_soft_emb_norm")
         yield from self._projection.weights(f"{_PROJECTOR}mm_input_projection_weight")
 
     def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._eyes.tower.fuse(native)
+        return self._vision.tower.fuse(native)
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaEncoder, MediaInput, Slices
 from headrace.models.towers.blocks import BlockOptions, activation, in_floats
-from headrace.models.towers.clip import ClipEyes
+from headrace.models.towers.clip import ClipVision
 from headrace.models.towers.patches import patch_layer, patches_of
 from headrace.models.towers.reshaped import in_precision
 from headrace.models.towers.table import Table
@@ -40,7 +40,7 @@ _PREFIX = "vision_tower."
 _PROJECTOR = "multi_modal_projector."
 
 
-class PixtralEyes:
+class PixtralVision:
     """A tower over images of any size: rotary positions by row and column. Gives [patches of an image, hidden_size]."""
 
     def __init__(self, media: MediaConfig, placement: Placement) -> None:
@@ -89,7 +89,7 @@ class _Encoder:
         """hidden_size, rms_norm_eps: of the text model."""
         config, floats = media.vision, in_floats(placement)
         is_pixtral = config.tower == "pixtral"
-        self._eyes = PixtralEyes(media, placement) if is_pixtral else ClipEyes(media, placement, final_norm=False)
+        self._vision = PixtralVision(media, placement) if is_pixtral else ClipVision(media, placement, final_norm=False)
         self._merges = config.merge_size if media.family == "mistral3" else 0
         if self._merges:
             size = config.hidden_size
@@ -104,11 +104,11 @@ class _Encoder:
     @property
     def num_slices(self) -> int:
         """See `MediaEncoder`."""
-        return self._eyes.tower.num_slices
+        return self._vision.tower.num_slices
 
     def slices(self, items: Sequence[MediaInput]) -> Slices:
         """See `MediaEncoder`. An item's values: [1, channels, height, width]."""
-        rows = yield from self._eyes.run(items)
+        rows = yield from self._vision.run(items)
         x = torch.cat([part.flatten(0, -2) for part in rows])
         if self._merges:
             x = self._merged(x, items)
@@ -135,7 +135,7 @@ class _Encoder:
 
     def weights(self) -> Iterator[Weight]:
         """See `MediaEncoder`."""
-        yield from self._eyes.weights()
+        yield from self._vision.weights()
         if self._merges:
             yield from self._norm.weights(f"{_PROJECTOR}norm")
             yield from self._merger.weights(f"{_PROJECTOR}patch_merger.")
@@ -144,7 +144,7 @@ class _Encoder:
 
     def fuse(self, native: bool = True) -> str:
         """See `MediaEncoder`."""
-        return self._eyes.tower.fuse(native)
+        return self._vision.tower.fuse(native)
 
 
 class _TiledEncoder(_Encoder):

@@ -10,6 +10,7 @@ from headrace.checkpoint.media_config import MediaConfig, VisionConfig, image_to
 from headrace.checkpoint.media_keys import MediaKeys, NotServedError
 from headrace.errors import ModelError
 from headrace.families import qwen2, qwen3
+from headrace.media_kinds import MediaKind
 from headrace.multimodal.layout import ItemFacts, TokenLayout
 from headrace.multimodal.tokens import KindTokens, Tokens, Vocabulary, check_patches, token_of
 
@@ -137,7 +138,7 @@ def _text_rope(keys: MediaKeys) -> MediaKeys:
 
 
 def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
-    check_patches(media, settings, "image")
+    check_patches(media, settings, MediaKind.IMAGE)
     merged = media.vision.merge_size**2
 
     def layout(facts: ItemFacts) -> TokenLayout:
@@ -156,7 +157,7 @@ def _video_tokens(
     from headrace.messages.media import time_places
 
     tokens = Tokens(vocabulary, token_of(config, "video_token_id", 151656))
-    check_patches(media, settings, "video")
+    check_patches(media, settings, MediaKind.VIDEO)
     merged = media.vision.merge_size**2
     tokens.text(tokens.row)
     if media.family != "qwen3_vl":

@@ -29,7 +29,7 @@ _OPTIONS = BlockOptions(
 )
 
 
-class ClipEyes:
+class ClipVision:
     """A tower over images of one size: CLIP, whose first token is of no patch, and SigLIP. Gives [images, tokens of an image, hidden_size].
 
     final_norm: the tower's last norm is computed, too.

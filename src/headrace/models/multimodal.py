@@ -1,4 +1,4 @@
-"""Families of text models that see or hear: the decoder of a family, and the encoder of its images or sounds.
+"""Multimodal families: the decoder of a family, and the encoder of its media.
 
 Owns the names of both in the checkpoints of such models. Does not own the layers of either (`decoder.py`, `headrace.families`). Used by the thread
 that loads the model.
@@ -30,7 +30,7 @@ _PREFIXES = (
 )
 """How transformers and others have spelled these parts, and how they are called here; one after the other."""
 
-_SENSES = (
+_MEDIA_PARTS = (
     "vision_tower.",
     "multi_modal_projector.",
     "vision_model.",
@@ -39,18 +39,18 @@ _SENSES = (
     "image_newline",
     "audio_tower.",
 )
-"""Parts that a model without senses does not need, and of which one with them does not need all."""
+"""Parts that a text model does not need, and of which a multimodal one does not need all."""
 
 
-def sensing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
-    """`spec` for a checkpoint that has eyes or ears, which are built unless they are not served, or the model is split over ranks."""
+def multimodal_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    """`spec` for a multimodal checkpoint, whose encoder is built unless it is not supported, or the model is split over ranks."""
     if not config.around:
         return spec
 
     def build(config: ModelConfig, placement: Placement) -> CausalLM:
         model = spec.build(config, placement)
-        has_senses = config.media is not None or config.audio is not None
-        if has_senses and placement.shard.is_whole and placement.stage.is_whole:
+        has_media = config.media is not None or config.audio is not None
+        if has_media and placement.shard.is_whole and placement.stage.is_whole:
             assert isinstance(model, DecoderLM), spec.name
             # In as many bits as the output projection: towers are small, and many tokens depend on what they give.
             model.encoder = make_encoder(config, placement.head)
@@ -60,7 +60,7 @@ def sensing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
         spec,
         build=build,
         renaming=lambda config: _renaming(spec.renaming(config)),
-        ignored=(*spec.ignored, *_SENSES),
+        ignored=(*spec.ignored, *_MEDIA_PARTS),
     )
 
 
