@@ -182,6 +182,7 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
         }
     }
     prompts: Examples = {"A text": {"prompt": "Hello"}, "A conversation": {"messages": _ASKED}}
+    chats = {"A conversation": {"messages": _ASKED}}
     ids = {"Token ids": {"tokens": [72, 105]}}
     session = {"A name of your own": {"session_id": "s1"}}
     native, infill = NativeAPI(context), InfillAPI(context)
@@ -193,6 +194,7 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
         row("/infill", POST, "user", infill.infill, "llama.cpp: fill in the middle", InfillRequest, generates=True, examples=code),
         row("/tokenize", POST, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody, examples=prompts),
         row("/detokenize", POST, "user", tokens.detokenize, "Token ids to text", DetokenizeBody, examples=ids),
+        row("/apply-template", POST, "user", tokens.apply_template, "llama.cpp: the text of a prompt", ChatCompletionRequest, examples=chats),
         row("/v1/tokenize", POST, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody, examples=prompts),
         row("/v1/detokenize", POST, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody, examples=ids),
         RouteSpec("/open_session", POST, "user", sessions.open, "Open a session", OpenSessionBody, generates=True, examples=session),
