@@ -11,9 +11,9 @@ from frontend_fakes import READY, turns
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError, ExecutionError, RequestError
 from headrace.frontend import runtime_settings
-from headrace.frontend.runtime_settings import LimitChanges
 from headrace.messages.channel import LocalChannels
 from headrace.messages.control import ConfigureLoggingReq, FreezeGCReq, SetLimitsReq
+from headrace.messages.operations import LimitChanges
 
 
 @pytest.fixture

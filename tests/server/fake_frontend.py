@@ -5,6 +5,7 @@ of the real one.
 """
 
 import asyncio
+import inspect
 import json
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -22,8 +23,9 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import HeadraceError, NotFoundError, RequestError
+from headrace.frontend.main_operations import main_operations
 from headrace.frontend.prompts import CallLimits, split_call
-from headrace.frontend.runtime_settings import LimitChanges, Limits
+from headrace.frontend.runtime_settings import Limits
 from headrace.frontend.sample_update import (
     LogprobItem,
     LogprobRow,
@@ -39,7 +41,7 @@ from headrace.media_kinds import MediaRefs
 from headrace.messages.cache_tree import CacheNode, CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ProfileReply, ReadyInfo
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
-from headrace.messages.operations import OPERATIONS, OperationReq, RankInfo, answered
+from headrace.messages.operations import OPERATIONS, LimitChanges, OperationReq, RankInfo, answered
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -379,6 +381,9 @@ class FakeFrontend:
     async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
         operation = OPERATIONS[name]
         asked = operation.request_of(OperationReq(1, name, request))
+        if operation.at == "main":
+            found = main_operations(self.experts, self, self)[name](asked)
+            return {0: answered(1, await found if inspect.isawaitable(found) else found).reply}
         match name:
             case "cache_tree":
                 nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
@@ -17,13 +17,14 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.control import Control
-from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.main_operations import main_operations
 from headrace.frontend.records import Records
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.tenants import SERVER
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import WeightControl
 from headrace.messages.control import FlushCacheReply
+from headrace.messages.operations import OPERATIONS
 from headrace.messages.outputs import FinishReason
 from headrace.server import listener
 from headrace.server.address import bind
@@ -324,7 +325,6 @@ def test_the_real_manager_is_what_the_server_needs():
     parts = {
         "adapters": Adapters,
         "control": Control,
-        "experts": ExpertRecording,
         "records": Records,
         "settings": RuntimeSettings,
         "weights": WeightControl,
@@ -333,6 +333,14 @@ def test_the_real_manager_is_what_the_server_needs():
     for needs, has in [(RequestFrontend, TokenizerManager), *((PARTS[name], parts[name]) for name in parts)]:
         needed = {name for name in vars(needs) if not name.startswith("_")}
         assert needed - set(PARTS) <= set(vars(has))
+
+
+def test_the_main_process_has_the_work_of_every_operation_of_its_own():
+    frontend = FakeFrontend()
+    work = main_operations(frontend.experts, frontend, frontend)
+    assert set(work) == {name for name, row in OPERATIONS.items() if row.at == "main"}
+    for name, function in work.items():
+        assert get_type_hints(function)["request"] is OPERATIONS[name].request
 
 
 def test_a_flush_may_wait(client: httpx.Client, server: Running):

@@ -62,13 +62,16 @@ def post(server: Running, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def prompt_of(server: Running, path: str, body: dict[str, Any]) -> str:
-    """The prompt that a request makes. /tokenize gives the same."""
+    """The prompt that a request makes. /tokenize and /apply-template give the same."""
     reply = post(server, path, body)
     assert reply.status_code == 200, (path, reply.text)
     ids = server.frontend.calls[-1].input_ids or []
     if path == CHAT and body.keys() == {"messages"}:
         assert CLIENT.post(server.url + "/tokenize", json=body).json()["tokens"] == ids
-    return server.frontend.tokenizer.decode(ids, False)
+    prompt = server.frontend.tokenizer.decode(ids, False)
+    if path == CHAT:
+        assert post(server, "/apply-template", body).json() == {"prompt": prompt}
+    return prompt
 
 
 USER = {"role": "user", "content": "hi"}

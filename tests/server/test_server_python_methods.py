@@ -11,9 +11,8 @@ from headrace.api.engine import Engine
 from headrace.api.native_client import NativeClient
 from headrace.api.runtime import Runtime
 from headrace.errors import ExecutionError, NotFoundError, RequestError
-from headrace.frontend.runtime_settings import LimitChanges
 from headrace.messages.control import InternalState
-from headrace.messages.operations import StartProfileBody
+from headrace.messages.operations import LimitChanges, StartProfileBody
 from headrace.server.route_table import route_table
 
 METHODS = {
@@ -86,6 +85,7 @@ HTTP_ONLY = {
     "/v1/embed": "`encode` gives the same numbers",
     "/v2/embed": "`encode` gives the same numbers",
     "/infill": "for the plug-ins of llama.cpp's server",
+    "/apply-template": "the tokenizer of `get_tokenizer` has it",
     "/info": "for clients of Text Embeddings Inference",
     "/classify": "`encode` gives the same numbers",
     "/v1/classify": "`encode` gives the same numbers",

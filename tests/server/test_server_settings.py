@@ -4,7 +4,7 @@ import httpx
 import pytest
 from fake_frontend import Running
 
-from headrace.frontend.runtime_settings import LimitChanges
+from headrace.messages.operations import LimitChanges
 
 
 def test_limits_are_passed_on_and_shown(client: httpx.Client, server: Running):

@@ -37,14 +37,12 @@ from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.inputs import check_token_ids
 from headrace.frontend.native_answer import NativeAnswer, NativeStream, pooled_answers, whole_answer
 from headrace.frontend.prompts import refuse_text
-from headrace.frontend.runtime_settings import LimitChanges, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.server_info import describe_load, describe_server
 from headrace.frontend.tenants import Caller
 from headrace.frontend.weight_control import TensorFile
 from headrace.launch import RunningEngine, launch_engine
 from headrace.messages.control import InternalState
-from headrace.messages.field_errors import field_error
 from headrace.messages.operations import Operation
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -451,42 +449,6 @@ class Engine(Operations, WeightOperations, Scores):
     def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
         """Live samples and those that ended last, at most `limit`, without their events and their text."""
         return self._calls.call(lambda: self._manager.records.latest(limit, Caller(is_admin=True)))
-
-    def dump_requests(self) -> str:
-        """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
-        return self._calls.wait(self._calls.submit(self._manager.records.dump()))[0]
-
-    def start_expert_distribution_record(self) -> None:
-        """Start counting the tokens that each layer of a mixture sends to each expert. Raises RequestError."""
-        self._calls.wait(self._calls.submit(self._manager.experts.start()))
-
-    def stop_expert_distribution_record(self) -> None:
-        """Stop counting; the counts can still be dumped. Raises RequestError."""
-        self._calls.wait(self._calls.submit(self._manager.experts.stop()))
-
-    def dump_expert_distribution_record(self) -> dict[str, Any]:
-        """Return the reply of the route, with the tokens per expert under `layers`, and reset the counts. Raises RequestError."""
-        return self._calls.wait(self._calls.submit(self._manager.experts.dump()))
-
-    def configure_logging(
-        self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
-    ) -> dict[str, Any]:
-        """Change what is logged, in every process; None = unchanged. Returns the current settings. Raises RequestError."""
-        return self._calls.call(
-            lambda: self._manager.settings.configure_logging(level, log_requests, log_requests_level)
-        )
-
-    def freeze_gc(self) -> None:
-        """Exclude all objects that exist now from garbage collection, in every process."""
-        self._calls.call(self._manager.settings.freeze_gc)
-
-    def set_internal_state(self, **limits: float) -> dict[str, Any]:
-        """Change limits (fields of `LimitChanges`) in every replica. Returns the current limits. Raises RequestError."""
-        try:
-            changes = msgspec.convert(limits, LimitChanges)
-        except msgspec.ValidationError as error:
-            raise field_error(str(error), LimitChanges) from None
-        return msgspec.structs.asdict(self._calls.call(lambda: self._manager.settings.change_limits(changes)))
 
     def _ask(self, operation: Operation[Any, Any], request: msgspec.Struct) -> Any:
         replies = self._calls.wait(self._calls.submit(operation.ask(self._manager.control, request)))

@@ -41,7 +41,6 @@ from headrace.errors import (
     NotFoundError,
     RequestError,
 )
-from headrace.frontend.runtime_settings import LogLevel
 from headrace.frontend.weight_checks import TRUNCATE_SIZE
 from headrace.messages.control import InternalState
 from headrace.messages.operations import Operation
@@ -307,38 +306,6 @@ class Runtime(Operations, WeightOperations, Scores):
     def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
         """Like `Engine.latest_requests`, of the server's key. Raises RequestError."""
         return list(self._http.get(f"/v1/requests?limit={limit}")["data"])
-
-    def dump_requests(self) -> str:
-        """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
-        return str(self._http.ask("/dump_requests")["file"])
-
-    def start_expert_distribution_record(self) -> None:
-        """Start counting the tokens that each layer of a mixture sends to each expert. Raises RequestError."""
-        self._http.ask("/start_expert_distribution_record")
-
-    def stop_expert_distribution_record(self) -> None:
-        """Stop counting; the counts can still be dumped. Raises RequestError."""
-        self._http.ask("/stop_expert_distribution_record")
-
-    def dump_expert_distribution_record(self) -> dict[str, Any]:
-        """Return the reply of the route, with the tokens per expert under `layers`, and reset the counts. Raises RequestError."""
-        return dict(self._http.ask("/dump_expert_distribution_record"))
-
-    def configure_logging(
-        self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
-    ) -> dict[str, Any]:
-        """Change what is logged, in every process; None = unchanged. Returns the current settings. Raises RequestError."""
-        asked = {"level": level, "log_requests": log_requests, "log_requests_level": log_requests_level}
-        now = self._http.ask("/configure_logging", **asked)
-        return {name: now[name] for name in asked}
-
-    def freeze_gc(self) -> None:
-        """Exclude all objects that exist now from garbage collection, in every process."""
-        self._http.ask("/freeze_gc")
-
-    def set_internal_state(self, **limits: float) -> dict[str, Any]:
-        """Change limits (fields of `LimitChanges`) in every replica. Returns the current limits. Raises RequestError."""
-        return dict(self._http.ask("/set_internal_state", server_args=limits)["server_args"])
 
     def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
         """See `WeightOperations.get_weights_by_name`."""

@@ -11,6 +11,7 @@ engine_link.py (to the schedulers).
 - The engine: balancers.py (which replica), engine_loop.py (messages from it), engine_parts.py (deaths and restarts),
   health.py, replica.py, all_replicas.py (of all together)
 - Operations: communicator.py (a request to replicas, their replies), control.py, flush.py, expert_recording.py,
+  main_operations.py (those that this process carries out),
   runtime_settings.py (settings that may change at run time), adapters.py (loaded adapters and their users),
   adapter_replicas.py, operation_log.py (what every replica must have done)
 - Weights: weight_control.py, weight_checks.py, update_phases.py (all replicas or none)

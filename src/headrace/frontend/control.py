@@ -4,6 +4,10 @@ Owns the requests to the replicas, and what a restarted one is told again. Opera
 `runtime_settings`. Runs in the tokenizer manager's event loop.
 """
 
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from headrace.errors import HeadraceError, NotFoundError, RequestError
 from headrace.frontend.all_replicas import sum_of_states
 from headrace.frontend.communicator import Communicator
@@ -29,11 +33,15 @@ from headrace.messages.operations import (
     OPERATIONS,
     OperationReply,
     OperationReq,
+    answered,
 )
 
 
 class Control:
-    """See the module docstring. to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works."""
+    """See the module docstring. to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works.
+
+    own: set by the owner; the operations of this process, by name, see `main_operations`.
+    """
 
     def __init__(
         self, engine_loop: EngineLoop, link: EngineLink, to_detokenizer: Sender | None, faults_allowed: bool
@@ -43,6 +51,7 @@ class Control:
         self._to_detokenizer = to_detokenizer
         self._faults_allowed = faults_allowed
         self._replies = Communicator[OperationReply]("control")
+        self.own: Mapping[str, Callable[[Any], Any]] = {}
         self._lasting: dict[str, bytes] = {}
         engine_loop.handlers.register(OperationReply, self._replies.handle)
 
@@ -51,6 +60,9 @@ class Control:
         operation = OPERATIONS.get(name)
         if operation is None:
             raise RequestError(f"there is no operation {name!r:.40}")
+        if operation.at == "main":
+            reply = self.own[name](operation.request_of(OperationReq(0, name, request)))
+            return {0: answered(0, await reply if inspect.isawaitable(reply) else reply).reply}
         self._engine_loop.check_serving()
         if operation.lasts:
             # Kept before the call, so that a replica that comes back meanwhile gets it too.

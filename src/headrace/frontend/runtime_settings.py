@@ -7,7 +7,7 @@ event loop.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -19,21 +19,9 @@ from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
 from headrace.messages.channel import Message, Sender
 from headrace.messages.control import ConfigureLoggingReq, FreezeGCReq, ReadyInfo, SetLimitsReq
+from headrace.messages.operations import LimitChanges, LogLevel
 
 logger = get_logger(__name__)
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-
-
-class LimitChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options that may change at run time; None = unchanged. Same meaning as the options of these names."""
-
-    max_running_requests: Count | None = None
-    max_queued_requests: Count | None = None
-    chunked_prefill_size: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] | None = None
-    max_step_ms: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
 
 
 class Limits(msgspec.Struct, frozen=True):

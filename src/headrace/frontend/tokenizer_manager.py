@@ -31,6 +31,7 @@ from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.health import Health, Heartbeats
+from headrace.frontend.main_operations import main_operations
 from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import refuse_text
@@ -154,6 +155,7 @@ class TokenizerManager:
             self.table.queue,
             request_log,
         )
+        self.control.own = main_operations(self.experts, self.settings, self.records)
         self.weights = WeightControl(
             self.link, check, self.aborts.abort_all, ready.fingerprint, self.records.note_operation
         )

@@ -1,8 +1,9 @@
 """The control operations of the engine, a row each: what is asked of every scheduler, by whom, and what its answer looks like.
 
-All that an operation needs besides its row is its work: a method of the row's name in `scheduler/control.py` (`at="scheduler"`) or a function
-of that name in `execution/rank_operations.py` (`at="ranks"`). The row gives it its messages, its way through HTTP workers and replicas, its
-route with the OpenAPI description, and what `Engine` and `Runtime` ask (docs/adding/operation.md). Operations on weights are in `weights`.
+All that an operation needs besides its row is its work: a method of the row's name in `scheduler/control.py` (`at="scheduler"`), or a
+function of that name in `execution/rank_operations.py` (`at="ranks"`) or `frontend/main_operations.py` (`at="main"`). The row gives it its
+messages, its way through HTTP workers and replicas, its route with the OpenAPI description, and what `Engine` and `Runtime` ask
+(docs/adding/operation.md). Operations on weights are in `weights`.
 
     route ─┐                                             ┌─> scheduler 0: its answer, or one of each rank
     Engine ─┴─> Operation.ask ─> frontend's Control ──────┴─> scheduler 1 ...
@@ -79,14 +80,15 @@ def listed(replies: Mapping[int, Any]) -> object:
 class Operation(Generic[Q, R]):
     """A row.
 
-    reply: what one scheduler answers; of an operation at the ranks, a list with what each of its ranks answers. lasts: a scheduler that is
+    at: who does it. reply: what one scheduler answers; of an operation at the ranks, a list with what each of its ranks answers; the main process
+    answers as one replica, with what its route replies. lasts: a scheduler that is
     restarted gets the last request, too. combine: what clients get for the replies by replica. Raises RequestError if they mean a failure.
     """
 
     name: str
     request: type[Q]
     reply: type[R]
-    at: Literal["scheduler", "ranks"] = "scheduler"
+    at: Literal["main", "scheduler", "ranks"] = "scheduler"
     timeout_s: float = 10.0
     lasts: bool = False
     route: Route | None = None
@@ -141,6 +143,34 @@ class StartProfileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_dir: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")] | None = None
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
     activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class LimitChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options that may change at run time; None = unchanged. Same meaning as the options of these names."""
+
+    max_running_requests: Count | None = None
+    max_queued_requests: Count | None = None
+    chunked_prefill_size: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] | None = None
+    max_step_ms: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+
+
+class SetInternalStateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options by name, with their new values."""
+
+    server_args: LimitChanges
+
+
+class ConfigureLoggingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to change; fields that are left out stay as they are."""
+
+    level: LogLevel | None = None
+    log_requests: bool | None = None
+    log_requests_level: Literal[0, 1, 2, 3] | None = None
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -228,6 +258,33 @@ SLOW_DOWN = Operation(
     combine=_first_message,
 )
 
+
+def _main(
+    kind: type[Q], path: str, summary: str, examples: Mapping[str, Mapping[str, Any]] | None = None
+) -> Operation[Q, dict[str, Any]]:
+    """A row of the main process, which answers with what the route replies. The name is the path's."""
+    route = Route(path, summary, examples=examples or {})
+    return Operation(path[1:], kind, dict[str, Any], at="main", route=route, combine=lambda replies: replies[0])
+
+
+START_EXPERTS = _main(Nothing, "/start_expert_distribution_record", "Record which experts are chosen")
+STOP_EXPERTS = _main(Nothing, "/stop_expert_distribution_record", "Record it no more")
+DUMP_EXPERTS = _main(Nothing, "/dump_expert_distribution_record", "Tokens by layer and expert")
+CONFIGURE_LOGGING = _main(
+    ConfigureLoggingBody,
+    "/configure_logging",
+    "What is logged",
+    {"A line for each request": {"log_requests": True, "log_requests_level": 1}},
+)
+FREEZE_GC = _main(Nothing, "/freeze_gc", "Exclude current objects from garbage collection")
+SET_INTERNAL_STATE = _main(
+    SetInternalStateBody,
+    "/set_internal_state",
+    "Change limits",
+    {"A longer queue": {"server_args": {"max_queued_requests": 64}}},
+)
+DUMP_REQUESTS = _main(Nothing, "/dump_requests", "Write a dump of the latest requests")
+
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     row.name: row
     for row in (
@@ -240,6 +297,13 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
         STOP_PROFILE,
         RANKS,
         SLOW_DOWN,
+        START_EXPERTS,
+        STOP_EXPERTS,
+        DUMP_EXPERTS,
+        CONFIGURE_LOGGING,
+        FREEZE_GC,
+        SET_INTERNAL_STATE,
+        DUMP_REQUESTS,
     )
 }
 """Every operation, by its name."""

@@ -1,9 +1,9 @@
-"""Diagnostic routes: timelines of requests, logging, dumps.
+"""Diagnostic routes: timelines of requests.
 
 Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -16,17 +16,6 @@ class LatestQuery(msgspec.Struct, forbid_unknown_fields=True):
     """limit: how many to list at most."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
-
-
-class ConfigureLoggingBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to change; fields that are left out stay as they are."""
-
-    level: Literal["debug", "info", "warning", "error"] | None = None
-    log_requests: bool | None = None
-    log_requests_level: Literal[0, 1, 2, 3] | None = None
-
-
-_LOGGING = msgspec.json.Decoder(ConfigureLoggingBody)
 
 
 class DiagnosticsAPI:
@@ -45,18 +34,3 @@ class DiagnosticsAPI:
         limit = exchange.read_query(LatestQuery).limit
         samples = await answer(self.context.frontend.records.latest(limit, exchange.caller))
         await exchange.reply_json({"object": "list", "data": samples})
-
-    async def configure_logging(self, exchange: Exchange) -> None:
-        """Change what is logged, in every process."""
-        body = await exchange.read_json(_LOGGING)
-        now = await answer(
-            self.context.frontend.settings.configure_logging(body.level, body.log_requests, body.log_requests_level)
-        )
-        await exchange.reply_json({"success": True, **now})
-
-    async def dump_requests(self, exchange: Exchange) -> None:
-        """Write a dump of the most recent requests to the operator's folder. Returns the file's name and their number."""
-        await exchange.read_no_fields()
-        name, count = await self.context.frontend.records.dump()
-        message = f"wrote {name}; number of requests: {count}"
-        await exchange.reply_json({"success": True, "message": message, "file": name, "num_requests": count})

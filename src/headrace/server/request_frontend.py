@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from headrace.frontend.remote_methods import remote_methods
-from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.media_kinds import MediaRefs
@@ -66,22 +65,6 @@ class ControlFrontend(Protocol):
         ...
 
 
-class ExpertsFrontend(Protocol):
-    """What the server needs of the `ExpertRecording`."""
-
-    async def start(self) -> None:
-        """Start counting from zero. Raises RequestError, ExecutionError."""
-        ...
-
-    async def stop(self) -> None:
-        """Stop counting. Raises RequestError, ExecutionError."""
-        ...
-
-    async def dump(self) -> dict[str, Any]:
-        """What was counted, which begins again at zero. Raises RequestError, ExecutionError."""
-        ...
-
-
 class RecordsFrontend(Protocol):
     """What the server needs of the `Records`."""
 
@@ -93,30 +76,9 @@ class RecordsFrontend(Protocol):
         """The last samples of the caller, or for an admin of any caller, without their events; live ones first."""
         ...
 
-    async def dump(self) -> tuple[str, int]:
-        """Write a dump of the most recent requests. Returns the file's name and their number. Raises RequestError, ExecutionError."""
-        ...
-
 
 class SettingsFrontend(Protocol):
     """What the server needs of the `RuntimeSettings`."""
-
-    def configure_logging(
-        self,
-        level: LogLevel | None,
-        log_requests: bool | None,
-        log_requests_level: int | None,
-    ) -> Soon[dict[str, Any]]:
-        """Change what is logged. Returns the current settings. Raises RequestError."""
-        ...
-
-    def freeze_gc(self) -> Soon[None]:
-        """Exclude all objects that exist now from garbage collection, in every process. Raises CapacityError, ExecutionError."""
-        ...
-
-    def change_limits(self, changes: LimitChanges) -> Soon[Limits]:
-        """Change limits in every replica. Returns the current limits. Raises RequestError, CapacityError."""
-        ...
 
     def changed_options(self) -> Soon[dict[str, Any]]:
         """Options changed since the start, with their current values."""
@@ -214,11 +176,6 @@ class RequestFrontend(Protocol):
         ...
 
     @property
-    def experts(self) -> ExpertsFrontend:
-        """Which experts a mixture chooses."""
-        ...
-
-    @property
     def weights(self) -> WeightFrontend:
         """Operations on weights, generation and memory."""
         ...
@@ -239,7 +196,6 @@ class RequestFrontend(Protocol):
 PARTS: dict[str, type] = {
     "adapters": AdaptersFrontend,
     "control": ControlFrontend,
-    "experts": ExpertsFrontend,
     "records": RecordsFrontend,
     "settings": SettingsFrontend,
     "weights": WeightFrontend,

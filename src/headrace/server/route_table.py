@@ -15,8 +15,7 @@ from headrace.server.anthropic.models import AnthropicModels, by_version
 from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from headrace.server.context import ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
-from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery
-from headrace.server.experts import ExpertsAPI
+from headrace.server.diagnostics import DiagnosticsAPI, LatestQuery
 from headrace.server.infill import InfillAPI, InfillRequest
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
@@ -50,7 +49,6 @@ from headrace.server.responses.protocol import ResponsesRequest
 from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
 from headrace.server.routes import Examples, RouteSpec, aliases
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
-from headrace.server.settings import SetInternalStateBody, SettingsAPI
 from headrace.server.ui.pages import UiPages
 from headrace.server.weights import WeightsAPI
 
@@ -80,7 +78,6 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *_ollama_routes(context),
         *operation_routes(context),
         *WeightsAPI(context).routes(),
-        *ExpertsAPI(context).routes(),
     ]
     table += aliases(table)
     control, args = ControlAPI(context), context.args
@@ -182,6 +179,7 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
         }
     }
     prompts: Examples = {"A text": {"prompt": "Hello"}, "A conversation": {"messages": _ASKED}}
+    chats = {"A conversation": {"messages": _ASKED}}
     ids = {"Token ids": {"tokens": [72, 105]}}
     session = {"A name of your own": {"session_id": "s1"}}
     native, infill = NativeAPI(context), InfillAPI(context)
@@ -193,6 +191,7 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
         row("/infill", POST, "user", infill.infill, "llama.cpp: fill in the middle", InfillRequest, generates=True, examples=code),
         row("/tokenize", POST, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody, examples=prompts),
         row("/detokenize", POST, "user", tokens.detokenize, "Token ids to text", DetokenizeBody, examples=ids),
+        row("/apply-template", POST, "user", tokens.apply_template, "llama.cpp: the text of a prompt", ChatCompletionRequest, examples=chats),
         row("/v1/tokenize", POST, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody, examples=prompts),
         row("/v1/detokenize", POST, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody, examples=ids),
         RouteSpec("/open_session", POST, "user", sessions.open, "Open a session", OpenSessionBody, generates=True, examples=session),
@@ -265,20 +264,13 @@ def _information_routes(context: ServingContext) -> list[RouteSpec]:
 def _admin_routes(context: ServingContext) -> list[RouteSpec]:
     loaded = {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}}
     unloaded = {"By its name": {"lora_name": "my-adapter"}}
-    logged = {"A line for each request": {"log_requests": True, "log_requests_level": 1}}
-    limits = {"A longer queue": {"server_args": {"max_queued_requests": 64}}}
     control, loras = ControlAPI(context), LoraAPI(context)
-    diagnostics, settings = DiagnosticsAPI(context), SettingsAPI(context)
     # fmt: off
     return [
         RouteSpec("/flush_cache", POST, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),
         RouteSpec("/flush_cache", GET, "admin", control.flush_cache_by_get, "The same, not for browsers", failure=Outcome, query=FlushQuery),
         RouteSpec("/load_lora_adapter", POST, "admin", loras.load, "Load an adapter", LoadLoraBody, examples=loaded),
         RouteSpec("/unload_lora_adapter", POST, "admin", loras.unload, "Forget an adapter", UnloadLoraBody, examples=unloaded),
-        RouteSpec("/configure_logging", POST, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody, examples=logged),
-        RouteSpec("/dump_requests", POST, "admin", diagnostics.dump_requests, "Write a dump of the latest requests"),
-        RouteSpec("/freeze_gc", POST, "admin", settings.freeze_gc, "Exclude current objects from garbage collection"),
-        RouteSpec("/set_internal_state", POST, "admin", settings.set_internal_state, "Change limits", SetInternalStateBody, examples=limits),
         RouteSpec("/internal_state", GET, "admin", control.internal_state, "Scheduler counters and pool accounting"),
     ]
     # fmt: on

@@ -37,13 +37,18 @@ _THINKING = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """ids: of the rendered conversation. tail: the end of its text. marks: of the ids, those that mean something to the model's output format.
+    """ids: of the rendered conversation. text: what was rendered. marks: of the ids, those that mean something to the model's output format.
     media: an item for each of its media tokens."""
 
     ids: list[int]
-    tail: str
+    text: str
     marks: tuple[int, ...] = ()
     media: MediaRefs = NO_REFS
+
+    @property
+    def tail(self) -> str:
+        """The end of the text."""
+        return self.text[-TAIL_CHARS:]
 
     async def ids_with_media(self, context: ServingContext, asker: Asker) -> list[int]:
         """The tokens that the model reads: those of media in place of their tokens. asker: whose media they are. Raises RequestError."""
@@ -90,7 +95,7 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
             rendered = marks.replaced(rendered)
         context.check_text_length("messages", len(rendered.text))
         refuse_too_long(model.tokenizer, rendered.text, model.context_length, "messages")
-        return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text[-TAIL_CHARS:])
+        return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text)
 
     media = media_in(conversation.messages)
     if not media:

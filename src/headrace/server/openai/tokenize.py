@@ -1,4 +1,4 @@
-"""`POST /tokenize`, `POST /detokenize`. Tokenizing runs in a thread, the rest in the event loop that serves HTTP."""
+"""`POST /tokenize`, `POST /detokenize`, `POST /apply-template`. Tokenizing runs in a thread, the rest in the event loop that serves HTTP."""
 
 from typing import cast
 
@@ -38,6 +38,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 _PIECE_IDS = 64 << 10
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
 
@@ -99,6 +100,15 @@ class TokenizeAPI:
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self.context.check_text_length("prompt", sum(map(len, texts)), whole=True)
         return self.context.model.tokenizer.encode_batch(texts, body.add_special_tokens, True) if texts else []
+
+    async def apply_template(self, exchange: Exchange) -> None:
+        """`{prompt}`: what the chat template makes of the body of a chat, as text."""
+        self.context.check_tokenizer("messages")
+        body = await exchange.read_json(_CHAT)
+        self.context.adapter_of(body.model)
+        limit = self.context.model.context_length
+        chat = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation_of(body, limit)))
+        await exchange.reply_json({"prompt": chat.text})
 
     async def detokenize(self, exchange: Exchange) -> None:
         """`{text}`; a list when `tokens` was a list of lists."""
