@@ -253,8 +253,8 @@ def chat(
     """Chat in the terminal. /help lists the commands; Ctrl-C stops a reply. When input is a pipe, every line is one message."""
     from headrace.cli.chat import run_chat
     from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
+    from headrace.cli.given_json import read_tools
     from headrace.cli.media import read_image, read_sound
-    from headrace.cli.tools import read_tools
     from headrace.cli.typed_input import History, state_folder
 
     offered = read_tools(tools) if tools else []
@@ -433,7 +433,7 @@ def completion(
 
 def _grammar(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any]:
     """The sampling parameters that say what the output must match. Raises ConfigError for more than one."""
-    from headrace.cli.schema import read_schema
+    from headrace.cli.given_json import read_schema
 
     given = {"json_schema": json_schema and read_schema(json_schema), "regex": regex, "choice": choice}
     asked = {name: value for name, value in given.items() if value}
