@@ -15,7 +15,7 @@ from headrace.cli.app import main
 from headrace.cli.chat import run_chat
 from headrace.cli.chat_sources import ChatSampling, Piece
 from headrace.cli.conversation import Conversation
-from headrace.cli.media import MAX_FILE_BYTES, number_of, read_image, read_sound, shown
+from headrace.cli.media import MAX_FILE_BYTES, number_of, read_audio, read_image, shown
 from headrace.errors import ConfigError, RequestError
 
 PNG = b"\x89PNG\r\n\x1a\n and so on"
@@ -29,8 +29,8 @@ TEXT = {"type": "text", "text": "what?"}
 
 KINDS = pytest.mark.parametrize(
     ("kind", "command", "read", "part"),
-    [("image", "/image", read_image, IMAGE), ("sound", "/audio", read_sound, SOUND)],
-    ids=["image", "sound"],
+    [("image", "/image", read_image, IMAGE), ("audio file", "/audio", read_audio, SOUND)],
+    ids=["image", "audio"],
 )
 
 Read = Callable[[Path], dict[str, Any]]
@@ -60,9 +60,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    found = {"image": tmp_path / "a picture.png", "sound": tmp_path / "a sound.wav"}
+    found = {"image": tmp_path / "a picture.png", "audio file": tmp_path / "a sound.wav"}
     found["image"].write_bytes(PNG)
-    found["sound"].write_bytes(WAV)
+    found["audio file"].write_bytes(WAV)
     return found
 
 
@@ -80,7 +80,7 @@ def asked(source: Source) -> list[Any]:
 @pytest.mark.parametrize("stdin", [io.StringIO, Terminal], ids=["a pipe", "a terminal"])
 def test_media_of_the_command_go_with_the_first_message(monkeypatch, files, stdin):
     source = Source()
-    given = [read_image(files["image"]), read_sound(files["sound"]), read_sound(files["sound"])]
+    given = [read_image(files["image"]), read_audio(files["audio file"]), read_audio(files["audio file"])]
     talk(monkeypatch, source, "what?", "why?", media=given, stdin=stdin)
     assert asked(source) == [[IMAGE, SOUND, SOUND, TEXT], "why?"]
 
@@ -89,7 +89,7 @@ def test_the_options_name_files_and_can_be_repeated(monkeypatch, files):
     source = Source()
     monkeypatch.setattr("headrace.cli.chat_sources.ServerChat", lambda *_: nullcontext(source))
     monkeypatch.setattr("sys.stdin", io.StringIO("what?\n"))
-    sound = ["--audio", str(files["sound"])]
+    sound = ["--audio", str(files["audio file"])]
     with pytest.raises(SystemExit) as left:
         main(["chat", "--url", "http://a.example", *sound, "--image", str(files["image"]), *sound])
     assert left.value.code == 0
@@ -100,7 +100,7 @@ def test_an_option_with_another_file_is_an_error_before_a_model_is_loaded(files,
     with pytest.raises(SystemExit) as left:
         main(["chat", "--model-path", "nowhere", "--audio", str(files["image"])])
     assert left.value.code == 2
-    assert "is no sound: WAV, FLAC, OGG and MP3 can be sent" in capsys.readouterr().err
+    assert "is not an audio file: WAV, FLAC, OGG and MP3 can be sent" in capsys.readouterr().err
 
 
 @KINDS
@@ -116,20 +116,20 @@ def test_one_waits_for_the_next_message_and_stays_in_the_conversation(
 
 
 def test_both_wait_in_the_order_in_which_they_were_given(monkeypatch, files):
-    source, sound, image = Source(), f"/audio {files['sound']}", f"/image {files['image']}"
+    source, sound, image = Source(), f"/audio {files['audio file']}", f"/image {files['image']}"
     printed = talk(monkeypatch, source, sound, image, sound, "what?", "/show")
 
     assert asked(source) == [[SOUND, IMAGE, SOUND, TEXT]]
-    assert "the next message has 1 image and 2 sounds\n" in printed
-    assert "user:\n[sound]\n[image]\n[sound]\nwhat?\n" in printed
+    assert "the next message has 1 image and 2 audio files\n" in printed
+    assert "user:\n[audio file]\n[image]\n[audio file]\nwhat?\n" in printed
 
 
 @pytest.mark.parametrize("command", ["/image", "/audio"])
 def test_a_command_without_a_file_drops_its_own_kind_only(monkeypatch, files, command: str):
-    source, sound, image = Source(), f"/audio {files['sound']}", f"/image {files['image']}"
+    source, sound, image = Source(), f"/audio {files['audio file']}", f"/image {files['image']}"
     printed = talk(monkeypatch, source, sound, image, command, "what?")
 
-    own, other = ("image", "sound") if command == "/image" else ("sound", "image")
+    own, other = ("image", "audio file") if command == "/image" else ("audio file", "image")
     assert asked(source) == [[SOUND if command == "/image" else IMAGE, TEXT]]
     assert f"the next message has 1 {other}\n" in printed
     assert f"the next message has no {own}\n" in talk(monkeypatch, source, command)
@@ -146,9 +146,9 @@ def test_a_new_conversation_forgets_what_waits(
 
 def test_what_was_refused_is_not_sent_again(monkeypatch, files):
     source = Source(refused=1)
-    printed = talk(monkeypatch, source, f"/image {files['image']}", f"/audio {files['sound']}", "what?", "hello")
+    printed = talk(monkeypatch, source, f"/image {files['image']}", f"/audio {files['audio file']}", "what?", "hello")
 
-    assert "does not see images\nnot sent: 1 image and 1 sound\n" in printed
+    assert "does not see images\nnot sent: 1 image and 1 audio file\n" in printed
     assert source.asked[1] == [{"role": "user", "content": "hello"}]
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_sent_is_said_and_changes_nothing(
     printed = talk(monkeypatch, source, *(f"{command} {tmp_path / name}" for name in names), "what?")
 
     said = " ".join(printed.split())
-    for words in ("No such file", f"is no {kind}: ", "is a FIFO", "is larger than 20000000 bytes", "is a folder"):
+    for words in ("No such file", f"is not an {kind}: ", "is a FIFO", "is larger than 20000000 bytes", "is a folder"):
         assert words in said, said
     assert source.asked == [[{"role": "user", "content": "what?"}]]
 
@@ -179,8 +179,8 @@ def test_the_content_of_a_file_says_which_image_it_is(tmp_path: Path, data: byte
     path = tmp_path / "file.png"
     path.write_bytes(data)
     assert read_image(path)["image_url"]["url"].startswith(f"data:image/{kind};base64,")
-    with pytest.raises(ConfigError, match="is no sound: WAV, FLAC, OGG and MP3 can be sent"):
-        read_sound(path)
+    with pytest.raises(ConfigError, match="is not an audio file: WAV, FLAC, OGG and MP3 can be sent"):
+        read_audio(path)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_the_content_of_a_file_says_which_image_it_is(tmp_path: Path, data: byte
 def test_the_content_of_a_file_says_which_sound_it_is(tmp_path: Path, data: bytes, name: str):
     path = tmp_path / "file.mp4"
     path.write_bytes(data)
-    assert read_sound(path)["input_audio"] == {"data": base64.b64encode(data).decode(), "format": name}
-    with pytest.raises(ConfigError, match="is no image: PNG, JPEG, WEBP, GIF and BMP can be sent"):
+    assert read_audio(path)["input_audio"] == {"data": base64.b64encode(data).decode(), "format": name}
+    with pytest.raises(ConfigError, match="is not an image: PNG, JPEG, WEBP, GIF and BMP can be sent"):
         read_image(path)
 
 
@@ -207,16 +207,16 @@ def test_the_content_of_a_file_says_which_sound_it_is(tmp_path: Path, data: byte
 def test_other_files_are_no_sounds(tmp_path: Path, data: bytes):
     path = tmp_path / "file.wav"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match="is no sound"):
-        read_sound(path)
+    with pytest.raises(ConfigError, match="is not an audio file"):
+        read_audio(path)
 
 
 def test_a_saved_conversation_has_its_media(tmp_path: Path, files):
     conversation, loaded = Conversation(None), Conversation(None)
-    conversation.media += [read_sound(files["sound"]), read_image(files["image"])]
+    conversation.media += [read_audio(files["audio file"]), read_image(files["image"])]
     conversation.ask("what?")
     conversation.save(tmp_path / "saved.json", Source())
-    loaded.media.append(read_sound(files["sound"]))
+    loaded.media.append(read_audio(files["audio file"]))
     loaded.load(tmp_path / "saved.json", Source())
 
     assert loaded.messages == [{"role": "user", "content": [SOUND, IMAGE, TEXT]}]
@@ -229,7 +229,7 @@ def test_sounds_of_other_clients_are_loaded(tmp_path: Path):
         '[{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "https://a.example/b"}}]}]'
     )
     conversation.load(path, Source())
-    assert [shown(message["content"]) for message in conversation.messages] == ["[sound]"]
+    assert [shown(message["content"]) for message in conversation.messages] == ["[audio file]"]
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_what_could_not_be_shown_is_not_loaded(tmp_path: Path, role: str, part: 
     ("parts", "words"),
     [
         ([], ""),
-        ([SOUND], "1 sound"),
+        ([SOUND], "1 audio file"),
         ([IMAGE] * 2, "2 images"),
-        ([SOUND, IMAGE, SOUND], "1 image and 2 sounds"),
+        ([SOUND, IMAGE, SOUND], "1 image and 2 audio files"),
     ],
 )
 def test_parts_are_counted_by_kind(parts: list[dict[str, Any]], words: str):

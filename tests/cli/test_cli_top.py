@@ -184,9 +184,9 @@ def test_an_engine_that_restarts_is_told_in_the_servers_words(capsys):
 @pytest.mark.parametrize(
     ("path", "answer", "words"),
     [
-        ("/v1/requests", (404, {}), "is no Headrace server"),
-        ("/v1/requests", (200, b"<html>hello</html>"), "is no Headrace server: /v1/requests"),
-        ("/server_info", (200, b"[]"), "is no Headrace server: /server_info"),
+        ("/v1/requests", (404, {}), "is not a Headrace server"),
+        ("/v1/requests", (200, b"<html>hello</html>"), "is not a Headrace server: /v1/requests"),
+        ("/server_info", (200, b"[]"), "is not a Headrace server: /server_info"),
     ],
 )
 def test_another_server_is_a_clear_error(capsys, path, answer, words):

@@ -88,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 # --- serving and generating
 
-_MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of a reply.", rich_help_panel="Sampling")]
+_MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Maximum number of tokens to generate.", rich_help_panel="Sampling")
+]
 _Temperature = Annotated[
     float | None,
     typer.Option(help="Sampling temperature, 0 = greedy; default: the model's own.", rich_help_panel="Sampling"),
@@ -116,38 +118,38 @@ def serve(model: Model = None, *, server_args: ServerArgs) -> None:
 @app.command(cls=ServerCommand)
 @ENGINE_OPTIONS
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     max_new_tokens: _MaxNewTokens = 128,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     seed: _Seed = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="Stop before this text; may be given several times.", rich_help_panel="Sampling"),
+        typer.Option(help="Stop string, not printed; may be repeated.", rich_help_panel="Sampling"),
     ] = None,
     json_schema: Annotated[
         str | None,
         typer.Option(
-            help="Make the output JSON that matches this schema: a file, or the schema itself.",
+            help="JSON schema that the output matches: a file, or the schema itself.",
             metavar="FILE|JSON",
             rich_help_panel="Sampling",
         ),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option(help="Make the whole output match this regular expression.", rich_help_panel="Sampling"),
+        typer.Option(help="Regular expression that the whole output matches.", rich_help_panel="Sampling"),
     ] = None,
     choice: Annotated[
         list[str] | None,
-        typer.Option(help="Make the output one of these texts; give it once for each.", rich_help_panel="Sampling"),
+        typer.Option(help="One of the texts that the output may be; repeat it for each.", rich_help_panel="Sampling"),
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="File of an image for an image token of the text; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Image file for an image token of the prompt; may be repeated.", metavar="FILE"),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(help="File of a sound for a sound token of the text; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Audio file for an audio token of the prompt; may be repeated.", metavar="FILE"),
     ] = None,
     as_json: Annotated[
         bool,
@@ -156,10 +158,10 @@ def generate(
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Continue a text once, without a server, and print it as it comes."""
+    """Complete one prompt, without a server, and print it as it is generated."""
     from headrace.api.engine import Engine
     from headrace.cli.chat_sources import new_texts
-    from headrace.cli.media import image_bytes, sound_bytes
+    from headrace.cli.media import audio_bytes, image_bytes
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     given |= _grammar(json_schema, regex, choice)
@@ -168,7 +170,7 @@ def generate(
     if image:
         asked["image_data"] = [image_bytes(path.expanduser()) for path in image]
     if audio:
-        asked["audio_data"] = [sound_bytes(path.expanduser()) for path in audio]
+        asked["audio_data"] = [audio_bytes(path.expanduser()) for path in audio]
     asked["prompt"] = sys.stdin.read() if prompt == "-" else prompt
     with Engine(**dataclasses.asdict(server_args)) as engine:
         if as_json:
@@ -185,18 +187,18 @@ def generate(
 def embed(
     texts: Annotated[
         list[str],
-        typer.Argument(help="Texts to make vectors of; a single - reads them from standard input, one a line."),
+        typer.Argument(help="Texts to embed; a single - reads them from standard input, one a line."),
     ],
     similarity: Annotated[
         bool,
         typer.Option(
-            "--similarity", help="Print how similar the texts are (cosines) instead of the vectors.", metavar=""
+            "--similarity", help="Print the cosine similarities of the texts instead of the embeddings.", metavar=""
         ),
     ] = False,
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Make the embedding of each text, without a server, and print it as a line of JSON. Without --model-path: minilm."""
+    """Embed each text, without a server, and print it as a line of JSON. Without --model-path: minilm."""
     from headrace.api.engine import Engine
     from headrace.cli.embed import print_similarities, print_vectors
 
@@ -237,11 +239,11 @@ def chat(
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="File of an image to send with the first message; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Image file to send with the first message; may be repeated.", metavar="FILE"),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(help="File of a sound to send with the first message; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Audio file to send with the first message; may be repeated.", metavar="FILE"),
     ] = None,
     max_new_tokens: _MaxNewTokens = None,
     temperature: _Temperature = None,
@@ -254,12 +256,12 @@ def chat(
     from headrace.cli.chat import run_chat
     from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
     from headrace.cli.given_json import read_tools
-    from headrace.cli.media import read_image, read_sound
+    from headrace.cli.media import read_audio, read_image
     from headrace.cli.typed_input import History, state_folder
 
     offered = read_tools(tools) if tools else []
     media = [read_image(path.expanduser()) for path in image or ()]
-    media += [read_sound(path.expanduser()) for path in audio or ()]
+    media += [read_audio(path.expanduser()) for path in audio or ()]
     history = History(state_folder() / "chat_history")
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
     console = Console(highlight=False)

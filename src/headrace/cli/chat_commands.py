@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from headrace.cli.chat_sources import ChatSource
 from headrace.cli.conversation import Conversation
-from headrace.cli.media import WORDS, MediaWord, number_of, read_image, read_sound, shown
+from headrace.cli.media import WORDS, MediaWord, number_of, read_audio, read_image, shown
 from headrace.cli.reply_writer import ReplyWriter
 from headrace.errors import ConfigError
 
@@ -20,7 +20,7 @@ HELP = '''[bold]/clear[/bold]           begin again (keeps the system message)
 [bold]/system TEXT[/bold]     set the system message and begin again; without TEXT: remove it
 [bold]/schema FILE[/bold]     make replies JSON that matches the schema in FILE, or given here; without FILE: any text again
 [bold]/image FILE[/bold]      send the image in FILE with the next message; without FILE: send none
-[bold]/audio FILE[/bold]      the same for the sound in FILE
+[bold]/audio FILE[/bold]      the same for the audio in FILE
 [bold]/set NAME VALUE[/bold]  sample replies with temperature, top_p, top_k, max_tokens, seed ...; without VALUE: the default again
 [bold]/show[/bold]            show the settings and the conversation
 [bold]/save FILE[/bold]       write the conversation to FILE, as JSON
@@ -46,7 +46,7 @@ class Commands:
             "/system": self._set_system,
             "/schema": self._set_schema,
             "/image": self._add_image,
-            "/audio": self._add_sound,
+            "/audio": self._add_audio,
             "/set": self._set,
             "/show": self._show,
             "/save": self._save,
@@ -98,8 +98,8 @@ class Commands:
     def _add_image(self, given: str) -> None:
         self._add("image", read_image(_path("/image", given)) if given else None)
 
-    def _add_sound(self, given: str) -> None:
-        self._add("sound", read_sound(_path("/audio", given)) if given else None)
+    def _add_audio(self, given: str) -> None:
+        self._add("audio file", read_audio(_path("/audio", given)) if given else None)
 
     def _add(self, word: MediaWord, part: dict[str, Any] | None) -> None:
         """Let a part wait for the next message; None: let none of this kind wait."""

@@ -299,7 +299,7 @@ def _chunks(response: Any) -> Iterator[dict[str, Any]]:
                     return
                 chunk = json.loads(event)
                 if not isinstance(chunk, dict):
-                    raise RequestError(f"the reply was not understood: {event[:80]!r} is no JSON object")
+                    raise RequestError(f"the reply was not understood: {event[:80]!r} is not a JSON object")
                 if chunk.get("error"):
                     raise RequestError(error_message(500, event))
                 yield chunk

@@ -1,4 +1,4 @@
-"""What a terminal chat remembers: its messages, its tools, and the schema, the images and the sounds of what comes next.
+"""What a terminal chat remembers: its messages, its tools, and the schema, the images and the audio of what comes next.
 
 Owns the file format of a saved conversation. Used in the main thread.
 """
@@ -43,7 +43,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def ask(self, text: str) -> None:
-        """Add a message of the user, with the images and sounds that wait for it."""
+        """Add a message of the user, with the images and audio that wait for it."""
         parts, self.media = self.media, []
         content = [*parts, {"type": "text", "text": text}] if parts else text
         self.messages.append({"role": "user", "content": content})
@@ -100,7 +100,7 @@ def _read(path: Path) -> Any:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes: it is no conversation")
+            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes: it is not a conversation")
         return json.loads(raw)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
@@ -125,7 +125,7 @@ def _messages(path: Path, given: object) -> list[Message]:
     for number, message in enumerate(given):
         content = message.get("content") or ""
         if not isinstance(content, str) and (message["role"] != "user" or not _is_shown(content)):
-            what = "a text; only a user's may be a list of texts, images and sounds"
+            what = "a text; only a user's may be a list of texts, images and audio"
             raise ConfigError(f"{path}: messages[{number}].content must be {what}")
     return given
 

@@ -104,7 +104,7 @@ class ServerReader:
             self._forget()  # the next server at this address may have other keys
             raise
         if self._statuses[LOADS] == self._statuses[REQUESTS] == 404:
-            raise ConfigError(f"the server at {self.url} is no Headrace server")
+            raise ConfigError(f"the server at {self.url} is not a Headrace server")
         return Snapshot(
             model=self._info.served_model_name,
             version=self._info.version,
@@ -129,7 +129,7 @@ class ServerReader:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
             reason = f"{path.partition('?')[0]}: {plain_reason(error)}"
-            raise ConfigError(f"the server at {self.url} is no Headrace server: {reason}") from error
+            raise ConfigError(f"the server at {self.url} is not a Headrace server: {reason}") from error
 
     def _get(self, path: str) -> bytes | None:
         """The body of a reply with status 200, else None. What was refused, or is not there, is not asked for again."""
