@@ -7,7 +7,7 @@ chat_commands.py (what begins with a slash), typed_input.py (lines that are type
 
 `top`: top.py (read it first), top_reader.py (what a server says), top_view.py (how it is shown).
 
-The others: command_group.py (commands of other tools), running_servers.py (`ps`), embed.py (vectors), given_json.py (JSON schemas
+The others: command_group.py (commands of other tools), running_servers.py (`ps`), given_json.py (JSON schemas
 and tools given to commands), doctor.py (what runs on this machine, and why not), quantize.py, pull.py (`pull` and `models`), __main__.py
 (`python -m headrace.cli`).
 """

@@ -200,7 +200,6 @@ def embed(
 ) -> None:
     """Embed each text, without a server, and print it as a line of JSON. Without --model-path: minilm."""
     from headrace.api.engine import Engine
-    from headrace.cli.embed import print_similarities, print_vectors
 
     if texts == ["-"]:
         texts = [line for line in sys.stdin.read().splitlines() if line]
@@ -210,10 +209,28 @@ def embed(
         server_args = dataclasses.replace(server_args, model_path=EMBEDDING_MODEL)
     with Engine(**dataclasses.asdict(server_args)) as engine:
         answers = engine.encode(texts, truncate_prompt_tokens=-1)
+    vectors = [answer["embedding"] for answer in answers]
     if similarity:
-        print_similarities(texts, answers, Console(highlight=False))
-    else:
-        print_vectors(answers)
+        _print_similarities(texts, vectors)
+        return
+    for vector in vectors:
+        print(json.dumps(vector))
+
+
+def _print_similarities(texts: Sequence[str], vectors: Sequence[Sequence[float]]) -> None:
+    """The cosine of each text with each, as a table; 0 if one of the vectors is 0."""
+    from rich.table import Table
+
+    table = Table("text", *(str(number) for number in range(1, len(texts) + 1)))
+    squares = [sum(x * x for x in vector) for vector in vectors]
+    for number, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
+        cosines = [
+            sum(x * y for x, y in zip(vector, other, strict=True)) / ((squares[number] * square) ** 0.5 or 1.0)
+            for other, square in zip(vectors, squares, strict=True)
+        ]
+        shown = text if len(text) <= 40 else text[:39] + "…"
+        table.add_row(f"{number + 1} {shown}", *(f"{cosine:.3f}" for cosine in cosines))
+    Console(highlight=False).print(table)
 
 
 @app.command("run", cls=ServerCommand, help="Same as chat.")
