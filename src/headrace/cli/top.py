@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -40,7 +41,9 @@ def run_top(reader: ServerReader, console: Console, interval_s: float, *, once: 
     if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(View(url=reader.url, snapshot=reader.read(), is_live=False), highlight=False)
         return
-    with contextlib.suppress(KeyboardInterrupt), _ended_by_signals():
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)  # an exception, so that the terminal is restored
+    with contextlib.suppress(KeyboardInterrupt):
         _show(reader, console, interval_s)
 
 
@@ -101,17 +104,5 @@ def _leaves(keys: int | None) -> bool:
     return not typed or not _LEAVE.isdisjoint(typed)
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program by an exception, so that the terminal is restored."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
