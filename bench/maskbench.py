@@ -28,6 +28,7 @@ from typing import Any
 import jsonschema_rs
 import llguidance
 import numpy as np
+from headrace.grammar.probe import probe
 
 from bench.program import parser_of, report_of, write_report
 from headrace.benchmark.figures import percentile
@@ -35,11 +36,10 @@ from headrace.benchmark.results import write_json
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
 from headrace.grammar import vocabulary as grammar_vocabulary
-from headrace.grammar.limits import parser_limits
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
-from headrace.grammar.probe import probe
 from headrace.grammar.schema_walk import subschemas
 from headrace.grammar.source import explain, library_text
+from headrace.grammar.vocabulary import parser_limits
 from headrace.messages.grammar import GrammarSpec
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 

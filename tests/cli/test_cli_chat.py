@@ -11,7 +11,7 @@ from rich.console import Console
 from headrace.cli.app import main
 from headrace.cli.chat import run_chat
 from headrace.cli.chat_sources import ChatSampling, Piece, Reading, ServerChat, ToolUse, new_texts
-from headrace.cli.tools import read_tools
+from headrace.cli.given_json import read_tools
 from headrace.errors import ConfigError, RequestError
 
 
@@ -439,7 +439,7 @@ def test_a_servers_refusal_is_told_in_its_words(server):
         ([frame({"error": {"message": "out of memory"}})], "out of memory"),
         ([frame({"choices": []})], "cut off"),
         ([b"data: {nonsense\n\n"], "cut off"),
-        ([frame(["a", "list"])], "no JSON object"),
+        ([frame(["a", "list"])], "not a JSON object"),
     ],
     ids=["error frame", "no end", "not JSON", "no object"],
 )

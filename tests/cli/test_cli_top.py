@@ -15,9 +15,8 @@ from headrace.cli.app import main
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 
-LOAD = {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 4, "num_used_tokens": 1, "max_total_tokens": 4}
+LOAD = {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 4, "num_used_tokens": 1, "token_usage": 0.25}
 REQUEST = {"rid": "the-request", "state": "running", "prompt_tokens": 12, "completion_tokens": 3, "age_s": 2.5}
-STATE = {"num_steps": 1234, "num_finished": 5, "pool": {}, "frontend": {"num_restarts": 1}}
 OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
@@ -27,7 +26,6 @@ def answers(**changes):
         "/metrics": (200, render(Metrics("the-model"))),
         "/v1/loads": (200, {"loads": [LOAD]}),
         "/v1/requests": (200, {"object": "list", "data": [REQUEST]}),
-        "/internal_state": (200, STATE),
         "/server_info": (200, {"served_model_name": "the-model", "version": "9.9.9"}),
     }
     return found | {
@@ -145,37 +143,39 @@ def test_output_that_is_no_terminal_gets_one_view(capsys):
         assert "\x1b" not in shown
         assert "the-model" in shown.splitlines()[0]
         assert "the-request" in shown
-        assert "steps 1234" in shown
-        assert server.asked.count("/metrics") == 2
+        assert "3 running, 4 waiting" in shown
+        assert server.asked == ["/v1/loads", "/v1/requests", "/server_info"]
 
 
-def test_the_key_is_sent_and_what_it_does_not_open_is_left_out_and_not_asked_for_again(capsys, monkeypatch):
-    with serving(internal_state=401) as server:
+def test_the_key_is_sent_and_what_it_does_not_open_is_left_out(capsys, monkeypatch):
+    with serving(**{"v1/requests": 401}) as server:
         shown = once(capsys, server, "--api-key", "secret")
         assert server.keys == {"Bearer secret"}
-        assert server.asked.count("/internal_state") == 1
-    assert "need the admin key" in shown
-    assert "steps" not in shown
-    assert "the-request" in shown
+    assert "need an API key" in shown
+    assert "3 running, 4 waiting" in shown
 
     monkeypatch.setenv("HEADRACE_API_KEY", "from-there")
-    with serving(**{"internal_state": 401, "v1/loads": 401, "v1/requests": 401}) as server:
+    with serving(**{"server_info": 401, "v1/loads": 401, "v1/requests": 401}) as server:
         shown = once(capsys, server)
         assert server.keys == {"Bearer from-there"}
+    assert shown.startswith("the-model · http"), "which the metrics say without a key"
     assert "need an API key" in shown
     assert "the-request" not in shown
 
 
-def test_a_server_without_metrics_shows_its_loads(capsys):
-    with serving(metrics=404) as server:
-        shown = once(capsys, server)
-    assert "--disable-metrics" in shown
-    assert "3 running, 4 waiting" in shown
-    assert shown.startswith("the-model · Headrace 9.9.9")
+def test_what_is_not_open_is_not_asked_for_again(top):
+    with serving(**{"v1/requests": 401}) as server:
+        someone = top(server.url)
+        someone.until("3 running")
+        server.answers["/v1/loads"] = (200, {"loads": [LOAD | {"num_running_reqs": 99}]})
+        someone.until("99 running")
+        someone.types("q")
+        assert someone.ends() == 0
+        assert server.asked.count("/v1/requests") == server.asked.count("/server_info") == 1
 
 
 def test_an_engine_that_restarts_is_told_in_the_servers_words(capsys):
-    with serving(**{"v1/loads": 503, "internal_state": 503}) as server:
+    with serving(**{"v1/loads": 503}) as server:
         shown = once(capsys, server)
     assert "status 503" in shown
     assert "the-request" in shown
@@ -184,9 +184,9 @@ def test_an_engine_that_restarts_is_told_in_the_servers_words(capsys):
 @pytest.mark.parametrize(
     ("path", "answer", "words"),
     [
-        ("/metrics", (404, {}), "is no Headrace server"),
-        ("/metrics", (200, b"<html>hello</html>"), "is no Headrace server: /metrics has no metrics"),
-        ("/internal_state", (200, b"[]"), "is no Headrace server: /internal_state"),
+        ("/v1/requests", (404, {}), "is not a Headrace server"),
+        ("/v1/requests", (200, b"<html>hello</html>"), "is not a Headrace server: /v1/requests"),
+        ("/server_info", (200, b"[]"), "is not a Headrace server: /server_info"),
     ],
 )
 def test_another_server_is_a_clear_error(capsys, path, answer, words):

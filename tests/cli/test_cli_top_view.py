@@ -5,38 +5,24 @@ import io
 import pytest
 from rich.console import Console
 
-from headrace.cli.top_figures import Figures, Load
-from headrace.cli.top_reader import FrontendState, Request, Snapshot, State
+from headrace.cli.top_reader import Load, Request, Snapshot
 from headrace.cli.top_view import MAX_LISTED, View, printable, sparkline
 
-FIGURES = Figures(
-    output_rate=331.4,
-    prompt_rate=12_345.0,
-    num_running=8,
-    num_waiting=24,
-    kv_share=0.4321,
-    hit_rate=0.5,
-    ttft_s=(0.1204, 1.5),
-    itl_s=(0.0241, 0.031),
-)
-LOADS = [Load(0, 8, 20, 4, 250, 1000, 0.5, 200.0), Load(1, 0, 0, 0, 900, 1000, 0.25, 131.4)]
+LOADS = [Load(0, 8, 20, 4, 0.25, 0.5, 200.0), Load(1, 0, 0, 0, 0.9, 0.25, 131.4)]
 REQUESTS = [
     Request("chatcmpl-one", "waiting", age_s=0.004, prompt_tokens=12),
-    Request("chatcmpl-two", "running", "team-a", "poet", 1, 2048, 1024, 17, 3.25),
-    Request("chatcmpl-three", "finished", finish_reason="abort", completion_tokens=3, age_s=125.0),
+    Request("chatcmpl-two", "running", "team-a", "poet", 1, 2048, 17, 3.25, ttft_s=0.1204),
+    Request("chatcmpl-three", "finished", finish_reason="abort", completion_tokens=3, age_s=125.0, ttft_s=1.5, e2e_s=2),
 ]
-STATE = State(1234, 5, 6, 78, "", FrontendState(2, 1))
 
 
 def snapshot(**more):
-    given = {"loads": LOADS[:1], "requests": REQUESTS, "state": STATE, "metrics": {}}
-    given |= {"model": "tiny", "version": "0.1.0", "started_unix_s": 1000.0}
-    return Snapshot(at_s=0.0, **(given | more))
+    given = {"loads": LOADS[:1], "requests": REQUESTS, "model": "tiny", "version": "0.1.0"}
+    return Snapshot(**(given | more))
 
 
 def lines(shown, width=100, height=None, **more):
-    more = {"figures": FIGURES, "rates": [0.0, 10.0, 20.0], "now_unix_s": 1000.0 + 3 * 3600 + 12 * 60} | more
-    view = View(url="http://127.0.0.1:30000", snapshot=shown, **more)
+    view = View(url="http://127.0.0.1:30000", snapshot=shown, rates=[0.0, 10.0, 20.0], **more)
     console = Console(file=io.StringIO(), width=width)
     options = console.options if height is None else console.options.update(height=height)
     rendered = console.render_lines(view, options, pad=False)
@@ -51,15 +37,13 @@ def row(shown, name):
 def test_everything_is_there():
     shown = lines(snapshot())
 
-    assert shown[0].split("  ")[0] == "tiny · Headrace 0.1.0 · up 3 h 12 min · http://127.0.0.1:30000"
-    assert shown[0].endswith("q quits")
+    assert shown[0] == "tiny · Headrace 0.1.0 · http://127.0.0.1:30000 · q quits"
     assert row(shown, "requests") == "8 running, 24 waiting"
-    assert row(shown, "tokens/s") == "331 out, 12.3k in"
-    assert row(shown, "KV cache").split()[1:3] == ["43.2", "%"]
-    assert row(shown, "prefix hits").endswith("50 %  (last 15 s)")
-    assert row(shown, "first token").endswith("median 120 ms, p95 1.5 s  (last 15 s)")
-    assert row(shown, "between tokens").endswith("median 24.1 ms, p95 31 ms  (last 15 s)")
-    assert row(shown, "scheduler") == "finished 78, aborted 6, retracted 5, steps 1234, sessions 2, restarts 1"
+    assert row(shown, "tokens/s") == "200 out"
+    assert row(shown, "KV cache").split()[1:3] == ["25", "%"]
+    assert row(shown, "prefix hits").endswith("50 %  (since start)")
+    assert row(shown, "first token").endswith("median 120 ms, p95 1.5 s  (last 2)")
+    assert row(shown, "between tokens").endswith("median 250 ms, p95 250 ms  (last 1)")
     assert [line.split() for line in shown[-3:]] == [
         ["chatcmpl-one", "waiting", "4", "ms", "12", "0"],
         ["chatcmpl-two", "running", "3.25", "s", "2048", "17", "poet", "team-a"],
@@ -81,7 +65,7 @@ def test_replicas_have_a_line_each_when_there_are_several():
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
-    many = [Request(f"chatcmpl-{'x' * 40}", "finished", "team-a", "poet", 1, 131_072, 1, 98_765, 86_399.0, "length")]
+    many = [Request(f"chatcmpl-{'x' * 40}", "finished", "team-a", "poet", 1, 131_072, 98_765, 86_399.0)]
     shown = lines(snapshot(loads=LOADS, requests=many if width >= 60 else REQUESTS[:1]), width)
     assert max(map(len, shown)) <= width
     text = "\n".join(shown)
@@ -102,28 +86,14 @@ def test_only_as_many_requests_are_listed_as_there_is_room_for():
 
 
 def test_what_the_key_does_not_open_is_left_out_in_one_line():
-    user = lines(snapshot(state=None))
-    assert "The scheduler's counters and the requests of other keys need the admin key." in user
-    assert not any(line.startswith("scheduler") for line in user)
-    nobody = lines(snapshot(state=None, loads=None, requests=None))
-    assert nobody[-1].startswith(
-        "Requests and replicas need an API key (--api-key), the scheduler's counters the admin key"
-    )
+    nobody = lines(snapshot(loads=None, requests=None))
+    assert nobody[-1] == "Load and requests need an API key (--api-key)."
     assert "chatcmpl" not in "\n".join(nobody)
     assert not any("need" in line for line in lines(snapshot()))
 
 
-def test_a_server_without_metrics_says_so_and_shows_the_rest():
-    shown = lines(snapshot(metrics=None, has_metrics=False), figures=Figures(output_rate=5.0, hit_rate=0.25))
-    assert any("--disable-metrics" in line for line in shown)
-    assert not any(line.startswith(("first token", "between tokens")) for line in shown)
-    assert row(shown, "tokens/s") == "5 out, – in"
-    assert row(shown, "prefix hits").endswith("25 %  (since start)")
-
-
-def test_pauses_and_problems_are_told():
-    shown = "\n".join(lines(snapshot(state=State(paused="abort"), loads=None, problem="the engine restarts")))
-    assert "paused (abort)" in shown
+def test_problems_are_told():
+    shown = "\n".join(lines(snapshot(loads=None, problem="the engine restarts")))
     assert "the engine restarts" in shown
     assert "need" not in shown
 
@@ -132,11 +102,6 @@ def test_without_a_server_it_waits_and_says_why():
     shown = lines(None, problem="no server answers at http://127.0.0.1:30000: Connection refused")
     assert "waiting for http://127.0.0.1:30000" in shown
     assert shown[-1].endswith("Connection refused")
-
-
-def test_one_view_gives_latencies_of_all_time():
-    shown = lines(snapshot(), is_live=False)
-    assert row(shown, "first token").endswith("(since start)")
 
 
 def test_nothing_that_a_client_chose_commands_the_terminal():
@@ -153,9 +118,7 @@ def test_a_terminal_without_unicode_gets_plain_characters():
         encoding = "ascii"
 
     out = Plain()
-    Console(file=out, width=80).print(
-        View(url="http://a", snapshot=snapshot(), figures=Figures(kv_share=0.5), rates=[1.0, 2.0], is_live=False)
-    )
+    Console(file=out, width=80).print(View(url="http://a", snapshot=snapshot(), rates=[1.0, 2.0], is_live=False))
     assert out.getvalue().isascii()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
-from headrace.grammar.limits import parser_limits
 from headrace.grammar.source import explain, library_text
+from headrace.grammar.vocabulary import parser_limits
 from headrace.messages.grammar import GrammarKind, GrammarSpec
 from headrace.text.tokenizers import load_tokenizer
 

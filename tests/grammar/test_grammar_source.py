@@ -7,8 +7,8 @@ import pytest
 from grammar_harness import LIBRARY, LIMITS, TOKENIZER, matcher, refusal, special, takes
 
 from headrace.errors import RequestError
-from headrace.grammar.limits import parser_limits
 from headrace.grammar.source import explain, library_text
+from headrace.grammar.vocabulary import parser_limits
 from headrace.messages.grammar import GrammarSpec
 
 

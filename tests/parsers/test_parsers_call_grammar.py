@@ -12,8 +12,8 @@ from renderers import MARKS, dumps, python_calls
 from renderers import RENDERERS as OWN_RENDERERS
 
 from headrace.errors import RequestError
-from headrace.grammar.limits import parser_limits
 from headrace.grammar.source import library_text
+from headrace.grammar.vocabulary import parser_limits
 from headrace.messages.grammar import GrammarSpec
 from headrace.parsers.call_grammar import Named, call_grammar
 

@@ -483,19 +483,6 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client):
             {"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "peg"}}]},
             "tools[0].format.syntax",
         ),
-        (
-            {
-                "tools": [
-                    WEATHER,
-                    {
-                        "type": "custom",
-                        "name": "c",
-                        "format": {"type": "grammar", "syntax": "lark", "definition": "start: <think>"},
-                    },
-                ]
-            },
-            "tools[1]",
-        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [5]}}, "tool_choice"),

@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -86,18 +86,6 @@ class HubFile:
     digest: str
 
 
-class _Response(Protocol):
-    """Of httpx or httpx2, whichever the library has."""
-
-    @property
-    def status_code(self) -> int: ...
-    @property
-    def is_success(self) -> bool: ...
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-    def iter_raw(self, chunk_size: int | None = None) -> Iterator[bytes]: ...
-
-
 class Hub:
     """One Hub ($HF_ENDPOINT, else huggingface.co), with the user's token ($HF_TOKEN, or of `hf auth login`)."""
 
@@ -114,7 +102,7 @@ class Hub:
         # httpx is what version 1 of the library has, httpx2 what version 2 has.
         self.error: type[Exception] = sys.modules[type(get_session()).__module__.partition(".")[0]].HTTPError
 
-    def get(self, url: str, have: int = 0) -> contextlib.AbstractContextManager[_Response]:
+    def get(self, url: str, have: int = 0) -> contextlib.AbstractContextManager[Any]:
         """A GET whose body the caller reads. have: bytes that it need not send. Entering it raises `error`."""
         ranges = {"Range": f"bytes={have}-"} if have else {}
         headers = {**self._headers, "Accept-Encoding": "identity", **ranges}
@@ -145,7 +133,7 @@ class Hub:
             raise ModelError(f"{self.endpoint} gave no commit of {name.repo}")
         return info.sha, [file for file in map(_file, info.siblings) if file is not None]
 
-    def _whole(self, response: _Response) -> bytes:
+    def _whole(self, response: Any) -> bytes:
         body = bytearray()
         for piece in response.iter_raw():
             body += piece
@@ -153,7 +141,7 @@ class Hub:
                 raise ModelError(f"{self.endpoint} did not answer as the Hub does: more than {MAX_LIST_BYTES} bytes")
         return bytes(body)
 
-    def refusal(self, response: _Response, name: HubName) -> ModelError:
+    def refusal(self, response: Any, name: HubName) -> ModelError:
         """What an answer of the Hub other than success means."""
         code, status = response.headers.get("X-Error-Code", ""), response.status_code
         if code == "GatedRepo":
@@ -315,14 +303,15 @@ class _Pull:
         have = out.tell()
         url = hf_hub_url(self._name.repo, file.name, revision=self._commit, endpoint=self._hub.endpoint)
         with self._hub.get(url, have) as response:
-            if response.status_code in _RETRIED:
-                return response.status_code
-            if response.status_code == 416 or (response.status_code == 206 and _range_start(response) != have):
+            status: int = response.status_code
+            if status in _RETRIED:
+                return status
+            if status == 416 or (status == 206 and _range_start(response) != have):
                 self._restart(out)
-                return response.status_code
+                return status
             if not response.is_success:
                 raise self._hub.refusal(response, self._name)
-            if response.status_code == 200 and have:
+            if status == 200 and have:
                 self._restart(out)  # the server sends all of it again
             for chunk in response.iter_raw(_PIECE_BYTES):
                 if out.tell() + len(chunk) > file.num_bytes:
@@ -331,7 +320,7 @@ class _Pull:
                     raise ModelError(f"{file.name} of {self._name.repo} has {size} bytes or more, not {file.num_bytes}")
                 out.write(chunk)
                 self._progress.advance(len(chunk))
-            return response.status_code
+            return status
 
     def _restart(self, out: BinaryIO) -> None:
         self._progress.advance(-out.tell())
@@ -377,7 +366,7 @@ def _git_sha1(num_bytes: int) -> "_hashlib.HASH":
     return hashlib.sha1(f"blob {num_bytes}\0".encode(), usedforsecurity=False)
 
 
-def _range_start(response: _Response) -> int:
+def _range_start(response: Any) -> int:
     """The first byte that a partial answer has; -1 if it does not say."""
     words = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")
     return int(words[0]) if words[0].isdecimal() else -1

@@ -5,9 +5,9 @@ Read first: app.py (the commands and their options), bench.py (those of `bench`)
 The terminal chat: chat.py (read it first), chat_sources.py (where its replies come from), conversation.py, media.py (files that are sent),
 chat_commands.py (what begins with a slash), typed_input.py (lines that are typed, and their history), reply_writer.py (how a reply is shown).
 
-`top`: top.py (read it first), top_reader.py (what a server says), top_figures.py (rates and percentiles of it), top_view.py (how it is shown).
+`top`: top.py (read it first), top_reader.py (what a server says), top_view.py (how it is shown).
 
-The others: command_group.py (commands of other tools), running_servers.py (`ps`), embed.py (vectors), schema.py and tools.py (JSON schemas
+The others: command_group.py (commands of other tools), running_servers.py (`ps`), given_json.py (JSON schemas
 and tools given to commands), doctor.py (what runs on this machine, and why not), quantize.py, pull.py (`pull` and `models`), __main__.py
 (`python -m headrace.cli`).
 """

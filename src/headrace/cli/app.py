@@ -89,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 # --- serving and generating
 
-_MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of a reply.", rich_help_panel="Sampling")]
+_MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Maximum number of tokens to generate.", rich_help_panel="Sampling")
+]
 _Temperature = Annotated[
     float | None,
     typer.Option(help="Sampling temperature, 0 = greedy; default: the model's own.", rich_help_panel="Sampling"),
@@ -117,30 +119,30 @@ def serve(model: Model = None, *, server_args: ServerArgs) -> None:
 @app.command(cls=ServerCommand)
 @ENGINE_OPTIONS
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     max_new_tokens: _MaxNewTokens = 128,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     seed: _Seed = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="Stop before this text; may be given several times.", rich_help_panel="Sampling"),
+        typer.Option(help="Stop string, not printed; may be repeated.", rich_help_panel="Sampling"),
     ] = None,
     json_schema: Annotated[
         str | None,
         typer.Option(
-            help="Make the output JSON that matches this schema: a file, or the schema itself.",
+            help="JSON schema that the output matches: a file, or the schema itself.",
             metavar="FILE|JSON",
             rich_help_panel="Sampling",
         ),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option(help="Make the whole output match this regular expression.", rich_help_panel="Sampling"),
+        typer.Option(help="Regular expression that the whole output matches.", rich_help_panel="Sampling"),
     ] = None,
     choice: Annotated[
         list[str] | None,
-        typer.Option(help="Make the output one of these texts; give it once for each.", rich_help_panel="Sampling"),
+        typer.Option(help="One of the texts that the output may be; repeat it for each.", rich_help_panel="Sampling"),
     ] = None,
     image: Annotated[
         list[Path] | None,
@@ -157,7 +159,7 @@ def generate(
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Continue a text once, without a server, and print it as it comes."""
+    """Complete one prompt, without a server, and print it as it is generated."""
     from headrace.api.engine import Engine
     from headrace.cli.chat_sources import new_texts
     from headrace.cli.media import file_bytes
@@ -190,15 +192,14 @@ def embed(
     similarity: Annotated[
         bool,
         typer.Option(
-            "--similarity", help="Print how similar the texts are (cosines) instead of the vectors.", metavar=""
+            "--similarity", help="Print the cosine similarities of the texts instead of the embeddings.", metavar=""
         ),
     ] = False,
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Make the embedding of each text, without a server, and print it as a line of JSON. Without --model-path: minilm."""
+    """Embed each text, without a server, and print it as a line of JSON. Without --model-path: minilm."""
     from headrace.api.engine import Engine
-    from headrace.cli.embed import print_similarities, print_vectors
 
     if texts == ["-"]:
         texts = [line for line in sys.stdin.read().splitlines() if line]
@@ -208,10 +209,28 @@ def embed(
         server_args = dataclasses.replace(server_args, model_path=EMBEDDING_MODEL)
     with Engine(**dataclasses.asdict(server_args)) as engine:
         answers = engine.encode(texts, truncate_prompt_tokens=-1)
+    vectors = [answer["embedding"] for answer in answers]
     if similarity:
-        print_similarities(texts, answers, Console(highlight=False))
-    else:
-        print_vectors(answers)
+        _print_similarities(texts, vectors)
+        return
+    for vector in vectors:
+        print(json.dumps(vector))
+
+
+def _print_similarities(texts: Sequence[str], vectors: Sequence[Sequence[float]]) -> None:
+    """The cosine of each text with each, as a table; 0 if one of the vectors is 0."""
+    from rich.table import Table
+
+    table = Table("text", *(str(number) for number in range(1, len(texts) + 1)))
+    squares = [sum(x * x for x in vector) for vector in vectors]
+    for number, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
+        cosines = [
+            sum(x * y for x, y in zip(vector, other, strict=True)) / ((squares[number] * square) ** 0.5 or 1.0)
+            for other, square in zip(vectors, squares, strict=True)
+        ]
+        shown = text if len(text) <= 40 else text[:39] + "…"
+        table.add_row(f"{number + 1} {shown}", *(f"{cosine:.3f}" for cosine in cosines))
+    Console(highlight=False).print(table)
 
 
 @app.command("run", cls=ServerCommand, help="Same as chat.")
@@ -253,8 +272,8 @@ def chat(
     """Chat in the terminal. /help lists the commands; Ctrl-C stops a reply. When input is a pipe, every line is one message."""
     from headrace.cli.chat import run_chat
     from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
+    from headrace.cli.given_json import read_tools
     from headrace.cli.media import read_part
-    from headrace.cli.tools import read_tools
     from headrace.cli.typed_input import History, state_folder
 
     offered = read_tools(tools) if tools else []
@@ -433,7 +452,7 @@ def completion(
 
 def _grammar(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any]:
     """The sampling parameters that say what the output must match. Raises ConfigError for more than one."""
-    from headrace.cli.schema import read_schema
+    from headrace.cli.given_json import read_schema
 
     given = {"json_schema": json_schema and read_schema(json_schema), "regex": regex, "choice": choice}
     asked = {name: value for name, value in given.items() if value}

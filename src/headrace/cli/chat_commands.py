@@ -91,7 +91,7 @@ class Commands:
 
     def _set_schema(self, given: str) -> None:
         """Let replies match a schema from now on; empty = any text. One that cannot be used changes nothing."""
-        from headrace.cli.schema import read_schema
+        from headrace.cli.given_json import read_schema
 
         self._conversation.json_schema = read_schema(given) if given else None
         self._note("replies match this schema" if given else "replies are any text")

@@ -234,7 +234,7 @@ class ServerChat:
         try:
             return urllib.request.urlopen(request, timeout=None if payload else _CONNECT_TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            raise RequestError(_error_message(error.code, error.read())) from error
+            raise RequestError(error_message(error.code, error.read())) from error
         except (urllib.error.URLError, OSError) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise ConfigError(f"no server answers at {self._url}: {reason}") from error
@@ -299,16 +299,16 @@ def _chunks(response: Any) -> Iterator[dict[str, Any]]:
                     return
                 chunk = json.loads(event)
                 if not isinstance(chunk, dict):
-                    raise RequestError(f"the reply was not understood: {event[:80]!r} is no JSON object")
+                    raise RequestError(f"the reply was not understood: {event[:80]!r} is not a JSON object")
                 if chunk.get("error"):
-                    raise RequestError(_error_message(500, event))
+                    raise RequestError(error_message(500, event))
                 yield chunk
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise RequestError(f"the reply was cut off: {error}") from error
     raise RequestError("the reply was cut off: the server closed the stream early")
 
 
-def _error_message(status: int, body: bytes) -> str:
+def error_message(status: int, body: bytes) -> str:
     """The message of an OpenAI-shaped error, or the status."""
     try:
         return str(json.loads(body)["error"]["message"])

@@ -100,7 +100,7 @@ def _read(path: Path) -> Any:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes: it is no conversation")
+            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes: it is not a conversation")
         return json.loads(raw)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

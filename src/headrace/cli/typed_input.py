@@ -210,18 +210,22 @@ def interrupts_heard() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keys_unseen() -> Iterator[None]:
-    """What is typed meanwhile is not shown; it is read afterwards. Ctrl-C works as always."""
+def keys_unseen(has_signals: bool = True) -> Iterator[int | None]:
+    """What is typed meanwhile is not shown, and can be read key by key: the file, None if standard input is no terminal.
+
+    has_signals: Ctrl-C works as always, and what has not been read is read afterwards. Else it is a key as the others, also where a parent
+    has left its signal ignored; Ctrl-Z does nothing, and what has not been read is dropped.
+    """
     try:
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
     except (OSError, ValueError, termios.error):
-        yield  # no terminal
+        yield None
         return
     quiet = termios.tcgetattr(descriptor)
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    quiet[3] &= ~(termios.ECHO | termios.ICANON | (0 if has_signals else termios.ISIG))
     termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
     try:
-        yield
+        yield descriptor
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN if has_signals else termios.TCSAFLUSH, before)

@@ -1,17 +1,20 @@
 """A child that tries grammars: `python -m headrace.grammar.compile_child`. A grammar that costs too much costs it its life, not the server's.
 
-Owns what the child is asked and answers; `compile_pool` is the other side. Stdin is a socket. The child is sent a `Setup`, answers `Ready`, and
-from then on prints nothing and answers each `GrammarSpec` with a `Verdict`. It ends when the socket closes or its parent ends.
+Owns what the child is asked and answers, and on which short outputs it tries a grammar, since some are too complex only there; `compile_pool` is
+the other side. Stdin is a socket. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each `GrammarSpec`
+with a `Verdict`. It ends when the socket closes or its parent ends.
 """
 
+import random
+
 import msgspec
+import numpy as np
 
 from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
 from headrace.child_pool.frames import Frames
 from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
-from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
-from headrace.grammar.probe import probe
+from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
 from headrace.grammar.refusals import TOO_COMPLEX
 from headrace.grammar.source import explain, library_text
 from headrace.grammar.vocabulary import Vocabulary
@@ -19,6 +22,14 @@ from headrace.messages.grammar import GrammarSpec
 
 STACK_BYTES = 8 * MIB
 """Of the thread that compiles. The server gives its own threads twice as much: what recurses too deeply ends a child."""
+
+_MAX_CERTAIN_TOKENS = 64
+"""How far a grammar is followed while only one token may come next."""
+
+_MAX_OPTIONS = 4
+_NUM_WALKS = 2
+_WALK_TOKENS = 24
+"""What is tried after that: so many of the next tokens, and so many outputs of so many tokens that are drawn at random."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -109,6 +120,49 @@ def serve(frames: Frames) -> None:
 def main() -> None:
     """Entry of the child."""
     run(serve, STACK_BYTES, "grammars")
+
+
+def probe(tokens: MatcherTokens, template: Template) -> None:
+    """Follow what is certain to the first choice, and from there a few tokens and a few short outputs: some grammars are too complex only there.
+
+    Raises LibraryError if a mask on the way cannot be computed.
+    """
+    certain: list[int] = []
+    matcher = template.start()
+    words = tokens.empty_mask()
+    for _ in range(_MAX_CERTAIN_TOKENS):
+        matcher.fill(words)
+        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        if len(ids) > 1 or matcher.is_complete:
+            break
+        certain += ids
+        matcher.accept(ids[0])
+    else:
+        return
+    for token_id in ids[:_MAX_OPTIONS]:
+        if token_id not in tokens.eos_ids:
+            option = template.start()
+            for known in (*certain, token_id):
+                option.accept(known)
+            option.fill(words)
+    for seed in range(_NUM_WALKS):
+        walk = template.start()
+        for known in certain:
+            walk.accept(known)
+        _walk(tokens, walk, random.Random(seed))
+
+
+def _walk(tokens: MatcherTokens, matcher: Matcher, rng: random.Random) -> None:
+    """Write what a grammar allows, at random, for some tokens or to the first end."""
+    words = tokens.empty_mask()
+    for _ in range(_WALK_TOKENS):
+        matcher.fill(words)
+        index = rng.choice(np.flatnonzero(words).tolist())
+        bits = int(words[index])
+        token_id = 32 * index + rng.choice([bit for bit in range(32) if bits >> bit & 1])
+        if token_id in tokens.eos_ids:
+            return
+        matcher.accept(token_id)
 
 
 if __name__ == "__main__":

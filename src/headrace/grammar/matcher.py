@@ -13,8 +13,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from headrace.errors import ExecutionError
-from headrace.grammar.limits import parser_limits
-from headrace.grammar.vocabulary import Encode, Vocabulary, library_tokenizer
+from headrace.grammar.vocabulary import Encode, Vocabulary, library_tokenizer, parser_limits
 from headrace.messages.grammar import MaskWords
 
 SLOW_S = 0.0005

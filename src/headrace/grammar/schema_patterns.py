@@ -9,8 +9,8 @@ from functools import cache
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from headrace.grammar.limits import parser_limits
 from headrace.grammar.schema_walk import Json
+from headrace.grammar.vocabulary import parser_limits
 
 ESCAPES = 'nrbtf\\"'
 """What may follow a backslash in a string. Without `u`, a property has only one name: the library compares names as they are written, so the further

@@ -1,6 +1,7 @@
 """The tokens of a model as bytes, and the library's tokenizer made of them.
 
-Owns `Vocabulary`, which is sent to the processes that try grammars, and `library_tokenizer`. Does not know the tokenizer of the text room:
+Owns `Vocabulary`, which is sent to the processes that try grammars, `library_tokenizer`, and the limits of the
+library's work. Does not know the tokenizer of the text room:
 it takes a `TokenSource`. Runs in the scheduler's process and in its compile children.
 
 A grammar describes the bytes of the output as the client sees them: the concatenation of its tokens' bytes. This holds for the first token
@@ -14,7 +15,7 @@ from typing import Protocol, Self
 
 import msgspec
 import numpy as np
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from headrace.errors import ConfigError
 from headrace.messages.grammar import MaskWords
@@ -24,6 +25,9 @@ Encode = Callable[[str], Sequence[int]]
 
 MARK = 0xFF
 """Begins the bytes by which the library knows special tokens. No UTF-8 text contains it."""
+
+_MEASURED_SIZE = 50_000
+"""The vocabulary size that the limits of one mask are measured for. The work of a mask grows with the vocabulary's trie."""
 
 
 class TokenSource(Protocol):
@@ -157,3 +161,21 @@ class _Wrapper(TokenizerWrapper):
     @functools.cached_property
     def _by_bytes(self) -> dict[bytes, int]:
         return {token: index for index, token in reversed(list(enumerate(self._texts))) if token}
+
+
+def parser_limits(vocab_size: int) -> LLParserLimits:
+    """How much work the library may spend on one grammar, wherever a matcher is built, so that what a child passes passes in the worker.
+
+    step_lexer_fuel: at most some 30 ms a mask at the library's 14,000 a millisecond, some 200 ms for the worst regular expressions seen. It is
+    renewed by every mask and by nothing else: whoever consumes many tokens without computing masks, as after a retraction, runs out of it.
+    step_max_items: at most some 5 ms a mask (20,000 a millisecond) for each 50,000 tokens of the vocabulary; an ordinary schema needs more than
+    the library's own 50,000 where V = 262,144. max_lexer_states: 1 to 2 kB each, so at most some 100 MB.
+    Errors do not hold the grammar and the output: they go to clients and to the log.
+    """
+    scale = -(-vocab_size // _MEASURED_SIZE)
+    return LLParserLimits(
+        step_lexer_fuel=400_000,
+        step_max_items=100_000 * scale,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.grammar.schema_options import with_one_of_as_any_of
+from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.media_kinds import ImageRef, MediaKind
 from headrace.messages.neutral import is_empty
 from headrace.sampling.params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.grammar.schema_options import with_one_of_as_any_of
+from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.messages.grammar import GrammarKind
 from headrace.messages.neutral import is_empty
 from headrace.parsers.base import OutputParser

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
-from headrace.grammar.schema_options import with_one_of_as_any_of
+from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call

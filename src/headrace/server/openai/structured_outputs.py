@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.grammar.schema_options import with_one_of_as_any_of, with_options
+from headrace.grammar.schema_walk import with_one_of_as_any_of, with_options
 from headrace.messages.grammar import GrammarKind
 from headrace.messages.neutral import is_empty
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, GrammarFields, Schema, check_only_one, json_value
