@@ -13,7 +13,7 @@ import torch
 from headrace.attention.base import AttentionLayerSpec, OwnRows, PagedKv, ReadTokens, RotatingBackend, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.rope_config import RopeConfig
-from headrace.distributed.heads import head_share
+from headrace.distributed.base import head_share
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding, vocabulary_part
