@@ -24,7 +24,7 @@ import transformers
 
 from bench.program import parser_of
 from headrace.api.engine import Engine
-from headrace.checkpoint.families import NATIVE, check_family
+from headrace.checkpoint.families import check_family, native_types
 from headrace.errors import HeadraceError
 
 POSITIONS = 160
@@ -187,7 +187,7 @@ def attempt(model_type: str, folder: Path) -> Result:
         return Result(model_type, "not tried", f"{type(error).__name__}: {error}")
     try:
         ways: list[dict[str, Any]] = [{"chunked_prefill_size": 1}, {}]
-        if model_type in NATIVE:
+        if model_type in native_types():
             ways.append({"model_impl": "transformers"})
         for options in ways:
             difference = difference_of(folder, tokens, want, **options)

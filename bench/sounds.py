@@ -19,8 +19,8 @@ from bench.encoders import in_turns
 from bench.program import parser_of, write_report
 from headrace import kernels
 from headrace.checkpoint.audio_config import read_audio
+from headrace.families.qwen2_audio.audio import Qwen2AudioEncoder
 from headrace.layers.weight import Placement
-from headrace.models.audio.qwen2_audio import Qwen2AudioEncoder
 from headrace.models.media import MediaInput, encode
 
 Encode = Callable[[torch.Tensor], torch.Tensor]

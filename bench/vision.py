@@ -30,7 +30,7 @@ from headrace import kernels
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.layers.weight import Placement
 from headrace.models.media import MediaInput
-from headrace.models.vision.llava import ClipEyes
+from headrace.models.towers.clip import ClipEyes
 
 Encode = Callable[[torch.Tensor], torch.Tensor]
 """pixels float32[images, 3, 224, 224] -> hidden states float32[images, 196, 768]."""

@@ -74,7 +74,7 @@ def options(words: bool) -> Iterator[str]:
     for field in dataclasses.fields(ServerArgs):
         default = field.default_factory() if callable(field.default_factory) else field.default
         about = dict(field.metadata)
-        text = about.pop("help", "")
+        text = f"{about.pop('group', '')}: {about.pop('help', '')}"
         yield f"option {field.name}: {field.type} = {default!r}, {about}"
         if words:
             yield f"option {field.name}: {text}"

@@ -3,8 +3,8 @@
 Read first: launch.py (the composition root: puts an engine together from its parts), serve.py (`headrace serve`, from
 signals to exit code), launch_server.py (`python -m headrace.launch_server`).
 
-- Base: errors.py (one error tree), log.py (one logger), plain_types.py (words for types), version.py, garbage.py (garbage collection, returning free
-  memory)
+- Base: errors.py (one error tree), log.py (one logger), plain_types.py (words for types), media_kinds.py (what differs by kind of
+  media), version.py, garbage.py (garbage collection, returning free memory)
 """
 
 from typing import TYPE_CHECKING, Any

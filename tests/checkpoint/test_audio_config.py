@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import transformers
 
-from headrace.checkpoint.audio_config import SERVED_AUDIO, read_audio
+from headrace.checkpoint import families
+from headrace.checkpoint.audio_config import read_audio
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.errors import ModelError
 
@@ -34,7 +35,7 @@ def test_defaults_are_those_of_transformers(name: str):
 
 
 def test_every_family_has_a_case():
-    assert set(CONFIGS) == set(SERVED_AUDIO)
+    assert set(CONFIGS) == set(families.audio())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

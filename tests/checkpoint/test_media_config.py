@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import transformers
 
-from headrace.checkpoint.media_config import SERVED, read_media
+from headrace.checkpoint.families import vision
+from headrace.checkpoint.media_config import read_media
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.errors import ModelError
 
@@ -36,6 +37,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
     },
     "internvl": {"model_type": "internvl", "vision_config": {}},
+    "aya_vision": {
+        "model_type": "aya_vision",
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": 364, "patch_size": 14},
+    },
 }
 SPELLINGS = {
     "hidden_size": ("embed_dim", "hidden_size"),
@@ -100,7 +105,7 @@ def test_defaults_are_those_of_transformers(name: str):
 
 
 def test_every_family_has_a_case():
-    assert {config["model_type"] for config in CONFIGS.values()} == set(SERVED)
+    assert {config["model_type"] for config in CONFIGS.values()} == set(vision())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -115,6 +120,7 @@ def test_a_wrong_value_is_a_model_error_or_makes_blind(name: str):
         "text_config",
     }
     top |= {"projector_hidden_act", "multimodal_projector_bias", "scale_factor", "spatial_merge_size", "rope_scaling"}
+    top |= {"downsample_factor", "adapter_layer_norm_eps", "alignment_intermediate_size"}
     top |= {"mm_tokens_per_image", "image_grid_pinpoints", "vision_aspect_ratio", "downsample_ratio", "vision_config"}
     for inside, keys in ((True, vision), (False, top)):
         for key in sorted(keys):

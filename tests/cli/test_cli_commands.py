@@ -396,7 +396,7 @@ def test_generate_takes_files_of_images_and_sounds(asked, tmp_path, capsys):
         "max_new_tokens": 3, "image_data": [b"\x89PNG\r\n\x1a\n..."] * 2, "audio_data": [b"fLaC..."],
     }  # fmt: skip
     assert run("generate", "hi", "--audio", str(tmp_path / "a.png")) == 2
-    assert "is no sound" in capsys.readouterr().err
+    assert "is not an audio file" in capsys.readouterr().err
 
 
 def test_generate_takes_a_regular_expression_or_a_choice(asked):

@@ -14,10 +14,11 @@ from headrace.cluster import ray_server
 from headrace.cluster.ray_options import NOT_WITH_RAY, plan_replicas
 from headrace.cluster.ray_proxy import LOST, MIDDLEWARES, LostReplicas, middlewares
 from headrace.cluster.ray_server import cause, controller_options, deployment_options, launch_on_ray
-from headrace.cluster.replica_routes import SAME_IN_ALL, OneReplicaGate
+from headrace.cluster.replica_routes import OneReplicaGate
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.server.app import route_table
+from headrace.server.route_table import route_table
+from headrace.server.routes import RouteSpec
 
 OTHER_VALUES = {
     "single_process": True,
@@ -147,7 +148,8 @@ async def test_routes_that_would_reach_one_replica_are_refused_and_a_new_one_is_
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    gate = OneReplicaGate(app, [*SAME_IN_ALL, "/flush_cache", "/new/{id}"])
+    table = route_table(make_app(FakeFrontend())[0].state.context)
+    gate = OneReplicaGate(app, [*table, RouteSpec("/new/{id}", ("POST",), "user", None, "A new one")])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://localhost") as client:
         for path in ("/v1/chat/completions", "/v1/models/tiny", "/not-there"):
             assert (await client.get(path)).status_code == 200
@@ -157,11 +159,25 @@ async def test_routes_that_would_reach_one_replica_are_refused_and_a_new_one_is_
     assert reached == ["/v1/chat/completions", "/v1/models/tiny", "/not-there"]
 
 
-def test_the_routes_for_all_replicas_exist_and_none_of_them_is_for_the_operator():
-    access = {spec.path: spec.access for spec in route_table(make_app(FakeFrontend())[0].state.context)}
+def test_routes_for_all_replicas_keep_nothing_in_one_of_them_and_none_is_for_the_operator():
+    table = [spec for spec in route_table(make_app(FakeFrontend())[0].state.context) if spec.with_replicas]
 
-    assert access.keys() >= SAME_IN_ALL
-    assert "admin" not in {access[path] for path in SAME_IN_ALL}
+    assert "admin" not in {spec.access for spec in table}
+    assert {spec.path for spec in table} >= {
+        "/v1/chat/completions",
+        "/messages",
+        "/v1/embeddings",
+        "/health",
+        "/ui",
+        "/openapi.json",
+    }
+    assert not {spec.path for spec in table} & {
+        "/v1/responses/{id}",
+        "/open_session",
+        "/server_info",
+        "/metrics",
+        "/v1/loads",
+    }
 
 
 SSE, LINES, JSON, TEXT = (

@@ -16,9 +16,9 @@ from PIL import Image
 from headrace import Engine
 from headrace.config.media_args import MediaArgs
 from headrace.errors import ContextLengthError, RequestError
-from headrace.frontend.media import PromptMedia, refs_of
+from headrace.frontend.media import PromptMedia
+from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, VideoRef
 from headrace.messages import media
-from headrace.messages.media import ImageRef, MediaRefs, VideoRef
 from headrace.messages.requests import PromptContent
 from headrace.multimodal.loader import make_loader
 from headrace.text.tokenizers import load_tokenizer
@@ -142,24 +142,22 @@ def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, writt
 
 def test_videos_go_on_as_transformers_goes_on(engine: Engine, family: str, written: tuple[Path, Any]):
     if "qwen" not in family:
-        with pytest.raises(RequestError, match="does not see videos"):
+        with pytest.raises(RequestError, match="does not support videos"):
             engine.generate("see", GREEDY, video_data={"frames": FILES[:1]})
         return
     frames = [png(80, 60, seed) for seed in range(5)]
     text = prompt(family, 1).replace("image_pad", "video_pad") + prompt(family, 1)
     # Short enough for transformers, which lets the text after a longer one go on in the midst of its time.
     given = {"image_data": FILES[0], "video_data": {"frames": frames, "fps": 40}}
-    refs = refs_of(
-        ImageRef(data=FILES[0]), None, VideoRef(frames=tuple(map(image_of, frames)), fps=40), 1, is_batch=False
-    )
-    content = loaded(written[0], text, refs[0])
+    video = VideoRef(frames=tuple(map(image_of, frames)), fps=40).checked("video")
+    content = loaded(written[0], text, MediaRefs((ImageRef(data=FILES[0]),), (), (video,)))
     want = continued(family, written, content, FILES[:1])
 
     cold, warm = (engine.generate(text, GREEDY, **given) for _ in range(2))
 
     assert cold["output_ids"] == warm["output_ids"] == want
     assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
-    assert cold["meta_info"]["video_tokens"] == content.media_tokens.videos > 0
+    assert cold["meta_info"]["video_tokens"] == content.media_tokens[MediaKind.VIDEO] > 0
 
 
 def test_a_second_turn_about_a_video_is_the_same_cached_as_cold(engine: Engine, family: str, written: tuple[Path, Any]):

@@ -20,7 +20,7 @@ from headrace import Engine
 from headrace.config.media_args import MediaArgs
 from headrace.errors import RequestError
 from headrace.frontend.media import PromptMedia
-from headrace.messages.media import AudioRef, MediaRefs
+from headrace.media_kinds import AudioRef, MediaKind, MediaRefs
 from headrace.messages.requests import PromptContent
 from headrace.multimodal.loader import make_loader
 from headrace.text.tokenizers import load_tokenizer
@@ -72,7 +72,7 @@ def loaded(folder: Path, num_sounds: int) -> PromptContent:
     """What the model reads."""
     tokenizer = load_tokenizer(folder)
     media = PromptMedia(make_loader(folder, tokenizer, MediaArgs()))
-    refs = MediaRefs(sounds=tuple(AudioRef(data=file) for file in FILES[:num_sounds]))
+    refs = MediaRefs(audios=tuple(AudioRef(data=file) for file in FILES[:num_sounds]))
     try:
         return asyncio.run(media.add(tokenizer.encode(prompt(num_sounds), allow_special=True), refs))
     finally:
@@ -108,7 +108,7 @@ def test_text_goes_on_as_transformers_goes_on(engine: Engine, written: tuple[Pat
 
     assert cold["output_ids"] == warm["output_ids"] == want
     assert cold["meta_info"]["prompt_tokens"] == content.num_tokens
-    assert cold["meta_info"]["audio_tokens"] == content.media_tokens.sounds > 0
+    assert cold["meta_info"]["audio_tokens"] == content.media_tokens[MediaKind.AUDIO] > 0
     other = engine.generate(prompt(1), GREEDY, audio_data=FILES[1])
     assert other["output_ids"] != want
     assert warm["meta_info"]["cached_tokens"] == (content.num_tokens - 1) // 16 * 16
@@ -125,9 +125,9 @@ def test_the_same_sound_in_every_form_is_encoded_once(engine: Engine):
 
 
 def test_what_the_model_does_not_take_is_refused(engine: Engine):
-    with pytest.raises(RequestError, match="has 1 sound, but the prompt has 0 sound tokens"):
+    with pytest.raises(RequestError, match="has 1 audio clip, but the prompt has 0 audio tokens"):
         engine.generate("hear?", GREEDY, audio_data=FILES[0])
-    with pytest.raises(RequestError, match="does not see images"):
+    with pytest.raises(RequestError, match="does not support images"):
         engine.generate(prompt(1), GREEDY, image_data=FILES[0])
     with pytest.raises(RequestError, match=r"audio_data\[0\]: "):
         engine.generate(prompt(1), GREEDY, audio_data=b"no sound at all" * 10)
@@ -166,7 +166,7 @@ def test_the_official_client_gets_the_text_that_the_engine_gives(server: ServerP
     broken: Any = [{"role": "user", "content": [{**PART, "input_audio": {"data": "AAAA" * 20, "format": "wav"}}]}]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         chat = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=10, temperature=0)
-        with pytest.raises(openai.BadRequestError, match="sound 1 of the messages"):
+        with pytest.raises(openai.BadRequestError, match="audio clip 1 of the messages"):
             client.chat.completions.create(model="tiny", messages=broken)
 
     assert chat.choices[0].message.content == want

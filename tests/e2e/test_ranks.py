@@ -68,6 +68,18 @@ def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(tiny_mo
         assert together(engine, cases) == alone
 
 
+def test_every_rank_says_what_it_keeps(tiny_model: str, ranks: Engine):
+    [leader, follower] = ranks.get_ranks()
+
+    assert [(one["dp_rank"], one["rank"]) for one in (leader, follower)] == [(0, 0), (0, 1)]
+    assert {psutil.Process(one["pid"]) for one in (leader, follower)} >= followers()
+    with running_engine(tiny_model) as engine:
+        [alone] = engine.get_ranks()
+    for one in (leader, follower):
+        assert 0 < one["weight_bytes"] < alone["weight_bytes"] < one["resident_bytes"]
+        assert one["kv_bytes"] > 0
+
+
 def test_a_profile_has_the_same_steps_of_every_rank(ranks: Engine, profiles: Path):
     def steps_of(file: Path) -> set[str]:
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]

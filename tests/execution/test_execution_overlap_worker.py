@@ -86,12 +86,12 @@ def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it
         seen.append(("start", threading.current_thread().name)) or "profiling"
     )
     client.submit(plan(1))
-    assert client.profiler.handle(ProfileReq(1, True)) == "profiling"
+    assert client.profiler.handle(ProfileReq(True)) == "profiling"
     assert seen == [(1, "model-worker"), ("start", "model-worker")]
 
     with pytest.raises(RequestError, match="no profile is running"):
-        client.profiler.handle(ProfileReq(2, False))
+        client.profiler.handle(ProfileReq(False))
     with pytest.raises(RequestError, match="no experts"):
-        client.experts.handle(ExpertCountsReq(3, "start"))
+        client.experts.handle(ExpertCountsReq("start"))
     assert client.collect().step == 1
     client.close()

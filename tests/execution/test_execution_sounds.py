@@ -11,6 +11,7 @@ import torch
 from runner_harness import CONTEXT, Driver, int32, make_driver, prompt
 from vision_harness import FAMILIES, IMAGE, MELS, save_seeing, sound
 
+from headrace.media_kinds import MediaKind
 from headrace.messages.media import MediaItem, MediaSpan
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork, StepResult
@@ -44,7 +45,7 @@ def content() -> PromptContent:
         key = hashlib.blake2b(raw, digest_size=16).digest()
         ids += [10 + number, 20 + number]
         spans.append(MediaSpan(len(ids), num_rows, number))
-        media.append(MediaItem(key, num_rows, raw, tuple(given.values.shape), kind="audio", grid=given.grid))
+        media.append(MediaItem(key, num_rows, raw, tuple(given.values.shape), kind=MediaKind.AUDIO, grid=given.grid))
         ids += [IMAGE] * num_rows
     ids += [30, 31, 32]
     return PromptContent(int32(ids).tobytes(), media=tuple(media), spans=tuple(spans))
@@ -114,10 +115,10 @@ def test_a_prompt_with_sounds_and_one_without_share_their_steps(driver: Driver):
 
 def test_a_sound_that_cannot_be_encoded_is_called_a_sound(driver: Driver):
     good = content().media[0]
-    bad = MediaItem(bytes(16), 9, good.values, good.shape, kind="audio", grid=(200, 1, 1))
+    bad = MediaItem(bytes(16), 9, good.values, good.shape, kind=MediaKind.AUDIO, grid=(200, 1, 1))
     result = driver.encode(EncodeWork(epoch=400, begin=(good, bad), num_slices=100))
 
     assert result.encoded == (good.key,)
     assert result.encode_errors == {
-        bad.key: "a sound of the request could not be encoded; the server's log has the cause"
+        bad.key: "one audio clip of the request could not be encoded; the server's log has the cause"
     }

@@ -13,15 +13,12 @@ from headrace.messages.channel import LocalChannels
 from headrace.messages.control import (
     AbortReq,
     FlushCacheReply,
-    FlushCacheReq,
     HealthCheckReply,
-    HealthCheckReq,
     InternalState,
-    InternalStateReply,
-    InternalStateReq,
     PoolState,
     ReadyInfo,
 )
+from headrace.messages.operations import OperationReq, answered
 from headrace.messages.outputs import (
     BatchTokenIDOut,
     DecodeOptions,
@@ -138,12 +135,13 @@ class FakeEngine:
                 rids = list(self.num_tokens) if message.abort_all else [r for r in message.rids if r in self.num_tokens]
                 for rid in rids if self.aborts_end else []:
                     self.emit(rid, finish=FinishReason("abort", message=message.message))
-            case FlushCacheReq() if self.answers:
-                self.outbox.send(FlushCacheReply(message.id, not self.num_tokens, "said so"))
-            case InternalStateReq() if self.answers:
-                self.outbox.send(InternalStateReply(message.id, STATE))
-            case HealthCheckReq() if self.answers:
-                self.outbox.send(HealthCheckReply(message.id, self.busy))
+            case OperationReq() if self.answers:
+                reply = {
+                    "flush_cache": FlushCacheReply(not self.num_tokens, "said so"),
+                    "internal_state": STATE,
+                    "check_health": HealthCheckReply(self.busy),
+                }[message.name]
+                self.outbox.send(answered(message.id, reply))
 
     def add(self, request):
         assert request.rid not in self.num_tokens

@@ -1,12 +1,14 @@
 """Control operations and health: what the schedulers answer, and what it means when they do not."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from frontend_fakes import STATE, turns
 
 from headrace.errors import ExecutionError, NotFoundError
 from headrace.messages.control import FaultReq, Heartbeat
+from headrace.messages.operations import CHECK_HEALTH, FLUSH_CACHE, OPERATIONS
 
 
 async def test_control_operations_bring_the_scheduler_s_answer(make_frontend):
@@ -27,7 +29,8 @@ async def test_control_operations_bring_the_scheduler_s_answer(make_frontend):
 
 
 async def test_a_scheduler_that_is_silent_is_an_error_and_not_healthy(make_frontend, monkeypatch):
-    monkeypatch.setattr("headrace.frontend.control.CONTROL_TIMEOUT_S", 0.01)
+    for row in (FLUSH_CACHE, CHECK_HEALTH):
+        monkeypatch.setitem(OPERATIONS, row.name, replace(row, timeout_s=0.01))
     monkeypatch.setattr("headrace.frontend.health.HEALTH_TIMEOUT_S", 0.01)
     frontend = make_frontend()
 

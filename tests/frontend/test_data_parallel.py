@@ -16,7 +16,16 @@ from headrace.frontend.all_replicas import of_all_replicas, sum_of_states
 from headrace.frontend.balancers import Balancer
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
-from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq, ProfileReply
+from headrace.messages.control import AbortReq, ProfileReply
+from headrace.messages.operations import (
+    SLOW_DOWN,
+    START_PROFILE,
+    STOP_PROFILE,
+    Nothing,
+    SlowDownBody,
+    StartProfileBody,
+    answered,
+)
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
@@ -336,10 +345,10 @@ async def test_control_messages_reach_all_that_live():
     asking = asyncio.create_task(house.manager.control.internal_states())
     await turns()
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
-    assert [type(message) for message in seen] == [InternalStateReq, type(None), InternalStateReq]
+    assert [message and message.name for message in seen] == ["internal_state", None, "internal_state"]
     for replica in (2, 0):
         state = msgspec.structs.replace(STATE, replica=replica)
-        house.from_engine.send(InternalStateReply(seen[replica].id, state))
+        house.from_engine.send(answered(seen[replica].id, state))
     assert [state.replica for state in await asking] == [0, 2]
     house.manager.abort_request(abort_all=True)
     assert house.inboxes[0].recv_nowait() == AbortReq(abort_all=True)
@@ -351,14 +360,14 @@ async def test_a_replica_that_dies_before_it_answers_is_not_waited_for_unless_al
     asking = asyncio.create_task(house.manager.control.internal_states())
     await turns()
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
-    house.from_engine.send(InternalStateReply(seen[0].id, STATE))
+    house.from_engine.send(answered(seen[0].id, STATE))
     await turns()
     house.manager.parts.down("scheduler 1", 1)
     assert not asking.done(), "one that lives has not answered"
     house.manager.parts.down("scheduler 2", 2)
     assert await asking == [STATE]
     # What a dead one still has to say is of no interest.
-    house.from_engine.send(InternalStateReply(seen[1].id, STATE))
+    house.from_engine.send(answered(seen[1].id, STATE))
     asking = asyncio.create_task(house.manager.control.flush_cache())
     await turns()
     house.manager.parts.down("scheduler 0", 0)
@@ -369,25 +378,21 @@ async def test_a_replica_that_dies_before_it_answers_is_not_waited_for_unless_al
 
 async def test_every_replica_is_profiled_and_one_that_had_ended_by_itself_is_no_error():
     house = House()
-    for start, replies in (
-        (True, [(True, "profiling")] * 3),
-        (False, [(True, "wrote 0"), (False, "no profile"), (True, "wrote 2")]),
-    ):
-        asking = asyncio.create_task(
-            house.manager.control.start_profile() if start else house.manager.control.stop_profile()
-        )
+
+    async def asked(operation, request, replies):
+        asking = asyncio.create_task(operation.ask(house.manager.control, request))
         await turns()
         seen = [inbox.recv_nowait() for inbox in house.inboxes]
-        assert [message.start for message in seen] == [start] * 3
+        assert [message.name for message in seen] == [operation.name] * 3
         for one, (success, message) in zip(seen, replies, strict=True):
-            house.from_engine.send(ProfileReply(one.id, success, message))
-        assert await asking == ("profiling" if start else "wrote 0; no profile; wrote 2")
-    asking = asyncio.create_task(house.manager.control.stop_profile())
-    await turns()
-    for inbox in house.inboxes:
-        house.from_engine.send(ProfileReply(inbox.recv_nowait().id, False, "none"))
+            house.from_engine.send(answered(one.id, ProfileReply(success, message)))
+        return operation.combine(await asking)["message"]
+
+    assert await asked(START_PROFILE, StartProfileBody(), [(True, "profiling")] * 3) == "profiling"
+    ended = [(True, "wrote 0"), (False, "no profile"), (True, "wrote 2")]
+    assert await asked(STOP_PROFILE, Nothing(), ended) == "wrote 0; no profile; wrote 2"
     with pytest.raises(RequestError, match="none"):
-        await asking
+        await asked(STOP_PROFILE, Nothing(), [(False, "none")] * 3)
     await house.manager.close()
 
 
@@ -396,3 +401,18 @@ def test_every_policy_keeps_to_the_replicas_that_live(method):
     balancer = balancers.make_balancer(method, 4)
     for i, replicas in enumerate(itertools.islice(itertools.cycle(([1, 3], [0], [2, 3, 0])), 30)):
         assert give(balancer, asked([*PREFIX, i]), list(replicas)) in replicas
+
+
+async def test_a_replica_that_returns_is_told_again_what_lasts():
+    house = House()
+    asking = asyncio.create_task(SLOW_DOWN.ask(house.manager.control, SlowDownBody(0.5)))
+    await turns()
+    for inbox in house.inboxes:
+        house.from_engine.send(answered(inbox.recv_nowait().id, "slow"))
+    assert await asking == {0: "slow", 1: "slow", 2: "slow"}
+    house.manager.parts.down("scheduler 1", 1)
+    returned = LocalQueue()
+    house.manager.parts.up("scheduler 1", 1, 7, returned)
+
+    assert returned.recv_nowait() == SLOW_DOWN.message(0, SlowDownBody(0.5))
+    await house.manager.close()

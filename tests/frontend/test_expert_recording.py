@@ -2,10 +2,11 @@
 
 import pytest
 
-from headrace.errors import ExecutionError, RequestError
+from headrace.errors import ExecutionError, HeadraceError, RequestError
 from headrace.frontend.expert_recording import ExpertRecording
-from headrace.frontend.replica import Replica
+from headrace.messages.channel import LocalQueue
 from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.operations import COUNT_EXPERTS, OperationReq, answered
 
 
 class Replicas:
@@ -14,25 +15,16 @@ class Replicas:
     def __init__(self) -> None:
         self.seen: list[ExpertCountsReq] = []
         self.layers: list[dict[int, list[int]]] = [{0: [1, 2], 3: [4, 0]}, {0: [10, 0], 3: [0, 5]}]
-        self.message = ""
-        self.error: ExecutionError | None = None
-        self.up = [Replica(index, Inbox(self, index), index) for index in range(2)]
-        self.recording = ExpertRecording(lambda: self.up, lambda: None)
+        self.error: HeadraceError | None = None
+        self.recording = ExpertRecording(self)
 
-
-class Inbox:
-    """Where a replica is sent to."""
-
-    def __init__(self, replicas: Replicas, index: int) -> None:
-        self.replicas, self.index = replicas, index
-
-    def send(self, request: ExpertCountsReq) -> None:
-        replicas = self.replicas
-        replicas.seen.append(request)
-        if replicas.error is not None:
-            raise replicas.error
-        told = replicas.layers[self.index] if request.action == "dump" else {}
-        replicas.recording.replies.handle(ExpertCountsReply(request.id, not replicas.message, replicas.message, told))
+    async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
+        asked = COUNT_EXPERTS.request_of(OperationReq(1, name, request))
+        self.seen += [asked] * len(self.layers)
+        if self.error is not None:
+            raise self.error
+        told = self.layers if asked.action == "dump" else [{}] * len(self.layers)
+        return {index: answered(1, ExpertCountsReply(layers)).reply for index, layers in enumerate(told)}
 
 
 async def test_the_counts_of_all_replicas_are_added_up():
@@ -48,13 +40,13 @@ async def test_the_counts_of_all_replicas_are_added_up():
 
 async def test_a_replica_that_returns_records_too_and_the_reply_says_what_is_missing():
     replicas = Replicas()
-    replicas.recording.tell_scheduler(replicas.up[0].sender)
-    assert replicas.seen == []
+    returned = LocalQueue()
+    replicas.recording.tell_scheduler(returned)
+    assert returned.recv_nowait() is None
     await replicas.recording.start()
-    replicas.seen.clear()
-    replicas.recording.tell_scheduler(replicas.up[0].sender)
+    replicas.recording.tell_scheduler(returned)
 
-    assert replicas.seen == [ExpertCountsReq(0, "start")]
+    assert returned.recv_nowait() == COUNT_EXPERTS.message(0, ExpertCountsReq("start"))
     assert (await replicas.recording.dump())["num_replicas_begun_again"] == 1
     assert (await replicas.recording.dump())["num_replicas_begun_again"] == 0
 
@@ -70,10 +62,10 @@ async def test_starting_twice_and_stopping_what_does_not_run_is_refused():
 
 async def test_a_start_that_fails_can_be_tried_again():
     replicas = Replicas()
-    replicas.message = "this model has no experts"
+    replicas.error = RequestError("this model has no experts")
     with pytest.raises(RequestError, match="no experts"):
         await replicas.recording.start()
-    replicas.message, replicas.error = "", ExecutionError("gone")
+    replicas.error = ExecutionError("gone")
     with pytest.raises(ExecutionError, match="gone"):
         await replicas.recording.start()
     replicas.error = None

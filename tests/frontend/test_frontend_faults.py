@@ -9,7 +9,8 @@ from frontend_fakes import request
 from headrace.errors import RequestError
 from headrace.frontend.tenants import Caller, Tenant, TenantLimits
 from headrace.messages.channel import MessageCodec
-from headrace.messages.control import ProfileReq
+from headrace.messages.control import Heartbeat, ResetReq
+from headrace.messages.operations import START_PROFILE, StartProfileBody
 
 POINTS = {
     "timelines": ("headrace.frontend.records.Timeline", None),
@@ -79,12 +80,12 @@ async def test_what_no_frame_can_hold_is_the_caller_s_error_and_leaves_nothing(m
     with pytest.raises(RequestError, match="cannot be sent"):
         await frontend.start("a", priority=2**70)
     with pytest.raises(RequestError, match="cannot be sent"):
-        await frontend.manager.control.start_profile(num_steps=2**70)
+        await START_PROFILE.ask(frontend.manager.control, StartProfileBody(num_steps=2**70))
 
     assert frontend.is_clean
 
 
-@pytest.mark.parametrize("message", [ProfileReq(1, True, "", 2**64), ProfileReq(1, True, "\ud800")])
+@pytest.mark.parametrize("message", [ResetReq(2**64), Heartbeat("\ud800")])
 def test_a_message_that_cannot_be_encoded_is_a_request_error(message):
     with pytest.raises(RequestError, match="cannot be sent"):
         MessageCodec().encode(message)

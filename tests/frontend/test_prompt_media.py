@@ -2,22 +2,31 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from headrace.api.options import GenerateOptions
+from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError
-from headrace.frontend.media import (
-    MAX_MEDIA_BYTES,
-    PromptMedia,
-    add_media,
-    check_media_bytes,
+from headrace.frontend.media import MAX_MEDIA_BYTES, PromptMedia, add_media, check_media_bytes
+from headrace.media_kinds import (
+    DEFAULT_FILE_BYTES,
+    FILE_KINDS,
+    REFS,
+    ImageRef,
+    MediaFields,
+    MediaKind,
+    MediaParts,
+    MediaRefs,
     refs_of,
 )
-from headrace.messages.media import ImageRef, MediaItem, MediaRefs, MediaSpan, Senses
-from headrace.messages.media_stats import MediaStats
+from headrace.messages.media import MediaItem, MediaSpan, MediaStats, MediaSupport
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
+from headrace.multimodal.media_messages import MediaJob
+from headrace.server.openai.base import PromptTokensDetails
+from headrace.server.openai.protocol import ContentPart
 
 A, B = ImageRef(url="a"), ImageRef(data=b"b")
 
@@ -37,7 +46,7 @@ A, B = ImageRef(url="a"), ImageRef(data=b"b")
     ],
 )
 def test_the_images_of_one_prompt(data: Any, expected: list[Any]):
-    assert [refs.images for refs in refs_of(data, None, None, 1, is_batch=False)] == expected
+    assert [refs.images for refs in refs_of({MediaKind.IMAGE: data}, 1, is_batch=False)] == expected
 
 
 @pytest.mark.parametrize(
@@ -52,13 +61,13 @@ def test_the_images_of_one_prompt(data: Any, expected: list[Any]):
     ],
 )
 def test_the_images_of_several_prompts(data: Any, expected: list[Any]):
-    assert [refs.images for refs in refs_of(data, None, None, 2, is_batch=True)] == expected
+    assert [refs.images for refs in refs_of({MediaKind.IMAGE: data}, 2, is_batch=True)] == expected
 
 
 @pytest.mark.parametrize(
     ("data", "num_prompts", "words"),
     [
-        ("a", 2, "for a list of prompts it is a list, too"),
+        ("a", 2, "a list of prompts needs a list"),
         (["a"], 2, "must equal that of the prompts"),
         ([ImageRef()], 1, "either url or data"),
         ([ImageRef(url="a", data=b"b")], 1, "either url or data"),
@@ -67,7 +76,7 @@ def test_the_images_of_several_prompts(data: Any, expected: list[Any]):
 )
 def test_other_shapes_are_refused(data: Any, num_prompts: int, words: str):
     with pytest.raises(RequestError, match=words):
-        refs_of(data, None, None, num_prompts, is_batch=num_prompts > 1)
+        refs_of({MediaKind.IMAGE: data}, num_prompts, is_batch=num_prompts > 1)
 
 
 @dataclass
@@ -85,9 +94,9 @@ class Loaded:
 
 
 class Loader:
-    senses = Senses("llava", {"image": "<image>"})
-    token_ids = {"image": 5}
-    most = {"image": 2}
+    support = MediaSupport("llava", {MediaKind.IMAGE: "<image>"})
+    token_ids = {MediaKind.IMAGE: 5}
+    most = {MediaKind.IMAGE: 2}
     max_frames = 3
 
     def __init__(self) -> None:
@@ -125,7 +134,7 @@ async def test_images_take_the_place_of_their_tokens():
 
     assert first.ids() == [1, 7, 8, 7, 2, 7, 8, 7]
     assert first.spans == (MediaSpan(1, 1, 0), MediaSpan(3, 1, 0, 1), MediaSpan(5, 1, 1), MediaSpan(7, 1, 1, 1))
-    assert first.media_tokens == (4, 0, 0)
+    assert first.media_tokens == {MediaKind.IMAGE: 4}
     first.check_media()
     assert text is prompts[1]
     assert last.media == first.media[:1]
@@ -152,10 +161,10 @@ async def test_places_and_images_must_be_as_many():
 def test_too_many_images_and_models_without_eyes_are_refused():
     with pytest.raises(RequestError, match="3 images in one prompt; the limit is 2"):
         PromptMedia(Loader()).check([MediaRefs(), MediaRefs((A, A, A))])
-    with pytest.raises(RequestError, match=r"does not see images$"):
+    with pytest.raises(RequestError, match=r"does not support images$"):
         PromptMedia().check([MediaRefs((A,))])
-    with pytest.raises(RequestError, match="does not see images: it is split"):
-        PromptMedia(senses=Senses(reasons={"image": "it is split"})).check([MediaRefs((A,))])
+    with pytest.raises(RequestError, match="does not support images: it is split"):
+        PromptMedia(support=MediaSupport(reasons={MediaKind.IMAGE: "it is split"})).check([MediaRefs((A,))])
     PromptMedia().check([MediaRefs(), MediaRefs()])
 
 
@@ -171,3 +180,16 @@ def test_closing_ends_the_loader():
     PromptMedia(loader).close()
     assert loader.closed
     PromptMedia().close()
+
+
+@pytest.mark.parametrize("kind", MediaKind)
+def test_a_kind_has_its_place_in_every_api(kind: MediaKind):
+    assert REFS[kind].kind is kind
+    assert MediaRefs.by_kind([]).of(kind) == ()
+    assert {*kind.parts} <= {*MediaParts.__struct_fields__} & {*ContentPart.__struct_fields__}
+    assert kind.field in MediaFields.__struct_fields__
+    assert kind.field in GenerateOptions.__annotations__
+    assert kind.tokens_field in PromptTokensDetails.__struct_fields__
+    assert kind.limit_of(ServerArgs()) == kind.default_limit
+    assert kind not in FILE_KINDS or kind.max_bytes_of(ServerArgs()) == DEFAULT_FILE_BYTES
+    assert [job.kind for job in get_args(MediaJob)].count(kind) == 1

@@ -8,7 +8,6 @@ from frontend_fakes import turns
 from replica_fakes import Replicas
 
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
-from headrace.messages.control import FlushCacheReq
 from headrace.messages.weights import (
     CancelUpdate,
     CommitUpdate,
@@ -179,7 +178,7 @@ async def test_an_update_that_a_silent_replica_holds_up_can_be_cancelled(replica
 
 async def test_who_asks_when_the_engine_is_gone_does_not_wait(replicas):
     replicas.manager.fail_all("gone")
-    asking = replicas.manager.control._flushes.call(replicas.manager.link.replicas_up(), FlushCacheReq, 60.0)
+    asking = replicas.manager.control.flush_cache()
     with pytest.raises(ExecutionError, match="gone"):
         await asking
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
 from headrace.messages.channel import IpcDir, LocalChannels, MessageCodec, Ports
-from headrace.messages.control import AbortReq, FaultReq, HealthCheckReply, Heartbeat, ShutdownReq
+from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ShutdownReq
+from headrace.messages.operations import OperationReply
 from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32, unpack_float32, unpack_int32
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
@@ -83,7 +84,7 @@ def test_several_senders_reach_one_receiver(channels):
 async def test_a_loop_that_listens_gets_everything_sent_from_another_thread(channels):
     receiver = channels.receiver("to_tokenizer")
     sender = channels.sender("to_tokenizer")
-    sender.send(HealthCheckReply(0, False))
+    sender.send(OperationReply(0))
     ids, whole = [], asyncio.Event()
 
     def take(message):
@@ -92,7 +93,7 @@ async def test_a_loop_that_listens_gets_everything_sent_from_another_thread(chan
             whole.set()
 
     receiver.listen(take)
-    thread = threading.Thread(target=lambda: [sender.send(HealthCheckReply(i, False)) for i in range(1, 500)])
+    thread = threading.Thread(target=lambda: [sender.send(OperationReply(i)) for i in range(1, 500)])
     thread.start()
     async with asyncio.timeout(20):
         await whole.wait()
@@ -115,12 +116,12 @@ def test_a_sender_never_waits_and_the_rest_arrives_in_order_once_there_is_a_rece
     channels = SocketChannels(Ports.in_directory(tmp_path))
     sender = channels.sender("to_scheduler")
     for i in range(500):
-        sender.send(HealthCheckReply(i, False))
+        sender.send(OperationReply(i))
 
     receiver = channels.receiver("to_scheduler")
     first = receiver.recv(5.0)
     for i in range(500, 1000):  # more than a socket holds
-        sender.send(HealthCheckReply(i, False))
+        sender.send(OperationReply(i))
 
     assert [first.id, *(receiver.recv(5.0).id for _ in range(999))] == list(range(1000))
     channels.close()

@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
-from headrace.messages.media_stats import MediaStats
+from headrace.messages.media import MediaStats
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 

@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
 from headrace.messages.grammar import GrammarStats
-from headrace.messages.media import EncodingStats
-from headrace.messages.media_stats import MediaStats
+from headrace.messages.media import EncodingStats, MediaStats
 from headrace.messages.outputs import SpeculationCounts
 from headrace.metrics.catalog import MAX_KEY_NAMES, OTHER_KEYS, Metrics
 from headrace.metrics.export import render

@@ -80,6 +80,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 4,
         },
     ),
+    "cohere2-tied": (
+        "cohere2",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "sliding_window": 21,
+            "sliding_window_pattern": 2,
+        },
+    ),
 }
 
 

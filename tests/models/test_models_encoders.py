@@ -12,6 +12,7 @@ from model_harness import CPU
 from safetensors.torch import load_file, save_file
 
 from headrace.attention.cpu import CpuAttention
+from headrace.checkpoint.families import encoders
 from headrace.checkpoint.pooling import read_pooling
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
@@ -19,7 +20,7 @@ from headrace.execution.load_weights import load_model
 from headrace.execution.weight_cache import open_cache
 from headrace.kernels.cpu import why_not as why_not_native
 from headrace.layers.weight import Placement
-from headrace.models.registry import encoder_class_for, encoder_types, model_class_for
+from headrace.models.registry import encoder_class_for, model_class_for
 from tiny_encoder import dense_of, tiny_encoder
 
 # float32 on both sides, sums in another order.
@@ -80,7 +81,7 @@ def texts(case: str) -> Texts:
 
 
 def test_every_encoder_has_a_tiny_model():
-    assert set(encoder_types()) == {changes.get("kind", "bert") for changes in CASES.values()}
+    assert set(encoders()) == {changes.get("kind", "bert") for changes in CASES.values()}
 
 
 def test_an_encoder_is_not_taken_for_a_model_that_generates():

@@ -10,8 +10,7 @@ import torch
 from vision_harness import FAMILIES, images, open_encoder, save_seeing
 
 from headrace import kernels
-from headrace.checkpoint.audio_config import SERVED_AUDIO
-from headrace.checkpoint.media_config import SERVED
+from headrace.checkpoint.families import audio, vision
 from headrace.messages import media
 from headrace.models.media import encode
 from headrace.models.towers import tower
@@ -99,4 +98,4 @@ def test_rows_of_a_quantised_tower(family: str, scheme: str):
 
 def test_every_family_is_tested():
     tested = {family.config().model_type for family in FAMILIES.values()}
-    assert tested == {*SERVED, *SERVED_AUDIO}
+    assert tested == {*vision(), *audio()}

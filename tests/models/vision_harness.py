@@ -328,6 +328,20 @@ FAMILIES: dict[str, Family] = {
         ((1, 4, 6), (1, 4, 2), (1, 6, 4)),
         _with_sizes,
     ),
+    "aya_vision": Family(
+        lambda: _config(
+            "aya_vision",
+            transformers.Cohere2Config(
+                **(_TEXT | {"hidden_size": 64, "num_hidden_layers": 3, "sliding_window": 24}),
+                sliding_window_pattern=2,
+            ),
+            transformers.SiglipVisionConfig(image_size=24, vision_use_head=False, **_VISION),
+            image_token_index=IMAGE,
+            tie_word_embeddings=False,
+        ),
+        ((3, 6, 6), (1, 6, 6), (2, 6, 6)),
+        _one_by_one,
+    ),
     "qwen2_audio": Family(
         lambda: transformers.Qwen2AudioConfig(
             text_config=transformers.Qwen2Config(**_QWEN2),

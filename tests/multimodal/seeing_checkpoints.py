@@ -18,6 +18,7 @@ SPECIAL = [
     "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
     "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<img>", "</img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 13)),
 ]  # fmt: skip
 
 
@@ -60,6 +61,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 2, "embed_dim": 16, "num_heads": 2, "hidden_size": 16, "patch_size": 14},
     "qwen2_5_vl": {"depth": 2, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16, "patch_size": 14},
     "gemma3": CLIP | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
+    "aya_vision": CLIP | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
     "mistral3": CLIP | {"model_type": "pixtral", "image_size": 64, "patch_size": 8},
     "pixtral": CLIP | {"model_type": "pixtral", "image_size": 64, "patch_size": 8},
 }
@@ -80,6 +82,7 @@ CONFIG: dict[str, dict[str, Any]] = {
         "eoi_token_index": token_id("<end_of_image>"),
         "mm_tokens_per_image": 4,
     },
+    "aya_vision": {"image_token_index": token_id("<|IMG_PATCH|>")},
     "mistral3": {"image_token_index": token_id("[IMG]"), "spatial_merge_size": 2, "vision_feature_layer": -1},
     "pixtral": {
         "model_type": "llava",
@@ -103,6 +106,11 @@ PROCESSOR: dict[str, dict[str, Any]] = {
         "max_image_size": {"longest_edge": 32},
     },
     "qwen2_vl": {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 100352},
+    "aya_vision": {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "max_patches": 12,
+    },
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
     "pixtral": {
         "image_processor_type": "PixtralImageProcessor",

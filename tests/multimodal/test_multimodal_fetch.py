@@ -15,7 +15,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch
 from headrace.multimodal.fetch import Fetcher, is_public
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.sources import FileLimit
 
 PNG = file_of(picture(9, 9))

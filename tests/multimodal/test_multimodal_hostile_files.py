@@ -17,9 +17,9 @@ from headrace.checkpoint.image_processors import image_settings
 from headrace.child_pool.child_side import MIB
 from headrace.errors import ExecutionError
 from headrace.multimodal.images import read_image
+from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.media_messages import ImageJob, MediaSettings
 from headrace.multimodal.media_pool import MediaPool
-from headrace.multimodal.refused import MediaRefusedError
 
 SETTINGS = image_settings(PROCESSOR["llava"], "llava")
 PNG, JPEG = file_of(picture(60, 80)), file_of(picture(60, 80), "JPEG")
@@ -75,10 +75,10 @@ def noise(data: bytes, seed: int) -> bytes:
 
 REFUSED = {
     "empty": (b"", "empty"),
-    "one byte": (b"\x89", "no image"),
-    "text": (b"hello, world", "no image"),
-    "zeros": (bytes(1000), "no image"),
-    "random": (random.Random(1).randbytes(5000), "no image"),
+    "one byte": (b"\x89", "not a known image format"),
+    "text": (b"hello, world", "not a known image format"),
+    "zeros": (bytes(1000), "not a known image format"),
+    "random": (random.Random(1).randbytes(5000), "not a known image format"),
     "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>', "SVG"),
     "xml": (b'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc/passwd">]><svg>&a;</svg>', "XML"),
     "html": (b"<!DOCTYPE html><html></html>", "HTML"),
@@ -90,8 +90,8 @@ REFUSED = {
     "heic": (b"\0\0\0\x18ftypheic" + bytes(50), "HEIC"),
     "avif": (b"\0\0\0\x18ftypavif" + bytes(50), "AVIF"),
     "mp4": (b"\0\0\0\x18ftypisom" + bytes(50), "MP4"),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", "no image"),
-    "ppm": (file_of(picture(5, 5), "PPM"), "no image"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", "not a known image format"),
+    "ppm": (file_of(picture(5, 5), "PPM"), "not a known image format"),
     "psd": (b"8BPS" + bytes(50), "Photoshop"),
     "wav": (b"RIFF\x24\0\0\0WAVEfmt ", "RIFF"),
     "json": (b'{"url": "x"}', "JSON"),

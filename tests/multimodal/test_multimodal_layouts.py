@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from seeing_checkpoints import CONFIG, PROCESSOR, file_of, picture, token_id, tokenizer, write_checkpoint
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -27,7 +28,7 @@ from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.config.media_args import MediaArgs
 from headrace.errors import ModelError
 from headrace.frontend.media import PromptMedia
-from headrace.messages.media import ImageRef, MediaRefs
+from headrace.media_kinds import ImageRef, MediaRefs
 from headrace.multimodal.families import make_family
 from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, layout_of
 from headrace.multimodal.loader import make_loader
@@ -77,6 +78,13 @@ def gemma3(text: str) -> list[int]:
     return processor(images=[IMAGES], text=[text])["input_ids"][0]
 
 
+def aya_vision(text: str) -> list[int]:
+    processor = AyaVisionProcessor(
+        GotOcr2ImageProcessorPil(**options("aya_vision")), tokenizer(), patch_size=8, img_size=32, downsample_factor=2
+    )
+    return processor(images=[IMAGES], text=[text], padding=False)["input_ids"][0]
+
+
 def rows_of(merge: int):
     def pixtral(text: str) -> list[int]:
         # The processor itself needs torchvision.
@@ -97,6 +105,7 @@ THEIRS = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,
     "gemma3": gemma3,
+    "aya_vision": aya_vision,
     "pixtral": rows_of(1),
     "mistral3": rows_of(2),
 }
@@ -111,7 +120,7 @@ async def test_ids_are_those_of_transformers(family: str, tmp_path):
     refs = MediaRefs(tuple(ImageRef(data=file_of(image)) for image in IMAGES))
     try:
         for text in TEXTS:
-            text = text.replace("I", loader.senses.tokens["image"])
+            text = text.replace("I", loader.support.tokens["image"])
             content = await images.add(ours.encode(text, allow_special=True), refs)
             ids = content.ids()
             assert list(ids) == THEIRS[family](text), text
@@ -214,7 +223,7 @@ def test_tokens_of_internvl(tmp_path):
 def test_a_model_without_eyes_has_no_loader(tmp_path):
     ours = write_checkpoint(tmp_path, "llava")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="read text alone"):
+    with pytest.raises(ModelError, match="take text only"):
         make_loader(tmp_path, ours, MediaArgs())
 
 

@@ -14,12 +14,13 @@ from seeing_checkpoints import file_of, picture, write_checkpoint
 
 from headrace.config.media_args import MediaArgs, parse_media_domains
 from headrace.errors import ExecutionError, RequestError
-from headrace.messages.media import KEY_BYTES, ImageRef
+from headrace.media_kinds import ImageRef, MediaKind
+from headrace.messages.media import KEY_BYTES
 from headrace.multimodal import sources
+from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.loader import MediaLoader, make_loader
 from headrace.multimodal.media_messages import Done, ImageJob
 from headrace.multimodal.prepared_cache import PreparedCache, RecentRefusals
-from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.sources import FileLimit, inline_bytes
 
 PNG = file_of(picture(40, 40))
@@ -172,7 +173,7 @@ async def test_forms_of_the_same_bytes(url: str, loaders):
     ids=lambda value: value[:30],
 )
 async def test_a_form_is_refused_in_words(url: str, words: str, loaders):
-    loader = loaders(max_image_bytes=20_000)
+    loader = loaders(max_bytes={MediaKind.IMAGE: 20_000})
     with pytest.raises(RequestError, match=words) as error:
         await loader.load(refs(PNG, url))
     assert error.value.message.startswith("image_data[1]: ")
@@ -211,7 +212,7 @@ async def test_files_are_read_below_the_folder_only(name: str, loaders, tmp_path
 
 async def test_files_of_other_hosts_and_large_files_are_refused(loaders, tmp_path):
     (tmp_path / "large").write_bytes(bytes(2001))
-    loader = loaders(folder=tmp_path, max_image_bytes=2000)
+    loader = loaders(folder=tmp_path, max_bytes={MediaKind.IMAGE: 2000})
     for url, words in (
         (f"file://host{tmp_path}/large", "no such file"),
         (f"file://{tmp_path}/large", "larger than 2000"),

@@ -12,8 +12,8 @@ from seeing_checkpoints import PROCESSOR, file_of, picture
 from headrace.checkpoint.image_processors import ImageSettings, image_settings, read_image_settings
 from headrace.errors import ModelError
 from headrace.multimodal.images import read_image
+from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.processors import prepare
-from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 
 TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
@@ -62,12 +62,12 @@ def theirs(case: str):
 @pytest.mark.parametrize("case", CASES)
 def test_values_are_those_of_transformers(case: str):
     processor, settings = theirs(case)
-    more = {"return_row_col_info": True} if settings.recipe == "idefics3" else {}
+    more = {"return_row_col_info": True} if settings.recipe == "split" else {}
     for number, (height, width) in enumerate(SIZES):
         image = picture(height, width, seed=number)
         found = processor(image, return_tensors="np", **more)
         expected = np.asarray(found["pixel_values"])
-        if settings.recipe in ("idefics3", "anyres"):
+        if settings.recipe in ("split", "anyres"):
             expected = expected[0]
 
         ours = prepare(image, settings)
@@ -76,13 +76,13 @@ def test_values_are_those_of_transformers(case: str):
         assert ours.values.flags.c_contiguous
         assert ours.values.shape == expected.shape, (height, width)
         assert np.array_equal(ours.values, expected), (height, width)
-        if settings.recipe == "idefics3":
+        if settings.recipe == "split":
             assert ours.grid == (0, found["rows"][0][0], found["cols"][0][0])
         elif settings.recipe == "tiled":
             assert max(ours.grid[1] * ours.grid[2], 1) in (len(expected), len(expected) - 1)
         elif settings.recipe == "anyres":
             assert ours.grid == (0, height, width) == (0, *found["image_sizes"][0])
-        elif settings.recipe == "qwen2_vl":
+        elif settings.recipe == "patches":
             assert ours.grid == tuple(found["image_grid_thw"][0])
         else:
             assert ours.grid == (0, 0, 0)

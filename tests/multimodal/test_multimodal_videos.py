@@ -22,18 +22,17 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from headrace.checkpoint.image_processors import ImageSettings, Size, read_video_settings
 from headrace.config.media_args import MediaArgs
 from headrace.errors import CapacityError, ModelError, RequestError
-from headrace.frontend.media import PromptMedia, refs_of
-from headrace.messages.media import ImageRef, MediaRefs, VideoRef
+from headrace.frontend.media import PromptMedia
+from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, VideoRef, refs_of
 from headrace.multimodal import loader as loader_module
 from headrace.multimodal.layout import ItemFacts
-from headrace.multimodal.limits import MAX_ITEM_BYTES
+from headrace.multimodal.limits import MAX_ITEM_BYTES, MediaRefusedError
 from headrace.multimodal.loader import make_loader
 from headrace.multimodal.media_messages import Setup
 from headrace.multimodal.processors import prepare_video
-from headrace.multimodal.refused import MediaRefusedError
 
 SETTINGS = ImageSettings(
-    recipe="qwen2_vl", size=Size(shortest_edge=56 * 56, longest_edge=112 * 112), mean=(0.5,) * 3, std=(0.25,) * 3,
+    recipe="patches", size=Size(shortest_edge=56 * 56, longest_edge=112 * 112), mean=(0.5,) * 3, std=(0.25,) * 3,
     patch_size=14, temporal_patch_size=2, merge_size=2,
 )  # fmt: skip
 FRAMES = [picture(90, 130, seed=seed) for seed in range(5)]
@@ -126,9 +125,9 @@ def frames(*seeds: int) -> tuple[ImageRef, ...]:
 async def test_a_video_is_one_item_however_it_comes(tmp_path):
     ours = write_checkpoint(tmp_path, "qwen2_5_vl")
     media = PromptMedia(make_loader(tmp_path, ours, MediaArgs()))
-    pad = media.senses.tokens["video"]
+    pad = media.support.tokens["video"]
     assert pad == "<|video_pad|>"
-    ids = ours.encode(f"see {pad} and {media.senses.tokens['image']}!", allow_special=True)
+    ids = ours.encode(f"see {pad} and {media.support.tokens['image']}!", allow_special=True)
     jpegs = []
     for seed in (1, 2, 3):
         file = io.BytesIO()
@@ -138,13 +137,15 @@ async def test_a_video_is_one_item_however_it_comes(tmp_path):
     try:
         found = []
         for form in forms:
-            (refs,) = refs_of(ImageRef(data=file_of(picture(40, 40))), None, form, 1, is_batch=False)
+            (refs,) = refs_of(
+                {MediaKind.IMAGE: ImageRef(data=file_of(picture(40, 40))), MediaKind.VIDEO: form}, 1, is_batch=False
+            )
             media.check([refs])
             found.append(await media.add(ids, refs))
         assert found[0] == found[1]
         video, image = found[0].media
         assert (video.kind, image.kind, video.grid[0], video.step_s) == ("video", "image", 2, 1.0)
-        assert found[0].media_tokens == (image.num_tokens, 0, video.num_tokens)
+        assert found[0].media_tokens == {image.kind: image.num_tokens, video.kind: video.num_tokens}
         assert video.num_tokens == np.prod(video.grid) // 4
         assert [token_id("<|video_pad|>"), token_id("<|image_pad|>")] == [
             found[0].ids()[s.start] for s in found[0].spans
@@ -169,7 +170,7 @@ async def test_a_video_is_one_item_however_it_comes(tmp_path):
         (VideoRef(frames=(ImageRef(),)), r"frames\[0\] has neither url nor data"),
         (VideoRef(frames=(*frames(1), ImageRef(url="a", detail="low"))), r"frames\[1\] has detail low"),
         (VideoRef(frames=frames(*range(5))), r"video_data\[0\]: it has 5 frames; the limit is 4"),
-        (VideoRef(frames=(*frames(1), ImageRef(data=b"x" * 50))), r"video_data\[0\]: frames\[1\]: it is no image"),
+        (VideoRef(frames=(*frames(1), ImageRef(data=b"x" * 50))), r"video_data\[0\]: frames\[1\]: it is not a known image format"),
         (VideoRef(frames=(*frames(1), ImageRef(url="https://a.example/b.png"))), r"video_data\[0\]: frames\[1\]: this server fetches no files"),
         ("https://a.example/video.mp4", "video files are not decoded. Take frames of the video, e.g. ffmpeg"),
     ],
@@ -184,7 +185,7 @@ async def test_other_videos_are_refused(video: VideoRef | str, words: str, tmp_p
 
 
 async def added(media: PromptMedia, video: VideoRef | str) -> None:
-    (refs,) = refs_of(None, None, video, 1, is_batch=False)
+    (refs,) = refs_of({MediaKind.VIDEO: video}, 1, is_batch=False)
     media.check([refs])
     await media.add([token_id("<|video_pad|>")], refs)
 
@@ -192,7 +193,7 @@ async def added(media: PromptMedia, video: VideoRef | str) -> None:
 async def test_families_without_videos_say_so(tmp_path):
     media = PromptMedia(make_loader(tmp_path, write_checkpoint(tmp_path, "llava"), MediaArgs()))
     with pytest.raises(
-        RequestError, match="does not see videos: those of its family are not served; send frames as images"
+        RequestError, match="does not support videos: those of its family are not served; send frames as images"
     ):
         media.check([MediaRefs(videos=(VideoRef(frames=frames(1)),))])
     media.close()
@@ -203,8 +204,10 @@ def test_frames_that_are_not_made_for_the_tower_are_not_taken(name: str, value: 
     ours = write_checkpoint(tmp_path, "qwen2_vl")
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({name: value}))
     loader = make_loader(tmp_path, ours, MediaArgs())
-    assert list(loader.senses.tokens) == ["image"]
-    assert f"the video processor's {name} is {value}, and that of the vision tower 2" in loader.senses.refusal("video")
+    assert list(loader.support.tokens) == ["image"]
+    assert f"the video processor's {name} is {value}, and that of the vision tower 2" in loader.support.refusal(
+        MediaKind.VIDEO
+    )
     loader.close()
 
 

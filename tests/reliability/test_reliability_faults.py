@@ -127,7 +127,7 @@ def junk(marker: Path) -> list[bytes]:
         encode(["AbortReq", "not a list"]),
         encode(["TokenizedGenerateReqInput", "x"]),
         encode(["BatchTokenIDOut", [["x"]]]),
-        encode(["FlushCacheReq", 2**64 - 1, 1.5])[:-3],
+        encode(["OperationReq", 2**64 - 1, "flush_cache", 1.5])[:-3],
         pickle.dumps(TouchesAFile(marker)),
         json.dumps(["ShutdownReq"]).encode(),
     ]

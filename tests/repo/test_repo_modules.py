@@ -1,6 +1,7 @@
 """How modules hang together: none imports itself by way of others, none is too long to read, and tests know little of their inside."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,16 @@ def test_tests_touch_fewer_and_fewer_private_attributes_of_the_source():
         if isinstance(node, ast.Attribute) and node.attr in private and not is_own(node)
     ]
     assert len(touched) <= MAX_PRIVATE, "\n".join(touched)
+
+
+def test_kinds_of_media_are_named_in_one_module():
+    """A kind is a `MediaKind`; its name as a text is left only where another API has a field or a value of that name."""
+    known = {"media_kinds", "multimodal.families", "multimodal.processors", "server.pooling.embed"}
+    known |= {"server.openai.protocol", "server.openai.chat_request", "server.responses.protocol"}
+    literal = re.compile(r"""(["'])(image|audio|video)\1""")
+    found = {
+        name.removeprefix("headrace.")
+        for name, path in modules().items()
+        if literal.search(path.read_text(encoding="utf-8"))
+    }
+    assert found - known == set()

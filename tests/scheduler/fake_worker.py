@@ -20,6 +20,7 @@ from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
 from headrace.messages.media import MediaItem, MediaSpan
+from headrace.messages.operations import OperationReply
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock, SamplesMoved
 from headrace.messages.requests import LogprobSpec, PoolTask, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import EncodeWork, ModelWorkerBatch, StepResult
@@ -572,6 +573,11 @@ class Rig:
                 **fields,
             )
         )
+
+    def reply(self, operation, message_id: int):
+        """What the scheduler answered to an operation."""
+        found = [one for one in self.back.messages if isinstance(one, OperationReply) and one.id == message_id]
+        return operation.reply_of(found[-1])
 
     def turn(self) -> None:
         """One turn of the loop; then the accounting must hold and every output is taken in."""

@@ -1,22 +1,37 @@
 """What the scheduler promises, one behaviour a test, on the fake worker."""
 
 from types import SimpleNamespace
+from typing import get_type_hints
 
+import msgspec
 import numpy as np
 import pytest
 from fake_worker import EOS, Rig, expected_outputs
 
-from headrace.messages.cache_tree import CacheTreeReply, CacheTreeReq
 from headrace.messages.control import (
     AbortReq,
     FaultReq,
-    FlushCacheReply,
     FlushCacheReq,
     HealthCheckReply,
     HealthCheckReq,
-    InternalStateReply,
     InternalStateReq,
+    ProfileReply,
+    ProfileReq,
     ShutdownReq,
+)
+from headrace.messages.operations import (
+    CACHE_TREE,
+    CHECK_HEALTH,
+    FLUSH_CACHE,
+    INTERNAL_STATE,
+    OPERATIONS,
+    SLOW_DOWN,
+    START_PROFILE,
+    CacheTreeQuery,
+    OperationReply,
+    OperationReq,
+    SlowDownBody,
+    StartProfileBody,
 )
 from headrace.messages.requests import (
     BatchTokenizedGenerateReqInput,
@@ -25,6 +40,7 @@ from headrace.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from headrace.sampling.params import ResolvedSamplingParams
+from headrace.scheduler.control import Operations
 
 LONG = {"max_new_tokens": 40, "ignore_eos": True}
 
@@ -354,13 +370,13 @@ def test_flush_is_refused_while_busy_and_empties_the_cache_when_idle():
     rig = Rig(num_pages=100)
     rig.add("a", prompt(10), **LONG)
     rig.turn()
-    rig.inbox.send(FlushCacheReq(1))
+    rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
     rig.drain()
-    rig.inbox.send(FlushCacheReq(2))
+    rig.inbox.send(FLUSH_CACHE.message(2, FlushCacheReq()))
     rig.turn()
 
-    replies = [m for m in rig.back.messages if isinstance(m, FlushCacheReply)]
-    assert [(r.id, r.success) for r in replies] == [(1, False), (2, True)]
+    replies = [rig.reply(FLUSH_CACHE, message_id) for message_id in (1, 2)]
+    assert [reply.success for reply in replies] == [False, True]
     assert "running" in replies[0].message
     assert rig.kv.state().free_tokens == 100
 
@@ -368,15 +384,14 @@ def test_flush_is_refused_while_busy_and_empties_the_cache_when_idle():
 def test_health_and_state_are_answered_at_the_next_turn():
     rig = Rig(num_pages=100)
     rig.add("a", prompt(10), **LONG)
-    rig.inbox.send(HealthCheckReq(5))
-    rig.inbox.send(InternalStateReq(6))
+    rig.inbox.send(CHECK_HEALTH.message(5, HealthCheckReq()))
+    rig.inbox.send(INTERNAL_STATE.message(6, InternalStateReq()))
     rig.turn()
 
-    assert HealthCheckReply(5, busy=False) in rig.back.messages
-    reply = next(m for m in rig.back.messages if isinstance(m, InternalStateReply))
-    assert reply.id == 6
-    assert reply.state.num_waiting == 1
-    assert reply.state.pool.consistent
+    assert rig.reply(CHECK_HEALTH, 5) == HealthCheckReply(busy=False)
+    state = rig.reply(INTERNAL_STATE, 6)
+    assert state.num_waiting == 1
+    assert state.pool.consistent
 
 
 def test_the_outline_of_the_cache_is_told_while_requests_run():
@@ -384,13 +399,58 @@ def test_the_outline_of_the_cache_is_told_while_requests_run():
     rig.add("a", prompt(10), **LONG)
     for _ in range(4):
         rig.turn()
-    rig.inbox.send(CacheTreeReq(7, max_depth=4, max_nodes=10))
+    rig.inbox.send(CACHE_TREE.message(7, CacheTreeQuery(max_depth=4, max_nodes=10)))
     rig.turn()
 
-    reply = next(m for m in rig.back.messages if isinstance(m, CacheTreeReply))
-    assert reply.id == 7
-    assert reply.tree.num_tokens == sum(node.num_tokens for node in reply.tree.nodes) >= 10
-    assert [node.num_leases for node in reply.tree.nodes] == [1] * reply.tree.num_nodes
+    tree = rig.reply(CACHE_TREE, 7)
+    assert tree.num_tokens == sum(node.num_tokens for node in tree.nodes) >= 10
+    assert [node.num_leases for node in tree.nodes] == [1] * tree.num_nodes
+
+
+def test_a_profile_is_started_by_the_worker_and_an_activity_counts_once():
+    rig, seen = Rig(num_pages=100), []
+    rig.worker.profiler = SimpleNamespace(handle=lambda request: seen.append(request) or "profiling")
+    rig.inbox.send(START_PROFILE.message(1, StartProfileBody("run-1", 5, ("CPU", "CPU"))))
+    rig.turn()
+
+    assert rig.reply(START_PROFILE, 1) == ProfileReply(True, "profiling")
+    assert seen == [ProfileReq(True, "run-1", 5, ("CPU",))]
+
+
+def test_a_slowed_scheduler_sleeps_after_each_step_until_it_is_told_otherwise(monkeypatch):
+    slept = []
+    monkeypatch.setattr("headrace.scheduler.scheduler.time.sleep", slept.append)
+    rig = Rig(num_pages=100)
+    rig.inbox.send(SLOW_DOWN.message(1, SlowDownBody(0.25)))
+    rig.turn()
+    assert slept == []
+    rig.add("a", prompt(10), 4, ignore_eos=True)
+    rig.drain()
+    assert set(slept) == {0.25}
+    assert len(slept) == rig.scheduler.state.counters.num_steps
+    rig.inbox.send(SLOW_DOWN.message(2, SlowDownBody(None)))
+    slept.clear()
+    rig.add("b", prompt(10), 4, ignore_eos=True)
+    rig.drain()
+
+    assert slept == []
+    assert rig.reply(SLOW_DOWN, 2) == "full speed"
+
+
+def test_a_scheduler_has_the_work_of_every_operation_and_refuses_what_is_none():
+    rig = Rig(num_pages=100)
+    for operation in OPERATIONS.values():
+        if operation.at == "scheduler":
+            hints = get_type_hints(getattr(Operations, operation.name))
+            assert (hints["request"], hints["return"]) == (operation.request, operation.reply), operation.name
+    rig.inbox.send(OperationReq(1, "no_such_operation", b""))
+    rig.inbox.send(OperationReq(2, "cache_tree", b"\xc1"))
+    rig.inbox.send(OperationReq(3, "cache_tree", msgspec.msgpack.encode({"max_depth": 0})))
+    rig.turn()
+
+    faults = {message.id: message.fault for message in rig.back.messages if isinstance(message, OperationReply)}
+    assert {faults[number].kind for number in (1, 2, 3)} == {"RequestError"}
+    assert faults[3].param == "max_depth"
 
 
 def test_a_fault_at_admission_ends_that_request_alone():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.messages.control import AbortReq, FlushCacheReq
 from headrace.messages.media import MediaItem, MediaSpan
+from headrace.messages.operations import FLUSH_CACHE
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
 from headrace.messages.weights import UpdateFromDisk, WeightOpReq
@@ -271,7 +272,7 @@ def test_every_history_with_images_ends_with_right_tokens(setup, actions):
                 for _ in range(action):
                     rig.turn()
             case "flush":
-                rig.inbox.send(FlushCacheReq(1))
+                rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
             case "weights":
                 rig.drain()
                 version += 1

@@ -7,8 +7,8 @@ import pytest
 from fake_worker import VOCAB, Rig, expected_outputs
 
 from headrace.cache.events import BlockEvents
-from headrace.messages.cache_tree import CacheTreeReply, CacheTreeReq
 from headrace.messages.kv_events import BlockRemoved, KVEvent
+from headrace.messages.operations import CACHE_TREE, CacheTreeQuery
 from kv_event_mirror import Mirror, cached
 
 ENDLESS = {"max_new_tokens": 400, "ignore_eos": True, "stream": True}
@@ -190,13 +190,13 @@ def test_the_outline_has_the_trees_of_all_parts():
     for i in range(4):
         rig.add(f"r{i}", prompt(i), 8, ignore_eos=True)
     rig.drain()
-    rig.inbox.send(CacheTreeReq(1, 8, 100))
+    rig.inbox.send(CACHE_TREE.message(1, CacheTreeQuery(8, 100)))
     rig.turn()
-    [reply] = [one for one in rig.back.messages if isinstance(one, CacheTreeReply)]
+    tree = rig.reply(CACHE_TREE, 1)
 
-    nodes = reply.tree.nodes
-    assert len(nodes) == reply.tree.num_nodes == sum(part.cache.num_nodes for part in rig.kv.parts)
-    assert sum(node.num_tokens for node in nodes) == reply.tree.num_tokens == rig.kv.state().evictable_tokens
+    nodes = tree.nodes
+    assert len(nodes) == tree.num_nodes == sum(part.cache.num_nodes for part in rig.kv.parts)
+    assert sum(node.num_tokens for node in nodes) == tree.num_tokens == rig.kv.state().evictable_tokens
     assert all(node.parent < index for index, node in enumerate(nodes))
     for index, node in enumerate(nodes):
         assert sum(other.parent == index for other in nodes) == node.num_children

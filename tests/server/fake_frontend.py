@@ -35,9 +35,11 @@ from headrace.frontend.sample_update import (
     TokenLogprobs,
 )
 from headrace.frontend.tenants import NOBODY, Caller
+from headrace.media_kinds import MediaRefs
 from headrace.messages.cache_tree import CacheNode, CacheTree
-from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
-from headrace.messages.media import NO_SENSES, MediaRefs, Senses
+from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ProfileReply, ReadyInfo
+from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
+from headrace.messages.operations import OPERATIONS, OperationReq, RankInfo, answered
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -192,7 +194,7 @@ class FakeFrontend:
         self.started = threading.Event()
         self.closed_early = threading.Event()
         self.alive = True
-        self.flush = FlushCacheReply(1, True, "flushed")
+        self.flush = FlushCacheReply(True, "flushed")
         self.flush_timeouts: list[float] = []
         self.num_active = 0
         self._released = asyncio.Event()
@@ -207,7 +209,7 @@ class FakeFrontend:
 
     async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = NOBODY) -> list[int]:
         self.counted = [*input_ids], media
-        count = len(media.images) + len(media.sounds) + len(media.videos)
+        count = len(media.images) + len(media.audios) + len(media.videos)
         return [*input_ids, *[0] * (IMAGE_TOKENS - 1) * count]
 
     async def generate_request(
@@ -374,9 +376,23 @@ class FakeFrontend:
     async def internal_states(self) -> list[InternalState]:
         return [await self.internal_state()]
 
-    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
-        nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]
-        return [CacheTree(0, 3, 64, nodes[:max_nodes])]
+    async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
+        operation = OPERATIONS[name]
+        asked = operation.request_of(OperationReq(1, name, request))
+        match name:
+            case "cache_tree":
+                nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]
+                reply: Any = CacheTree(0, 3, 64, nodes[: asked.max_nodes])
+            case "ranks":
+                reply = [RankInfo(rank, 100 + rank, 4096, 1024, 512) for rank in range(2)]
+            case "slow_down":
+                reply = f"slept {asked.forward_sleep_time}"
+            case "start_profile":
+                self.profiled.append(asked)
+                reply = ProfileReply(True, "profiling")
+            case _:
+                reply = ProfileReply(False, "no profile is running")
+        return {0: answered(1, reply).reply}
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive
@@ -392,13 +408,6 @@ class FakeFrontend:
     def latest(self, limit: int, caller: Any = None):
         self.asked_by.append(("latest", caller))
         return self.samples[:limit]
-
-    async def start_profile(self, output_name, num_steps, activities):
-        self.profiled.append((output_name, num_steps, activities))
-        return "profiling"
-
-    async def stop_profile(self):
-        raise RequestError("no profile is running")
 
     def configure_logging(self, level, log_requests, log_requests_level):
         self.logging = (level, log_requests, log_requests_level)
@@ -442,11 +451,11 @@ def served_model(
     context_length: int = CONTEXT_LENGTH,
     reasoning_parser: str = "think",
     pooling: PoolingConfig | None = None,
-    senses: Senses = NO_SENSES,
+    media_support: MediaSupport = NO_MEDIA_SUPPORT,
     reply_limit: int = 0,
     aliases: tuple[str, ...] = (),
 ) -> ServedModel:
-    """The fake model as the server knows it. pooling: what it makes of a text instead of more text. senses: the media that it takes."""
+    """The fake model as the server knows it. pooling: what it makes of a text instead of more text. media_support: the media that it takes."""
     ready = ReadyInfo(
         max_total_tokens=1024, max_running_requests=8, context_length=context_length, vocab_size=tokenizer.vocab_size,
         hidden_size=8, page_size=1, dtype="float32", kv_cache_dtype="float32", device="cpu", attention_backend="torch_native",
@@ -460,7 +469,8 @@ def served_model(
     return ServedModel(
         output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
         model_type="fake", architectures=("FakeForCausalLM" if pooling is None else "FakeModel",), pooling=pooling,
-        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"), senses=senses, reply_limit=reply_limit, aliases=aliases,
+        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"),
+        media_support=media_support, reply_limit=reply_limit, aliases=aliases,
     )  # fmt: skip
 
 
@@ -483,7 +493,7 @@ def make_app(
     status: ServerStatus | None = None,
     template: str | None = TEMPLATE,
     pooling: PoolingConfig | None = None,
-    senses: Senses = NO_SENSES,
+    media_support: MediaSupport = NO_MEDIA_SUPPORT,
     **options: Any,
 ) -> Any:
     """The application around a fake."""
@@ -492,7 +502,14 @@ def make_app(
     context_length = getattr(frontend, "context_length", CONTEXT_LENGTH)
     limit = args.default_max_tokens or 0
     model = served_model(
-        frontend.tokenizer, template, context_length, reasoning_parser, pooling, senses, limit, args.served_names[1:]
+        frontend.tokenizer,
+        template,
+        context_length,
+        reasoning_parser,
+        pooling,
+        media_support,
+        limit,
+        args.served_names[1:],
     )
     return create_app(frontend, args, model, status), args
 
@@ -504,13 +521,13 @@ def running_server(
     special_tokens: Sequence[str] = (),
     frontend: FakeFrontend | None = None,
     pooling: PoolingConfig | None = None,
-    senses: Senses = NO_SENSES,
+    media_support: MediaSupport = NO_MEDIA_SUPPORT,
     **options: Any,
 ) -> Iterator[Running]:
     """A real server on a free port, in a thread. special_tokens: more of the fake's tokenizer. frontend: another fake than the usual one."""
     frontend = frontend or FakeFrontend(fake_context_length, special_tokens)
     status = ServerStatus()
-    app, args = make_app(frontend, status, template, pooling, senses, **options)
+    app, args = make_app(frontend, status, template, pooling, media_support, **options)
     server = Server(app, args)
     failures: list[BaseException] = []
 

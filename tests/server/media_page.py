@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fake_frontend import Running
 
-from headrace.messages.media import MediaRefs
+from headrace.media_kinds import MediaRefs
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
 expect = sync_api.expect

@@ -28,7 +28,7 @@ from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import LogprobSpec
 from headrace.server.app import create_app
 from headrace.server.remote_calls import RemoteCalls
-from headrace.server.remote_frontend import RemoteFrontend
+from headrace.server.remote_frontend import remote_frontend
 from headrace.server.request_frontend import METHODS
 
 LENGTH = FinishReason("length", length=5)
@@ -124,7 +124,7 @@ class House:
 
 
 @asynccontextmanager
-async def remote_frontend(manager: TokenizerManager):
+async def worker_frontend(manager: TokenizerManager):
     """`manager` as an HTTP worker sees it."""
     to_front, to_worker = LocalQueue(), LocalQueue()
     door = FrontDoor(manager, METHODS, to_front, lambda: FrontNews([], "default", True, "info"), {}.get)
@@ -133,7 +133,7 @@ async def remote_frontend(manager: TokenizerManager):
     calls.start()
     door.add(1, to_worker)
     await calls.wait_for_news()
-    yield RemoteFrontend(calls)
+    yield remote_frontend(calls)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -150,7 +150,7 @@ async def reply(
     try:
         if not remote:
             return await house.ask(house.manager, path, body, steps, parts)
-        async with remote_frontend(house.manager) as frontend:
+        async with worker_frontend(house.manager) as frontend:
             return await house.ask(frontend, path, body, steps, parts)
     finally:
         await house.manager.close()

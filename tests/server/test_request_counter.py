@@ -8,8 +8,8 @@ import httpx
 import pytest
 from fake_frontend import MODEL, Running, Script, running_server
 
-from headrace.server.app import route_table
 from headrace.server.request_counter import CLIENT_GONE, UNKNOWN_ROUTE, RequestCounter, RouteNames
+from headrace.server.route_table import route_table
 
 
 def test_each_request_counts_once_under_its_declared_route(client: httpx.Client, server: Running):

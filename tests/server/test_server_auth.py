@@ -10,9 +10,9 @@ from fake_frontend import FakeFrontend, make_app
 from starlette.routing import Route
 
 from error_bodies import checked_error
-from headrace.server.app import route_table
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.context import ServerStatus
+from headrace.server.route_table import route_table
 from route_access import ADMIN_ONLY, PUBLIC
 
 USER, ADMIN = "user-kéy", "admin-key"

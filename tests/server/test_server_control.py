@@ -137,7 +137,7 @@ def test_model_info_says_where_the_weights_that_serve_were_read_from():
 
 def test_flush_says_what_happened(client: httpx.Client, server: Running):
     assert client.post("/flush_cache").json() == {"success": True, "message": "flushed"}
-    server.frontend.flush = FlushCacheReply(1, False, "2 requests run")
+    server.frontend.flush = FlushCacheReply(False, "2 requests run")
     reply = client.post("/flush_cache")
     assert reply.status_code == 409
     assert reply.json() == {"success": False, "message": "2 requests run"}

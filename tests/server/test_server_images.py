@@ -12,10 +12,11 @@ from fake_frontend import IMAGE_TOKENS, MODEL, TEMPLATE, Running, running_server
 from headrace.api.chat_reply import chat_fields
 from headrace.api.engine_chat import EngineChat
 from headrace.config.server_args import ServerArgs
-from headrace.messages.media import ImageRef, MediaRefs, Senses
+from headrace.media_kinds import ImageRef, MediaRefs
+from headrace.messages.media import MediaSupport
 from headrace.server.context import ServerStatus, ServingContext
 
-INFO = Senses("llava", {"image": "<image>"})
+INFO = MediaSupport("llava", {"image": "<image>"})
 URL = "data:image/png;base64,aGVsbG8="
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -30,7 +31,7 @@ NO_MEDIA = PARTS.replace("<image>", "")
 
 def server_with(template: str) -> Iterator[Running]:
     with running_server(
-        template, 1024, special_tokens=("<image>",), senses=INFO, max_images=3, max_stored_responses=9
+        template, 1024, special_tokens=("<image>",), media_support=INFO, max_images=3, max_stored_responses=9
     ) as running:
         yield running
 
@@ -232,7 +233,7 @@ def test_bytes_are_images_in_chats_of_the_engine(server: Running):
     parts = [{"type": "image_url", "image_url": {"url": file, "detail": "low"}}, text("what?")]
     context = ServingContext(
         server.frontend,
-        served_model(server.frontend.tokenizer, senses=INFO),
+        served_model(server.frontend.tokenizer, media_support=INFO),
         ServerArgs(max_images=3),
         ServerStatus(started=True),
     )
@@ -297,7 +298,7 @@ def test_a_model_without_eyes_says_so(name: str, blind: httpx.Client):
     reply = blind.post(path, json=body)
 
     assert reply.status_code == 400
-    assert "this model does not see images" in reply.text
+    assert "this model does not support images" in reply.text
 
 
 @pytest.fixture(scope="module")

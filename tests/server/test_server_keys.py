@@ -8,6 +8,7 @@ import pytest
 from fake_frontend import FakeFrontend, make_app
 
 from headrace.errors import ConfigError
+from headrace.messages.operations import StartProfileBody
 from headrace.server.context import ServerStatus
 from headrace.server.keys import ApiKeys
 
@@ -174,7 +175,7 @@ async def test_profiles_and_logging_take_names_and_levels_and_nothing_else():
         assert frontend.profiled == []
         good = {"output_dir": "run-1", "num_steps": 5, "activities": ["CPU", "CPU"]}
         assert (await client.post("/start_profile", json=good)).status_code == 200
-        assert frontend.profiled == [("run-1", 5, ("CPU",))]
+        assert frontend.profiled == [StartProfileBody("run-1", 5, ("CPU", "CPU"))]
         assert (await client.post("/stop_profile")).status_code == 400
         assert (await client.post("/configure_logging", json={"level": "loud"})).status_code == 400
         reply = await client.post("/configure_logging", json={"level": "debug", "log_requests": True})

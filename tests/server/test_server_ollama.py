@@ -299,7 +299,7 @@ RESULT = {"role": "tool", "content": "x"}
     ("messages", "words"),
     [
         ([{"role": "", "content": "a"}], "messages[0].role"),
-        ([USER | {"images": ["aGk="]}], "does not see images"),
+        ([USER | {"images": ["aGk="]}], "does not support images"),
         ([USER | {"images": [5]}], "messages[0].images[0]"),
         ([USER | {"thinking": "t"}], "messages[0].thinking"),
         ([USER | {"tool_calls": [call("f")]}], "messages[0].tool_calls"),

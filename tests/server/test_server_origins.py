@@ -303,7 +303,7 @@ async def test_clients_that_are_no_browsers_may_get_it_and_only_it():
         assert (await client.get("/flush_cache?timout=1")).status_code == 400
         assert len(frontend.flush_timeouts) == 4
         admin_gets = {path for method, path in routes(app) if method == "GET" and path in ADMIN_ONLY}
-        assert admin_gets == {"/flush_cache", "/internal_state", "/cache_tree", "/get_weights_by_name"}
+        assert admin_gets == {"/flush_cache", "/internal_state", "/cache_tree", "/ranks", "/get_weights_by_name"}
     async with client_of(api_key="user", admin_api_key="admin") as (client, _, frontend):
         for key, status in (("", 401), ("user", 401), ("admin", 200)):
             reply = await client.get("/flush_cache", headers={"authorization": f"Bearer {key}"})

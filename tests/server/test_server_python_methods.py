@@ -13,7 +13,8 @@ from headrace.api.runtime import Runtime
 from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.frontend.runtime_settings import LimitChanges
 from headrace.messages.control import InternalState
-from headrace.server.app import route_table
+from headrace.messages.operations import StartProfileBody
+from headrace.server.route_table import route_table
 
 METHODS = {
     "/generate": ("generate", "async_generate"),
@@ -56,6 +57,8 @@ METHODS = {
     "/set_internal_state": ("set_internal_state",),
     "/internal_state": ("internal_state",),
     "/cache_tree": ("cache_trees",),
+    "/ranks": ("get_ranks",),
+    "/slow_down": ("slow_down",),
     "/metrics": ("metrics",),
     "/pause_generation": ("pause_generation",),
     "/continue_generation": ("continue_generation",),
@@ -150,8 +153,12 @@ def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Run
     runtime.abort_request()
     runtime.abort_request(abort_all=True)
     assert frontend.aborted == ["r1", "*"]
+    assert [(one["dp_rank"], one["rank"], one["pid"]) for one in runtime.get_ranks()] == [(0, 0, 100), (0, 1, 101)]
+    assert (runtime.slow_down(0.5), runtime.slow_down()) == ("slept 0.5", "slept None")
+    with pytest.raises(RequestError, match="10"):
+        runtime.slow_down(10.5)
     assert runtime.start_profile("run-1", 3) == "profiling"
-    assert frontend.profiled == [("run-1", 3, ("CPU",))]
+    assert StartProfileBody("run-1", 3) in frontend.profiled
     with pytest.raises(RequestError, match="no profile"):
         runtime.stop_profile()
     runtime.start_expert_distribution_record()

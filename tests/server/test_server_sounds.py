@@ -13,11 +13,12 @@ from headrace.api.chat_reply import chat_fields
 from headrace.api.engine_chat import EngineChat
 from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError
-from headrace.messages.media import AudioRef, ImageRef, MediaRefs, Senses, VideoRef
+from headrace.media_kinds import AudioRef, ImageRef, MediaRefs, VideoRef
+from headrace.messages.media import MediaSupport
 from headrace.server.context import ServerStatus, ServingContext
 
 TOKENS = ("<image>", "<sound>", "<video>")
-SENSES = Senses("fake", {"image": "<image>", "audio": "<sound>", "video": "<video>"})
+SUPPORT = MediaSupport("fake", {"image": "<image>", "audio": "<sound>", "video": "<video>"})
 CODED = base64.b64encode(b"a file").decode()
 FRAMES_URL = "data:video/jpeg;base64,"
 PARTS = (
@@ -33,7 +34,7 @@ ONLY_IMAGES = PARTS.replace("<sound>", "").replace("<video>", "")
 @pytest.fixture(scope="module", params=[PARTS, TEXTS, ONLY_IMAGES], ids=["parts", "texts", "only images"])
 def server(request: pytest.FixtureRequest) -> Iterator[Running]:
     with running_server(
-        request.param, 1024, special_tokens=TOKENS, senses=SENSES, max_audios=2, max_videos=1
+        request.param, 1024, special_tokens=TOKENS, media_support=SUPPORT, max_audios=2, max_videos=1
     ) as running:
         yield running
 
@@ -111,7 +112,7 @@ def test_other_shapes(server: Running, client: httpx.Client, part: dict[str, Any
     reply = client.post("/v1/chat/completions", json=chat(part, text("?")))
     assert reply.status_code == 200, reply.text
     found = asked(server)[1]
-    assert found.sounds + found.videos == media
+    assert found.audios + found.videos == media
 
 
 def test_responses_take_sounds(server: Running, client: httpx.Client):
@@ -119,14 +120,14 @@ def test_responses_take_sounds(server: Running, client: httpx.Client):
     body = {"model": MODEL, "input": [{"role": "user", "content": [part, {"type": "input_text", "text": "what?"}]}]}
     reply = client.post("/v1/responses", json=body)
     assert reply.status_code == 200, reply.text
-    assert asked(server)[1] == MediaRefs(sounds=(AudioRef(url=CODED),))
+    assert asked(server)[1] == MediaRefs(audios=(AudioRef(url=CODED),))
 
 
 def test_counts_have_the_tokens_of_sounds(server: Running, client: httpx.Client):
     reply = client.post("/tokenize", json={"messages": chat(sound(), text("what?"))["messages"]}).json()
     ids, media = server.frontend.counted
     assert reply["count"] == len(ids) - 1 + IMAGE_TOKENS
-    assert media == MediaRefs(sounds=(AudioRef(url=CODED),))
+    assert media == MediaRefs(audios=(AudioRef(url=CODED),))
 
 
 def test_bytes_are_sounds_in_chats_of_the_engine(server: Running):
@@ -134,7 +135,7 @@ def test_bytes_are_sounds_in_chats_of_the_engine(server: Running):
     parts.append(video({"frames": [b"a file"]}))
     context = ServingContext(
         server.frontend,
-        served_model(server.frontend.tokenizer, senses=SENSES),
+        served_model(server.frontend.tokenizer, media_support=SUPPORT),
         ServerArgs(),
         ServerStatus(started=True),
     )
@@ -176,7 +177,7 @@ def test_what_cannot_be_taken_is_refused(client: httpx.Client, part: dict[str, A
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([sound()] * 3, "there are 3 sounds; the limit is 2 (--max-audios)"),
+        ([sound()] * 3, "there are 3 audio clips; the limit is 2 (--max-audios)"),
         ([video({"frames": [CODED]})] * 2, "there are 2 videos; the limit is 1 (--max-videos)"),
     ],
 )
@@ -193,7 +194,7 @@ def test_an_error_of_the_engine_is_told_in_words_of_the_messages(
     monkeypatch.setattr(server.frontend, "script", Script(fail_at=0, error=refused))
     error = client.post("/v1/chat/completions", json=chat(sound(), sound())).json()["error"]
     assert (error["message"], error["param"], error["code"]) == (
-        "sound 2 of the messages: it is broken",
+        "audio clip 2 of the messages: it is broken",
         "messages",
         "invalid_audio",
     )
@@ -219,8 +220,8 @@ def test_media_beside_the_content_of_a_message_are_not_lost(client: httpx.Client
 @pytest.mark.parametrize(
     ("part", "words", "code"),
     [
-        (sound(), "this model does not hear sounds", "unsupported_audio"),
-        (video({"frames": [CODED]}), "this model does not see videos", "unsupported_videos"),
+        (sound(), "this model does not support audio", "unsupported_audio"),
+        (video({"frames": [CODED]}), "this model does not support videos", "unsupported_videos"),
     ],
 )
 def test_a_model_that_takes_none_says_so(deaf: httpx.Client, part: dict[str, Any], words: str, code: str):

@@ -11,14 +11,17 @@ from fake_frontend import Running, running_server
 from media_page import PNG, asked, choose, expect, hand_over, opened, replied, send, waiting
 from web_page import check_accessible
 
-from headrace.messages.media import ImageRef, MediaRefs, Senses
+from headrace.media_kinds import ImageRef, MediaRefs
+from headrace.messages.media import MediaSupport
 
 URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 
 
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[Running]:
-    with running_server(special_tokens=("<image>",), senses=Senses("llava", {"image": "<image>"})) as running:
+    with running_server(
+        special_tokens=("<image>",), media_support=MediaSupport("llava", {"image": "<image>"})
+    ) as running:
         yield running
 
 
@@ -137,7 +140,7 @@ def test_a_model_without_eyes_has_no_button_and_refuses_a_drop(page: Any, server
     opened(page, server.url)
     expect(page.get_by_label("Image", exact=True)).to_be_hidden()
     hand_over(page, "drop", ("a.png", "image/png", PNG), ("b.png", "image/png", PNG))
-    expect(page.get_by_text("This model does not see images.")).to_have_count(1)
+    expect(page.get_by_text("This model does not support images.")).to_have_count(1)
     hand_over(page, "drop", ("notes.txt", "text/plain", b"secret"))
     expect(page.get_by_text("notes.txt is not sent: this model takes text only.")).to_be_visible()
     expect(waiting(page)).to_have_count(0)

@@ -12,7 +12,8 @@ from fake_frontend import Running, running_server
 from media_page import PNG, asked, choose, expect, hand_over, opened, replied, send, waiting
 from web_page import check_accessible
 
-from headrace.messages.media import AudioRef, ImageRef, MediaKind, MediaRefs, Senses
+from headrace.media_kinds import AudioRef, ImageRef, MediaKind, MediaRefs
+from headrace.messages.media import MediaSupport
 
 RATE = 8000
 DURATION_S = 0.25
@@ -34,13 +35,15 @@ WAV = wav()
 
 @pytest.fixture(scope="module")
 def hearing() -> Iterator[Running]:
-    with running_server(special_tokens=("<sound>",), senses=Senses("fake", {"audio": "<sound>"})) as running:
+    with running_server(
+        special_tokens=("<sound>",), media_support=MediaSupport("fake", {"audio": "<sound>"})
+    ) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def seeing_and_hearing() -> Iterator[Running]:
-    with running_server(special_tokens=tuple(TOKENS.values()), senses=Senses("fake", TOKENS)) as running:
+    with running_server(special_tokens=tuple(TOKENS.values()), media_support=MediaSupport("fake", TOKENS)) as running:
         yield running
 
 
@@ -55,7 +58,7 @@ def choose_sounds(page: Any, *names: str, data: bytes = WAV, kind: str = "audio/
 
 
 def of_sounds(*files: bytes) -> MediaRefs:
-    return MediaRefs(sounds=tuple(AudioRef(url=base64.b64encode(data).decode()) for data in files))
+    return MediaRefs(audios=tuple(AudioRef(url=base64.b64encode(data).decode()) for data in files))
 
 
 def players(inside: Any) -> Any:
@@ -169,7 +172,7 @@ def test_other_files_are_refused(chat: Any):
     expect(chat.get_by_text("notes.mp3 is not sent: it is no WAV, FLAC, OGG or MP3 sound.")).to_be_visible()
     hand_over(chat, "drop", ("a.m4a", "audio/mp4", b"\0\0\0\x20ftypM4A "), ("a.png", "image/png", PNG))
     expect(chat.get_by_text("a.m4a is not sent")).to_be_visible()
-    expect(chat.get_by_text("This model does not see images.")).to_be_visible()
+    expect(chat.get_by_text("This model does not support images.")).to_be_visible()
     expect(waiting(chat)).to_have_count(0)
 
 
@@ -177,7 +180,7 @@ def test_a_model_that_does_not_hear_has_no_button_and_refuses_a_drop(page: Any, 
     opened(page, server.url)
     expect(page.get_by_label("Sound", exact=True)).to_be_hidden()
     hand_over(page, "drop", ("a.wav", "audio/wav", WAV))
-    expect(page.get_by_text("This model does not hear sounds.")).to_be_visible()
+    expect(page.get_by_text("This model does not support audio.")).to_be_visible()
     expect(waiting(page)).to_have_count(0)
 
 
@@ -197,7 +200,7 @@ def test_a_model_that_sees_and_hears_has_one_button_for_both(page: Any, seeing_a
     prompt, media = asked(seeing_and_hearing)
     assert prompt.replace("\n", "") == "<|user|><sound><image><sound>what?<|assistant|>"
     coded = base64.b64encode(PNG).decode()
-    assert media == MediaRefs((ImageRef(url=f"data:image/png;base64,{coded}"),), of_sounds(WAV, WAV).sounds)
+    assert media == MediaRefs((ImageRef(url=f"data:image/png;base64,{coded}"),), of_sounds(WAV, WAV).audios)
 
 
 def test_a_sound_is_not_sent_to_a_model_that_came_meanwhile_and_does_not_hear(chat: Any, hearing: Running):

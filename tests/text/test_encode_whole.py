@@ -59,7 +59,7 @@ def test_pairs_and_texts_in_one_call():
 def test_a_checkpoint_says_which_text_of_a_pair_is_cut():
     pairs = [("the cat", "abc cab " * 9), ("a", "the " * 20)]
     assert Tokenizer(backend("only_second")).encode_whole(pairs, 9) == theirs(pairs, 9, "only_second")
-    with pytest.raises(RequestError, match="cannot be cut to 9 tokens"):
+    with pytest.raises(RequestError, match="cannot be truncated to 9 tokens"):
         Tokenizer(backend("only_second")).encode_whole([("abc cab " * 9, "a")], 9)
 
 

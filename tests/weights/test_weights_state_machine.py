@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace.messages.control import AbortReq, FlushCacheReply, FlushCacheReq, HealthCheckReply, HealthCheckReq
+from headrace.messages.control import AbortReq, FlushCacheReq, HealthCheckReply, HealthCheckReq
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.operations import CHECK_HEALTH, FLUSH_CACHE
 from headrace.messages.weights import (
     CancelUpdate,
     CommitUpdate,
@@ -213,7 +214,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        self.rig.inbox.send(FlushCacheReq(1))
+        self.rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
 
     @invariant()
     def steps_are_held(self):
@@ -330,12 +331,12 @@ def test_steps_go_on_while_an_update_is_prepared():
     rig.turn()
     made = len(rig.ids["runs"])
     rig.add("comes", [0, 1], 4)
-    rig.inbox.send(HealthCheckReq(7))
+    rig.inbox.send(CHECK_HEALTH.message(7, HealthCheckReq()))
     rig.add("leaves", [0, 1], 40)
     rig.inbox.send(AbortReq(("leaves",)))
     for _ in range(20):
         rig.turn()
-    assert HealthCheckReply(7, True, False) in rig.back.messages
+    assert rig.reply(CHECK_HEALTH, 7) == HealthCheckReply(True, False)
     assert rig.finish["leaves"].type == "abort"
     assert len(rig.ids["runs"]) >= made + 19
     assert rig.ids["comes"] == expected_outputs([0, 1], 4, 10**9)
@@ -447,10 +448,9 @@ def test_pause_modes():
         assert len(rig.ids["a"]) == made, "it goes on while paused"
         assert (rig.kv.state().leased_tokens > 0) == held
         rig.back.messages.clear()
-        rig.inbox.send(FlushCacheReq(2))
+        rig.inbox.send(FLUSH_CACHE.message(2, FlushCacheReq()))
         rig.turn()
-        flushed = next(m for m in rig.back.messages if isinstance(m, FlushCacheReply))
-        assert flushed.success == (not held)
+        assert rig.reply(FLUSH_CACHE, 2).success == (not held)
         rig.inbox.send(WeightOpReq(2, PauseGeneration(mode)))  # again: nothing new
         rig.inbox.send(WeightOpReq(3, ContinueGeneration()))
         rig.inbox.send(WeightOpReq(4, ContinueGeneration()))

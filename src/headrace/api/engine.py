@@ -17,6 +17,7 @@ import msgspec
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
 from headrace.api.engine_calls import EngineCalls
 from headrace.api.generate_request import PooledInputs, TokenIds, encode_request, generate_request
+from headrace.api.operations import Operations
 from headrace.api.options import (
     ChatOptions,
     EncodeOptions,
@@ -42,9 +43,9 @@ from headrace.frontend.server_info import describe_load, describe_server
 from headrace.frontend.tenants import Caller
 from headrace.frontend.weight_control import TensorFile
 from headrace.launch import RunningEngine, launch_engine
-from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import InternalState
 from headrace.messages.field_errors import field_error
+from headrace.messages.operations import Operation
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.export import render
@@ -57,9 +58,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Engine(WeightOperations, Scores):
-    """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`; `rerank` and
-    `score`: `Scores`.
+class Engine(Operations, WeightOperations, Scores):
+    """A loaded model. A context manager; `shutdown` is also called at exit. Profiles and caches: `Operations`; weights, pausing and memory:
+    `WeightOperations`; `rerank` and `score`: `Scores`.
 
     model: same as the option `model_path`. options: those of `headrace serve`, listed at `__init__`, also as SGLang and vLLM call them. Raises
     ConfigError or ModelError if the engine cannot start.
@@ -388,10 +389,6 @@ class Engine(WeightOperations, Scores):
         """Counters and pool accounting of the scheduler."""
         return self._calls.wait(self._calls.submit(self._manager.control.internal_state()))
 
-    def cache_trees(self, max_depth: int = 8, max_nodes: int = 200) -> list[CacheTree]:
-        """The outline of each replica's prefix cache: how its tree branches, without any text."""
-        return self._calls.wait(self._calls.submit(self._manager.control.cache_trees(max_depth, max_nodes)))
-
     def get_loads(self) -> list[dict[str, Any]]:
         """Load of each replica: requests, tokens, throughput."""
         return [
@@ -459,21 +456,6 @@ class Engine(WeightOperations, Scores):
         """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
         return self._calls.wait(self._calls.submit(self._manager.records.dump()))[0]
 
-    def start_profile(
-        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
-    ) -> str:
-        """Record the worker's steps to a file below `profile_dir`. Returns a line for the operator.
-
-        num_steps: stop after this many steps; 0 = at `stop_profile`. Raises RequestError.
-        """
-        return self._calls.wait(
-            self._calls.submit(self._manager.control.start_profile(output_name, num_steps, activities))
-        )
-
-    def stop_profile(self) -> str:
-        """Stop and write the trace. Returns a line with the file's name. Raises RequestError."""
-        return self._calls.wait(self._calls.submit(self._manager.control.stop_profile()))
-
     def start_expert_distribution_record(self) -> None:
         """Start counting the tokens that each layer of a mixture sends to each expert. Raises RequestError."""
         self._calls.wait(self._calls.submit(self._manager.experts.start()))
@@ -505,6 +487,10 @@ class Engine(WeightOperations, Scores):
         except msgspec.ValidationError as error:
             raise field_error(str(error), LimitChanges) from None
         return msgspec.structs.asdict(self._calls.call(lambda: self._manager.settings.change_limits(changes)))
+
+    def _ask(self, operation: Operation[Any, Any], request: msgspec.Struct) -> Any:
+        replies = self._calls.wait(self._calls.submit(operation.ask(self._manager.control, request)))
+        return msgspec.to_builtins(operation.combine(replies))
 
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
         return self._calls.wait(self._calls.submit(self._manager.weights.operate(operation)))

@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.messages.media import AudioRef, ImageRef, MediaKind, VideoRef
-
-_PARTS = ("image_url", "input_audio", "audio_url", "video_url")
-
-FIELDS: dict[str, MediaKind] = {"image_data": "image", "audio_data": "audio", "video_data": "video"}
+from headrace.media_kinds import PARTS, REFS, FileRef, ImageRef, MediaKind, VideoRef
 
 
 def media_structs(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call with files in structs; the rest is checked later. Raises RequestError for what is no file."""
-    return given | {name: _struct(name, given[name], kind) for name, kind in FIELDS.items() if name in given}
+    return given | {
+        kind.field: _struct(kind.field, given[kind.field], kind) for kind in MediaKind if kind.field in given
+    }
 
 
 def media_json(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call as HTTP takes them: files in base64; the rest is checked by the server. Raises RequestError for what is no file."""
-    return given | {name: _json(name, given[name]) for name in FIELDS if name in given}
+    return given | {kind.field: _json(kind.field, given[kind.field]) for kind in MediaKind if kind.field in given}
 
 
 def _struct(name: str, given: object, kind: MediaKind) -> object:
@@ -32,14 +30,15 @@ def _struct(name: str, given: object, kind: MediaKind) -> object:
         return [_struct(name, item, kind) for item in given]
     if isinstance(given, VideoRef):
         given = {"frames": given.frames, "fps": given.fps}
-    if kind == "video" and isinstance(given, Mapping) and isinstance(given.get("frames"), list | tuple):
-        return {**given, "frames": [_struct(name, frame, "image") for frame in given["frames"]]}
+    ref = REFS[kind]
+    if ref is VideoRef and isinstance(given, Mapping) and isinstance(given.get("frames"), list | tuple):
+        return {**given, "frames": [_struct(name, frame, MediaKind.IMAGE) for frame in given["frames"]]}
     data = _file_bytes(name, given)
     if data is None:
         return given
-    if kind == "video":
+    if not issubclass(ref, FileRef):
         raise RequestError(f'{name}: a video is given by its frames: {{"frames": [...], "fps": 2}}', name)
-    return AudioRef(data=data) if kind == "audio" else ImageRef(data=data)
+    return ref(data=data)
 
 
 def _json(name: str, given: object) -> object:
@@ -49,7 +48,7 @@ def _json(name: str, given: object) -> object:
         return {key: _json(name, value) for key, value in given.items()}
     if isinstance(given, VideoRef):
         return {"frames": _json(name, given.frames), "fps": given.fps}
-    if isinstance(given, ImageRef | AudioRef):
+    if isinstance(given, FileRef):
         detail = {"detail": given.detail} if isinstance(given, ImageRef) else {}
         return {"url": given.url or b64encode(given.data).decode()} | detail
     data = _file_bytes(name, given)
@@ -74,7 +73,7 @@ def _file_bytes(name: str, given: object) -> bytes | None:
 
 
 def messages_as_json(messages: object) -> object:
-    """Messages in which the URL of an image or a sound may be the bytes of a file, as chat completions take them."""
+    """Messages in which the URL of an item may be the bytes of a file, as chat completions take them."""
     return [_message(message) for message in messages] if isinstance(messages, list | tuple) else messages
 
 
@@ -87,7 +86,7 @@ def _message(message: object) -> object:
 
 
 def _part(part: Any) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") not in _PARTS:
+    if not isinstance(part, Mapping) or part.get("type") not in PARTS:
         return part
     kind = part["type"]
     return {**part, kind: _json(kind, part.get(kind))}

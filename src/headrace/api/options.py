@@ -15,7 +15,7 @@ from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import from_arguments
 from headrace.errors import ConfigError
-from headrace.messages.media import AudioRef, ImageRef, VideoRef
+from headrace.media_kinds import AudioRef, ImageRef, VideoRef
 from headrace.sampling.params import SamplingParams
 
 logger = log.get_logger(__name__)
@@ -357,7 +357,7 @@ docs/images.md."""
 
 
 Audio = AudioRef | bytes | PathLike[str] | str | dict[str, str]
-"""A sound in the same ways."""
+"""Audio in the same forms."""
 
 Video = VideoRef | str | dict[str, Any]
 """A video by its frames, each an `Image`: a dict with "frames" and "fps". See docs/images.md."""

@@ -17,6 +17,7 @@ from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields, read_chun
 from headrace.api.generate_request import PooledInputs
 from headrace.api.media import media_json
 from headrace.api.native_client import NativeClient
+from headrace.api.operations import Operations
 from headrace.api.options import (
     ChatOptions,
     EncodeOptions,
@@ -42,8 +43,8 @@ from headrace.errors import (
 )
 from headrace.frontend.runtime_settings import LogLevel
 from headrace.frontend.weight_checks import TRUNCATE_SIZE
-from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import InternalState
+from headrace.messages.operations import Operation
 from headrace.messages.weights import (
     CancelUpdate,
     ContinueGeneration,
@@ -76,10 +77,10 @@ OPERATION_PATHS: dict[type, str] = {
 """Routes of operations whose fields are the body."""
 
 
-class Runtime(WeightOperations, Scores):
+class Runtime(Operations, WeightOperations, Scores):
     """A server process owned by this program. A context manager; `shutdown` is also called at exit, and the server ends if this process is killed.
 
-    Weights, pausing and memory: `WeightOperations`.
+    Profiles and caches: `Operations`. Weights, pausing and memory: `WeightOperations`.
 
     model: same as the option `model_path`. start_timeout_s: how long loading may take. options: as of an `Engine`; default for `port`: a free
     one. Raises ConfigError for unknown options, ExecutionError if the server does not become ready.
@@ -263,11 +264,6 @@ class Runtime(WeightOperations, Scores):
         """Counters and pool accounting of all schedulers together."""
         return msgspec.convert(self._http.get("/internal_state"), InternalState)
 
-    def cache_trees(self, max_depth: int = 8, max_nodes: int = 200) -> list[CacheTree]:
-        """Like `Engine.cache_trees`. Raises RequestError."""
-        found = self._http.get(f"/cache_tree?max_depth={max_depth}&max_nodes={max_nodes}")["data"]
-        return msgspec.convert(found, list[CacheTree])
-
     def get_loads(self) -> list[dict[str, Any]]:
         """Load of each replica: requests, tokens, throughput."""
         return list(self._http.get("/v1/loads")["loads"])
@@ -315,17 +311,6 @@ class Runtime(WeightOperations, Scores):
     def dump_requests(self) -> str:
         """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
         return str(self._http.ask("/dump_requests")["file"])
-
-    def start_profile(
-        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
-    ) -> str:
-        """Like `Engine.start_profile`. Raises RequestError."""
-        asked = {"output_dir": output_name or None, "num_steps": num_steps or None, "activities": activities}
-        return str(self._http.ask("/start_profile", **asked)["message"])
-
-    def stop_profile(self) -> str:
-        """Stop and write the trace. Returns a line with the file's name. Raises RequestError."""
-        return str(self._http.ask("/stop_profile")["message"])
 
     def start_expert_distribution_record(self) -> None:
         """Start counting the tokens that each layer of a mixture sends to each expert. Raises RequestError."""
@@ -386,6 +371,13 @@ class Runtime(WeightOperations, Scores):
         }
         reply = self._http.operate("/post_process_weights", json.dumps(asked).encode())
         return reply["success"], reply["message"]
+
+    def _ask(self, operation: Operation[Any, Any], request: msgspec.Struct) -> Any:
+        assert operation.route is not None, operation.name
+        fields = msgspec.to_builtins(request)
+        if operation.route.method == "GET":
+            return self._http.get(f"{operation.route.path}?{urllib.parse.urlencode(fields)}")
+        return self._http.ask(operation.route.path, **fields)
 
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
         body = json.dumps(msgspec.structs.asdict(operation)).encode()

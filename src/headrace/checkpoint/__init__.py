@@ -2,9 +2,10 @@
 
 Read first: base.py (`Checkpoint`), source.py (what a path is), model_config.py (`ModelConfig`).
 
-- Formats: huggingface.py, safetensors_file.py (folders), gguf.py (the file), gguf_names.py, gguf_encoder.py,
+- Formats: huggingface.py, safetensors_file.py (folders), gguf.py (the file), gguf_names.py,
   gguf_checkpoint.py (as a checkpoint), lora.py (peft's adapters)
-- config.json: config_keys.py, rope_config.py, layer_types.py, families.py (which can be served, by name), foreign_config.py
+- config.json: config_keys.py, rope_config.py, layer_types.py, families.py (finds `headrace.families`; which can be served, by name),
+  family.py (what each says of itself), foreign_config.py
   (families that we have no defaults for), encoder_config.py (the BERT family), sampling_defaults.py
 - Models that see and hear: media_config.py (their eyes in config.json), audio_config.py (their ears), media_keys.py (what both have),
   image_processors.py (how they want an image), audio_processors.py (how they want a sound)

@@ -1,16 +1,12 @@
-"""Typed access to a Hugging Face `config.json`, with each architecture's defaults for missing keys.
-
-The defaults are those of transformers.
-"""
+"""Typed access to a Hugging Face `config.json`, with each family's defaults for missing keys."""
 
 import sys
 from typing import Any, TypeVar
 
 from headrace.checkpoint import foreign_config
-from headrace.checkpoint.families import check_family
+from headrace.checkpoint.families import check_family, decoders
 from headrace.errors import ModelError
 
-# Defaults of each architecture. Keys with the same default for all are in `_COMMON`.
 _COMMON: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -25,127 +21,7 @@ _COMMON: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-_QWEN: dict[str, Any] = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
-_QWEN_VL: dict[str, Any] = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "attention_bias": True,
-}
-_QWEN_MOE: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "max_position_embeddings": 32768,
-    "decoder_sparse_step": 1,
-}
-_GEMMA: dict[str, Any] = {
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
-_GEMMA2: dict[str, Any] = _GEMMA | {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"bos_token_id": 1, "eos_token_id": 2},
-    "mistral": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "mixtral": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": _QWEN | {"num_key_value_heads": 32, "attention_bias": True},
-    "qwen2_vl_text": _QWEN_VL,
-    "qwen2_5_vl_text": _QWEN_VL,
-    "qwen3_vl_text": {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 128000,
-        "rope_theta": 5e5,
-    },
-    "qwen3": _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen2_moe": _QWEN_MOE
-    | {
-        "intermediate_size": 5632,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "attention_bias": True,
-    },
-    "qwen3_moe": _QWEN_MOE
-    | {
-        "intermediate_size": 6144,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    "gemma": _GEMMA
-    | {
-        "vocab_size": 256000,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
-    "gemma2": _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": _GEMMA2
-    | {
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window_pattern": 6,
-    },
-    "phi3": {
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 32000,
-        "pad_token_id": 32000,
-    },
-}
+"""Defaults of all text models; a family has its own before them."""
 
 T = TypeVar("T")
 
@@ -164,11 +40,14 @@ class ConfigKeys:
             self.defaults = _COMMON | defaults
             return
         model_type = config["model_type"]
-        if model_type not in _DEFAULTS:
+        decoder = decoders().get(model_type)
+        if decoder is not None and decoder.common_names:
+            self.config = {decoder.common_names.get(key, key): value for key, value in config.items()}
+        if decoder is None:
             check_family(model_type, origin, config)
-        self.is_foreign = model_type not in _DEFAULTS and foreign_config.is_known(model_type)
-        known = foreign_config.common_fields(config, origin) if self.is_foreign else _DEFAULTS.get(model_type, {})
-        self.defaults = _COMMON | known
+        self.is_foreign = decoder is None and foreign_config.is_known(model_type)
+        known = foreign_config.common_fields(config, origin) if self.is_foreign else {}
+        self.defaults = _COMMON | (known if decoder is None else dict(decoder.defaults))
 
     def get(self, key: str) -> Any:
         """The value of `key`, or the architecture's default, or None."""

@@ -1,37 +1,24 @@
 """Which model types can be served, as far as it is known without importing torch and transformers, which takes seconds.
 
-Owns Headrace's own families by name, those that need what Headrace does not do, and transformers' own list of names, read from its source.
-What else a model must fulfil is checked when it is built (`models.registry`). Used in any process.
+Finds the families of `headrace.families` by the names of their modules. Owns the names of those that need what Headrace does not do, and reads
+transformers' own list of names from its source. What else a model must fulfil is checked when it is built (`models.registry`). Used in any process.
 """
 
 import ast
 import functools
 import importlib.util
+import pkgutil
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
 
+from headrace.checkpoint.family import Audio, Decoder, Encoder, Family, Gguf, Vision
 from headrace.errors import ModelError
 
-NATIVE = frozenset(
-    {
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "gemma3_text",
-        "qwen2_vl_text",
-        "qwen2_5_vl_text",
-        "qwen3_vl_text",
-    }
-)
-"""Hugging Face model types with an implementation of our own (`models.registry.native_specs`)."""
-
-ENCODERS = frozenset({"bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"})
-"""Those of encoders (`models.registry.encoder_types`)."""
+_FAMILIES = "headrace.families"
+"""The package of the families: above this room, so they are imported by name."""
 
 _STATE = "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)"
 _NEEDS: dict[str, str] = {
@@ -59,6 +46,55 @@ ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention")
 _LACKS = {model_type: need for need, names in _NEEDS.items() for model_type in names.split()}
 
 
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """Every family by the name of its module."""
+    names = sorted(module.name for module in pkgutil.iter_modules(import_module(_FAMILIES).__path__))
+    return {name: import_module(f"{_FAMILIES}.{name}").FAMILY for name in names}
+
+
+@functools.cache
+def decoders() -> Mapping[str, Decoder]:
+    """Text models by model type."""
+    return {model_type: own for family in families().values() for model_type, own in family.decoders.items()}
+
+
+@functools.cache
+def encoders() -> Mapping[str, Encoder]:
+    """Encoders of texts by model type."""
+    return {model_type: own for family in families().values() for model_type, own in family.encoders.items()}
+
+
+@functools.cache
+def gguf() -> Mapping[str, Gguf]:
+    """GGUF files by architecture."""
+    return {name: own for family in families().values() for name, own in family.gguf.items()}
+
+
+@functools.cache
+def vision() -> Mapping[str, Vision]:
+    """Models with an encoder of images by the model type at the top of config.json."""
+    return {model_type: own for family in families().values() for model_type, own in family.vision.items()}
+
+
+@functools.cache
+def audio() -> Mapping[str, Audio]:
+    """Models with an encoder of sounds by the model type at the top of config.json."""
+    return {model_type: own for family in families().values() for model_type, own in family.audio.items()}
+
+
+def code(model_type: str, part: Literal["vision", "audio"]) -> ModuleType:
+    """The module that has the encoder of a model type with images or sounds. It imports torch."""
+    name = next(name for name, family in families().items() if model_type in getattr(family, part))
+    return import_module(f"{_FAMILIES}.{name}.{part}")
+
+
+@functools.cache
+def native_types() -> frozenset[str]:
+    """Model types of text models with an implementation of our own."""
+    return frozenset(model_type for model_type, decoder in decoders().items() if decoder.options is not None)
+
+
 def check_family(model_type: str, origin: str, config: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Refuse a model that by its type surely cannot be served. Raises ModelError, in one line.
 
@@ -69,7 +105,7 @@ def check_family(model_type: str, origin: str, config: Mapping[str, Any] = Mappi
     if lacks is not None and not (lacks == _STATE and _attends_everywhere(config)):
         raise _refusal(model_type, origin, f"it needs {lacks}")
     others = _transformers_types()
-    if others is not None and model_type not in NATIVE | others:
+    if others is not None and model_type not in native_types() | others:
         own = ", and the checkpoint's own code is not run" if config.get("auto_map") else ""
         raise _refusal(
             model_type, origin, f"neither Headrace nor transformers has a causal language model of this type{own}"
@@ -92,10 +128,10 @@ def _attends_everywhere(config: Mapping[str, Any]) -> bool:
 
 
 def _refusal(model_type: str, origin: str, why: str) -> ModelError:
-    shown = (name for name in NATIVE if not name.endswith("vl_text"))  # no checkpoint has these by themselves
+    shown = (name for name in native_types() if not decoders()[name].is_inner)
     return ModelError(
         f"{origin}: model type {model_type!r:.80} is not supported: {why}. Supported are {', '.join(sorted(shown))} and what docs/models.md lists; "
-        f"encoders: {', '.join(sorted(ENCODERS))}"
+        f"encoders: {', '.join(sorted(encoders()))}"
     )
 
 

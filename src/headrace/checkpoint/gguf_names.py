@@ -3,7 +3,7 @@
 Owns the name map GGUF -> Hugging Face, undoing the changes of llama.cpp's converter to some weights, and the
 Hugging Face style config dict made from GGUF metadata. Knows nothing about the file format (`gguf.py`).
 
-Architectures: llama (also Mistral models, which convert to it), qwen2, qwen3, qwen3moe, gemma3; bert (`gguf_encoder.py`).
+What is an architecture's own is in its family (`family.Gguf`).
 """
 
 import re
@@ -13,25 +13,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from headrace.checkpoint.families import gguf
 from headrace.checkpoint.gguf import GgufFile
-from headrace.checkpoint.gguf_encoder import bert_config, hf_name, stated_pooling
 from headrace.errors import ModelError
-
-MODEL_TYPES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "gemma3": "gemma3_text",
-    "bert": "bert",
-}
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,12 +35,6 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-}
-# gemma has a norm before and after each half of the layer, so ffn_norm is another one than llama's
-_GEMMA_LAYER = _LAYER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -98,12 +76,13 @@ class GgufSource:
 def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
     """Hugging Face name -> source, in the order of the file. Raises ModelError for an unknown tensor."""
     arch = architecture(file)
-    if arch == "bert":
-        names = ((tensor, hf_name(file, tensor.name)) for tensor in file.tensors.values())
+    own = gguf()[arch]
+    if own.name is not None:
+        names = [(tensor, own.name(file, tensor.name)) for tensor in file.tensors.values()]
         return {name: GgufSource(tensor.name, tensor.shape) for tensor, name in names}
     num_q_heads = int(_head_count(file, arch, "head_count"))
     num_kv_heads = int(_head_count(file, arch, "head_count_kv"))
-    layer_names = _GEMMA_LAYER if arch == "gemma3" else _LAYER
+    layer_names = _LAYER | dict(own.layer_names)
     sources: dict[str, GgufSource] = {}
     for tensor in file.tensors.values():
         if tensor.name in DERIVED_TENSORS:
@@ -112,7 +91,7 @@ def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
         if block is None:
             if tensor.name not in _GLOBAL:
                 raise ModelError(f"{file.path.name}: tensor {tensor.name} is unknown for architecture {arch}")
-            subtract = arch == "gemma3" and tensor.name == "output_norm.weight"
+            subtract = own.norms_plus_one and tensor.name == "output_norm.weight"
             sources[_GLOBAL[tensor.name]] = GgufSource(tensor.name, tensor.shape, subtract_one=subtract)
             continue
         layer, part, kind = block.groups()
@@ -122,7 +101,7 @@ def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
                 name = f"{prefix}mlp.experts.{expert}.{_EXPERTS[part]}.{kind}"
                 sources[name] = GgufSource(tensor.name, tensor.shape[1:], expert=expert)
         elif part in layer_names:
-            heads = {"attn_q": num_q_heads, "attn_k": num_kv_heads}.get(part) if arch == "llama" else None
+            heads = {"attn_q": num_q_heads, "attn_k": num_kv_heads}.get(part) if own.interleaved else None
             if heads is not None and tensor.shape[0] % (2 * heads):
                 raise ModelError(
                     f"{file.path.name}: tensor {tensor.name} has {tensor.shape[0]} rows, not a whole number "
@@ -132,7 +111,7 @@ def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
                 tensor.name,
                 tensor.shape,
                 row_order=heads,
-                subtract_one=arch == "gemma3" and part.endswith("norm"),
+                subtract_one=own.norms_plus_one and part.endswith("norm"),
             )
         else:
             raise ModelError(f"{file.path.name}: tensor {tensor.name} is unknown for architecture {arch}")
@@ -150,21 +129,20 @@ def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
 
 
 def architecture(file: GgufFile) -> str:
-    """`general.architecture`, one of MODEL_TYPES. Raises ModelError for another."""
+    """`general.architecture`, one of `families.gguf`. Raises ModelError for another."""
     arch = file.require("general.architecture")
-    if not isinstance(arch, str) or arch not in MODEL_TYPES:
-        raise ModelError(
-            f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(MODEL_TYPES)}"
-        )
+    if not isinstance(arch, str) or arch not in gguf():
+        raise ModelError(f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(gguf())}")
     return arch
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """The Hugging Face style config dict of a GGUF file. Raises ModelError for missing keys."""
     arch = architecture(file)
-    if arch == "bert":
-        return bert_config(file) | stated_pooling(file, arch)
-    model_type = MODEL_TYPES[arch]
+    own = gguf()[arch]
+    names = {"model_type": own.model_type, "architectures": [own.architecture]}
+    if own.name is not None:
+        return names | own.config(file, {}) | stated_pooling(file, arch)
     num_heads = _head_count(file, arch, "head_count")
     hidden_size = file.count(f"{arch}.embedding_length")
     head_dim = file.count(f"{arch}.attention.key_length", max(1, hidden_size // num_heads))
@@ -173,8 +151,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     if file.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{file.path.name}: rotary embedding of part of a head is not supported for {arch}")
     config: dict[str, Any] = {
-        "model_type": model_type,
-        "architectures": [_ARCHITECTURES[model_type]],
+        **names,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
         "num_hidden_layers": file.count(f"{arch}.block_count"),
@@ -194,44 +171,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     scaling = _rope_scaling(file, arch, config)
     if scaling:
         config["rope_scaling"] = scaling
-    if arch == "qwen3moe":
-        config |= {
-            "num_experts": file.count(f"{arch}.expert_count"),
-            "num_experts_per_tok": file.count(f"{arch}.expert_used_count"),
-            "moe_intermediate_size": file.count(f"{arch}.expert_feed_forward_length"),
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    elif arch == "gemma3":
-        config |= _gemma3(file, config)
-    elif arch == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-        if file.get("llama.expert_count"):
-            raise ModelError(f"{file.path.name}: mixtures of experts of architecture llama are not supported")
-    return config
-
-
-def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    # llama.cpp scales queries by head_dim, except in the 27B (62 layers), by hidden_size / heads. Its local layers rotate
-    # with base 10000 and every sixth layer is global; files state these only where they differ.
-    wide = config["num_hidden_layers"] == 62
-    scalar = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
-    pattern = file.get("gemma3.attention.sliding_window_pattern", 6)
-    fields: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scalar,
-        "sliding_window": file.count("gemma3.attention.sliding_window"),
-        "rope_local_base_freq": file.decimal("gemma3.rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": file.get("gemma3.final_logit_softcapping"),
-        "attn_logit_softcapping": file.get("gemma3.attn_logit_softcapping"),
-    }
-    if isinstance(pattern, list):
-        fields["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    else:
-        fields["sliding_window_pattern"] = pattern
-    return fields
+    return config | own.config(file, config)
 
 
 def _rope_scaling(file: GgufFile, arch: str, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -271,6 +211,26 @@ def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
+
+
+PoolingName = Literal["mean", "cls", "lasttoken"]
+
+_POOLINGS: dict[int, PoolingName] = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""`<arch>.pooling_type` of llama.cpp, as sentence-transformers calls them."""
+
+
+def stated_pooling(file: GgufFile, arch: str) -> dict[str, PoolingName]:
+    """What the converter noted of `modules.json`, as {"gguf_pooling": name}; {} if it noted nothing.
+
+    Raises ModelError for a kind that is not served, such as the head of a cross-encoder (4).
+    """
+    stated = file.get(f"{arch}.pooling_type")
+    if stated is None or stated == 0:
+        return {}
+    if not isinstance(stated, int) or stated not in _POOLINGS:
+        known = ", ".join(f"{number} ({name})" for number, name in _POOLINGS.items())
+        raise ModelError(f"{file.path.name}: {arch}.pooling_type {stated!r:.80} is not supported; known: {known}")
+    return {"gguf_pooling": _POOLINGS[stated]}
 
 
 def _head_count(file: GgufFile, arch: str, key: str) -> int:

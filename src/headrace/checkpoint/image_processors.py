@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.checkpoint.families import vision
 from headrace.checkpoint.json_file import read_json_object
 from headrace.errors import ModelError
 
-Recipe = Literal["fixed", "pixtral", "idefics3", "qwen2_vl", "anyres", "tiled"]
+Recipe = Literal["fixed", "pixtral", "split", "patches", "anyres", "tiled"]
 
 _MOST_PIXELS = 1 << 26
 _LONGEST_SIDE = 1 << 14
@@ -37,7 +38,8 @@ class Size(msgspec.Struct, frozen=True, omit_defaults=True):
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What makes the values of an image.
 
-    recipe: the steps, by the processor of transformers: fixed = CLIP, SigLIP, LLaVA, Gemma 3; anyres = LLaVA-OneVision; tiled = InternVL.
+    recipe: the steps, by the processor of transformers: fixed = CLIP, SigLIP, LLaVA, Gemma 3; split = Idefics3; patches = Qwen2-VL;
+    anyres = LLaVA-OneVision; tiled = InternVL.
     resample: Pillow's number of the filter.
     resizes: whether the image is resized at all. size: to what, or within what. crop: (height, width) that are cut from the middle, or None.
     squares: the image is first made square by a border. scale: factor of the values 0 .. 255, 0 = none. mean, std: of red, green and blue, empty =
@@ -87,7 +89,7 @@ _CROPPED: dict[str, Any] = {
     "crop_size": {"height": 224, "width": 224},
 }
 _IDEFICS3 = _kind(
-    "idefics3",
+    "split",
     _HALF,
     "do_image_splitting max_image_size return_row_col_info",
     resample=_LANCZOS,
@@ -110,7 +112,7 @@ _KINDS = {
     "Idefics3": _IDEFICS3,
     "SmolVLM": _IDEFICS3,
     "Qwen2VL": _kind(
-        "qwen2_vl",
+        "patches",
         _CLIP,
         "patch_size temporal_patch_size merge_size min_pixels max_pixels",
         size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
@@ -151,7 +153,7 @@ def _frames(stats: tuple[tuple[float, ...], tuple[float, ...]], patch_size: int)
     """Of Qwen's video processors: squares of two by two patches, 128 to 768 of them."""
     square = (2 * patch_size) ** 2
     return _kind(
-        "qwen2_vl",
+        "patches",
         stats,
         "patch_size temporal_patch_size merge_size min_pixels max_pixels min_frames max_frames cap_pixels_per_frame max_video_tokens",
         size={"shortest_edge": 128 * square, "longest_edge": 768 * square},
@@ -165,23 +167,6 @@ def _frames(stats: tuple[tuple[float, ...], tuple[float, ...]], patch_size: int)
 _VIDEO_KINDS = {"Qwen2VL": _frames(_CLIP, 14), "Qwen3VL": _frames(_HALF, 16)}
 """By the name of transformers' class without `VideoProcessor`. Which frames of a video are shown is the client's choice, so settings for it are
 not read."""
-
-_VIDEO_KIND_OF_FAMILY = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL"}
-
-_KIND_OF_FAMILY = {
-    "llava": "CLIP",
-    "idefics3": "Idefics3",
-    "smolvlm": "SmolVLM",
-    "qwen2_vl": "Qwen2VL",
-    "qwen2_5_vl": "Qwen2VL",
-    "gemma3": "Gemma3",
-    "mistral3": "Pixtral",
-    "llava_next": "LlavaNext",
-    "llava_onevision": "LlavaOnevision",
-    "internvl": "GotOcr2",
-    "qwen3_vl": "Qwen2VL",
-}
-"""What transformers takes where the file does not say it."""
 
 _COMMON = frozenset({
     "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std",
@@ -217,8 +202,8 @@ def image_settings(config: dict[str, Any], family: str) -> ImageSettings:
 
 def read_video_settings(folder: Path, family: str) -> ImageSettings | None:
     """The settings for frames of videos; None = the family takes no videos. Raises ModelError, with the reason if videos cannot be prepared."""
-    default = _VIDEO_KIND_OF_FAMILY.get(family)
-    if default is None:
+    default = vision()[family].video_processor if family in vision() else ""
+    if not default:
         return None
     config = _read_if_there(folder / "processor_config.json").get("video_processor")
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
@@ -248,7 +233,7 @@ def _of_kind(config: dict[str, Any], kind: _Kind, name: str) -> ImageSettings:
 
 def _settings(keys: "_Keys", kind: _Kind, name: str) -> ImageSettings:
     size = keys.size("size", square=keys.flag("default_to_square"))
-    if kind.recipe == "qwen2_vl":
+    if kind.recipe == "patches":
         size = Size(
             shortest_edge=keys.count("min_pixels", size.shortest_edge, most=_MOST_PIXELS),
             longest_edge=keys.count("max_pixels", size.longest_edge, most=_MOST_PIXELS),
@@ -303,8 +288,8 @@ def _check_size(settings: ImageSettings) -> None:
     served = {
         "fixed": (("height", "width"), ("shortest_edge",)),
         "pixtral": (("longest_edge",),),
-        "idefics3": (("longest_edge",),),
-        "qwen2_vl": (("shortest_edge", "longest_edge"),),
+        "split": (("longest_edge",),),
+        "patches": (("shortest_edge", "longest_edge"),),
         "anyres": (("height", "width"),),
         "tiled": (("height", "width"),),
     }[settings.recipe]
@@ -313,9 +298,9 @@ def _check_size(settings: ImageSettings) -> None:
             f"the image processor's size has {' and '.join(edges) or 'nothing'}; expected "
             f"{' or '.join(' and '.join(each) for each in served)}"
         )
-    if settings.recipe == "idefics3" and not settings.max_side:
+    if settings.recipe == "split" and not settings.max_side:
         raise ModelError("the image processor's max_image_size has no longest_edge")
-    if settings.recipe in ("pixtral", "qwen2_vl") and not (settings.patch_size and settings.resizes):
+    if settings.recipe in ("pixtral", "patches") and not (settings.patch_size and settings.resizes):
         raise ModelError("the image processor needs a patch_size and do_resize")
     if settings.recipe == "anyres" and (not settings.pinpoints or not settings.resizes or size.height != size.width):
         raise ModelError("the image processor needs image_grid_pinpoints, do_resize and a square size")
@@ -338,7 +323,7 @@ def _refuse(keys: "_Keys", name: str) -> None:
 def _kind_name(config: dict[str, Any], family: str) -> str:
     name = config.get("image_processor_type") or config.get("feature_extractor_type")
     if name is None:
-        return _KIND_OF_FAMILY.get(family, family)
+        return vision()[family].image_processor if family in vision() else family
     if not isinstance(name, str):
         raise ModelError("image_processor_type is no name")
     for ending in ("Fast", "Pil", "FeatureExtractor", "ImageProcessor"):

@@ -3,6 +3,8 @@
 from typing import Literal
 
 from headrace.checkpoint.config_keys import ConfigKeys
+from headrace.checkpoint.families import decoders
+from headrace.checkpoint.family import SlidingRule
 from headrace.errors import ModelError
 
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
@@ -12,10 +14,12 @@ LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention", "ch
 
 def window_and_types(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[int | None, tuple[LayerType, ...]]:
     """The sliding window in tokens (None when no layer slides) and the type of each layer."""
-    window = _window(keys, model_type)
+    decoder = decoders().get(model_type)
+    rule: SlidingRule = "all" if decoder is None else decoder.sliding
+    window = _window(keys, rule)
     types = _stated_types(keys, model_type, num_layers)
     if types is None:
-        types = tuple(_ruled_type(keys, model_type, layer, window) for layer in range(num_layers))
+        types = tuple(_ruled_type(keys, rule, layer, window) for layer in range(num_layers))
     if "full_attention" in types and "sliding_attention" not in types and "chunked_attention" not in types:
         window = None
     elif "sliding_attention" in types and window is None:
@@ -23,10 +27,10 @@ def window_and_types(keys: ConfigKeys, model_type: str, num_layers: int) -> tupl
     return window, types
 
 
-def _window(keys: ConfigKeys, model_type: str) -> int | None:
+def _window(keys: ConfigKeys, rule: SlidingRule) -> int | None:
     """Window of the sliding layers, if any, in tokens."""
     window = keys.get("sliding_window")
-    if "use_sliding_window" in keys.config or model_type.startswith("qwen"):
+    if "use_sliding_window" in keys.config or rule == "upper":
         window = window if keys.get("use_sliding_window") else None
     return window if window and isinstance(window, int) and not isinstance(window, bool) else None
 
@@ -48,17 +52,17 @@ def _stated_types(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[L
     return tuple(stated)
 
 
-def _ruled_type(keys: ConfigKeys, model_type: str, layer: int, window: int | None) -> LayerType:
-    return "sliding_attention" if window is not None and _slides(keys, model_type, layer) else "full_attention"
+def _ruled_type(keys: ConfigKeys, rule: SlidingRule, layer: int, window: int | None) -> LayerType:
+    return "sliding_attention" if window is not None and _slides(keys, rule, layer) else "full_attention"
 
 
-def _slides(keys: ConfigKeys, model_type: str, layer: int) -> bool:
+def _slides(keys: ConfigKeys, rule: SlidingRule, layer: int) -> bool:
     """Whether a layer slides, in architectures that define it by a rule and not by a list."""
-    if model_type == "gemma2":
+    if rule == "even":
         return layer % 2 == 0
-    if model_type == "gemma3_text":
+    if rule == "pattern":
         name = "_sliding_window_pattern" if keys.get("_sliding_window_pattern") else "sliding_window_pattern"
         return bool((layer + 1) % keys.count(name))
-    if model_type.startswith("qwen"):
+    if rule == "upper":
         return layer >= (28 if keys.get("max_window_layers") is None else keys.count_or_none("max_window_layers"))
     return True

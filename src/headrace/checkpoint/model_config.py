@@ -14,7 +14,7 @@ import msgspec
 from headrace.checkpoint.audio_config import AudioConfig, read_audio
 from headrace.checkpoint.config_keys import ConfigKeys
 from headrace.checkpoint.encoder_config import EncoderConfig, encoder_keys, read_encoder
-from headrace.checkpoint.families import ENCODERS
+from headrace.checkpoint.families import encoders, vision
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.layer_types import LayerType, window_and_types
 from headrace.checkpoint.media_config import MediaConfig, read_media
@@ -23,11 +23,6 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generat
 from headrace.errors import ModelError
 
 _MAX_HEAD_DIM = 4096
-
-_TIED = {"gemma3": True, "mistral3": True, "idefics3": False, "smolvlm": False, "internvl": True}
-"""Models around a text model that say for themselves whether its output projection is its embedding, and what they say if they do not."""
-_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-"""Models that see whose older configs have the text model's keys beside their own, with the type of the text model."""
 
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_type: the Hugging Face name; a multimodal wrapper of a text model is flattened to its text model.
     rope: of full attention layers. rope_local: of sliding layers where it differs (gemma3), else None.
     sliding_window: tokens a sliding layer sees, None when no layer slides. layer_types: one entry per layer.
-    query_pre_attn_scalar: attention scale is its inverse square root; None means head_dim.
+    logit_scale: factor on the logits. query_pre_attn_scalar: attention scale is its inverse square root; None means head_dim.
     moe: None for a dense model. dtype: the checkpoint's own precision by its torch name, None when not stated.
     eos_token_ids: the ids of config.json and of generation_config.json together, in that order, without duplicates.
     quantization: the `quantization_config` dict of the checkpoint, None if there is none.
@@ -80,6 +75,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_types: tuple[LayerType, ...]
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
     query_pre_attn_scalar: float | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -143,7 +139,7 @@ def parse_hf_config(
     audio, deaf = read_audio(config, origin)
     around = config if media is not None or audio is not None or blind or deaf else {}
     config = _text_config(config, origin)
-    if config["model_type"] in ENCODERS:
+    if config["model_type"] in encoders():
         return _encoder(config, origin)
     keys = ConfigKeys(config, origin)
     model_type = config["model_type"]
@@ -182,6 +178,7 @@ def parse_hf_config(
         layer_types=layer_types,
         attn_logit_softcapping=keys.optional_number("attn_logit_softcapping"),
         final_logit_softcapping=keys.optional_number("final_logit_softcapping"),
+        logit_scale=keys.number("logit_scale") if "logit_scale" in keys.defaults else 1.0,
         query_pre_attn_scalar=scalar,
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
         attention_bias=keys.flag("qkv_bias" if "qkv_bias" in config else "attention_bias"),
@@ -252,15 +249,17 @@ def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
             outer["tie_word_embeddings"] = config["tie_word_embeddings"]
         flat = outer | inner
         kind = config.get("model_type")
-        if isinstance(kind, str) and kind in _TIED:
-            flat["tie_word_embeddings"] = config.get("tie_word_embeddings", _TIED[kind])
+        own = vision().get(kind) if isinstance(kind, str) else None
+        if own is not None and own.tied is not None:
+            flat["tie_word_embeddings"] = config.get("tie_word_embeddings", own.tied)
         elif config.get("tie_word_embeddings") is True:
             flat["tie_word_embeddings"] = True
         flat.setdefault("model_type", f"{config.get('model_type', '')}_text")
         return flat
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{origin}: model_type is missing; it names the architecture")
-    return config | {"model_type": _FLAT.get(config["model_type"], config["model_type"])}
+    own = vision().get(config["model_type"])
+    return config | {"model_type": config["model_type"] if own is None or not own.flat_text else own.flat_text}
 
 
 def _moe(keys: ConfigKeys) -> MoeConfig | None:

@@ -96,7 +96,7 @@ def read_pooling(path: Path, config: ModelConfig, is_embedding: bool) -> Pooling
 
     - `architectures` names a model `ForSequenceClassification`, or a decoder `ForRewardModel`: classify, whatever the rest says.
     - `modules.json` (sentence-transformers): embed, as its modules say.
-    - A GGUF file that says how it pools (`gguf_encoder.py`): embed, to length 1, as llama.cpp's server does.
+    - A GGUF file that says how it pools (`gguf_names.py`): embed, to length 1, as llama.cpp's server does.
     - An encoder without it: embed with the first token, to length 1, as text-embeddings-inference and vLLM do for the BERT family.
     - A decoder that `is_embedding`, or of which the checkpoint is a bare model without output projection: embed with the last
       token, to length 1, as vLLM and SGLang do.

@@ -25,6 +25,7 @@ from headrace.cli.command_group import CommandGroup
 from headrace.config.cli import ServerCommand, names_beginning, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
+from headrace.media_kinds import MediaKind
 from headrace.version import VERSION
 
 EXIT_USER_ERROR = 2
@@ -143,11 +144,11 @@ def generate(
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="File of an image for an image token of the text; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Image file for an image token of the text; can be repeated.", metavar="FILE"),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(help="File of a sound for a sound token of the text; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Audio file for an audio token of the text; can be repeated.", metavar="FILE"),
     ] = None,
     as_json: Annotated[
         bool,
@@ -159,16 +160,15 @@ def generate(
     """Continue a text once, without a server, and print it as it comes."""
     from headrace.api.engine import Engine
     from headrace.cli.chat_sources import new_texts
-    from headrace.cli.media import image_bytes, sound_bytes
+    from headrace.cli.media import file_bytes
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     given |= _grammar(json_schema, regex, choice)
     sampling_params = {name: value for name, value in given.items() if value is not None}
     asked: dict[str, Any] = {"sampling_params": sampling_params}
-    if image:
-        asked["image_data"] = [image_bytes(path.expanduser()) for path in image]
-    if audio:
-        asked["audio_data"] = [sound_bytes(path.expanduser()) for path in audio]
+    for kind, paths in ((MediaKind.IMAGE, image), (MediaKind.AUDIO, audio)):
+        if paths:
+            asked[kind.field] = [file_bytes(kind, path.expanduser()) for path in paths]
     asked["prompt"] = sys.stdin.read() if prompt == "-" else prompt
     with Engine(**dataclasses.asdict(server_args)) as engine:
         if as_json:
@@ -237,11 +237,11 @@ def chat(
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="File of an image to send with the first message; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Image file to send with the first message; can be repeated.", metavar="FILE"),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(help="File of a sound to send with the first message; repeat it for several.", metavar="FILE"),
+        typer.Option(help="Audio file to send with the first message; can be repeated.", metavar="FILE"),
     ] = None,
     max_new_tokens: _MaxNewTokens = None,
     temperature: _Temperature = None,
@@ -253,13 +253,13 @@ def chat(
     """Chat in the terminal. /help lists the commands; Ctrl-C stops a reply. When input is a pipe, every line is one message."""
     from headrace.cli.chat import run_chat
     from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
-    from headrace.cli.media import read_image, read_sound
+    from headrace.cli.media import read_part
     from headrace.cli.tools import read_tools
     from headrace.cli.typed_input import History, state_folder
 
     offered = read_tools(tools) if tools else []
-    media = [read_image(path.expanduser()) for path in image or ()]
-    media += [read_sound(path.expanduser()) for path in audio or ()]
+    media = [read_part(MediaKind.IMAGE, path.expanduser()) for path in image or ()]
+    media += [read_part(MediaKind.AUDIO, path.expanduser()) for path in audio or ()]
     history = History(state_folder() / "chat_history")
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
     console = Console(highlight=False)

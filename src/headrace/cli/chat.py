@@ -63,7 +63,7 @@ def run_chat(
 def _take_turn(
     source: ChatSource, conversation: Conversation, line: str, console: Console, entered: PipedInput | TypedInput
 ) -> bool:
-    """Ask, and go on while the model calls tools. A failed turn is forgotten, with its images and sounds. Returns False at the end of input.
+    """Ask, and go on while the model calls tools. A failed turn is forgotten, with its media. Returns False at the end of input.
 
     Raises HeadraceError when not interactive.
     """

@@ -4,23 +4,24 @@ Owns their names and what they print. Runs in the main thread.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from headrace.cli.chat_sources import ChatSource
 from headrace.cli.conversation import Conversation
-from headrace.cli.media import WORDS, MediaWord, number_of, read_image, read_sound, shown
+from headrace.cli.media import number_of, read_part, shown
 from headrace.cli.reply_writer import ReplyWriter
 from headrace.errors import ConfigError
+from headrace.media_kinds import PARTS, MediaKind
 
 HELP = '''[bold]/clear[/bold]           begin again (keeps the system message)
 [bold]/system TEXT[/bold]     set the system message and begin again; without TEXT: remove it
 [bold]/schema FILE[/bold]     make replies JSON that matches the schema in FILE, or given here; without FILE: any text again
 [bold]/image FILE[/bold]      send the image in FILE with the next message; without FILE: send none
-[bold]/audio FILE[/bold]      the same for the sound in FILE
+[bold]/audio FILE[/bold]      the same for the audio in FILE
 [bold]/set NAME VALUE[/bold]  sample replies with temperature, top_p, top_k, max_tokens, seed ...; without VALUE: the default again
 [bold]/show[/bold]            show the settings and the conversation
 [bold]/save FILE[/bold]       write the conversation to FILE, as JSON
@@ -45,8 +46,8 @@ class Commands:
             "/clear": self._clear,
             "/system": self._set_system,
             "/schema": self._set_schema,
-            "/image": self._add_image,
-            "/audio": self._add_sound,
+            "/image": partial(self._add, MediaKind.IMAGE),
+            "/audio": partial(self._add, MediaKind.AUDIO),
             "/set": self._set,
             "/show": self._show,
             "/save": self._save,
@@ -95,20 +96,14 @@ class Commands:
         self._conversation.json_schema = read_schema(given) if given else None
         self._note("replies match this schema" if given else "replies are any text")
 
-    def _add_image(self, given: str) -> None:
-        self._add("image", read_image(_path("/image", given)) if given else None)
-
-    def _add_sound(self, given: str) -> None:
-        self._add("sound", read_sound(_path("/audio", given)) if given else None)
-
-    def _add(self, word: MediaWord, part: dict[str, Any] | None) -> None:
-        """Let a part wait for the next message; None: let none of this kind wait."""
+    def _add(self, kind: MediaKind, given: str) -> None:
+        """Send a file with the next message; of no path: send none of this kind."""
         media = self._conversation.media
-        if part is None:
-            media[:] = [other for other in media if WORDS[other["type"]] != word]
+        if given:
+            media.append(read_part(kind, _path(f"/{kind}", given)))
         else:
-            media.append(part)
-        self._note(self._waiting() or f"the next message has no {word}")
+            media[:] = [other for other in media if PARTS[other["type"]] is not kind]
+        self._note(self._waiting() or f"the next message has no {kind.one}")
 
     def _waiting(self) -> str:
         media = self._conversation.media

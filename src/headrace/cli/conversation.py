@@ -1,4 +1,4 @@
-"""What a terminal chat remembers: its messages, its tools, and the schema, the images and the sounds of what comes next.
+"""What a terminal chat remembers: its messages, its tools, and the schema and the media of what comes next.
 
 Owns the file format of a saved conversation. Used in the main thread.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from headrace.cli.chat_sources import ChatSampling, ChatSource, Message, Tools
-from headrace.cli.media import WORDS
 from headrace.errors import ConfigError, RequestError
+from headrace.media_kinds import FILE_KINDS, PARTS
 from headrace.plain_types import plain_reason
 
 MAX_FILE_BYTES = 64 << 20
@@ -43,7 +43,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def ask(self, text: str) -> None:
-        """Add a message of the user, with the images and sounds that wait for it."""
+        """Add a message of the user, with the media that wait for it."""
         parts, self.media = self.media, []
         content = [*parts, {"type": "text", "text": text}] if parts else text
         self.messages.append({"role": "user", "content": content})
@@ -125,13 +125,13 @@ def _messages(path: Path, given: object) -> list[Message]:
     for number, message in enumerate(given):
         content = message.get("content") or ""
         if not isinstance(content, str) and (message["role"] != "user" or not _is_shown(content)):
-            what = "a text; only a user's may be a list of texts, images and sounds"
+            what = "a text; only a user's may be a list of texts, images and audio"
             raise ConfigError(f"{path}: messages[{number}].content must be {what}")
     return given
 
 
 def _is_shown(content: list[dict[str, Any]]) -> bool:
-    return all(part["type"] == "text" or part["type"] in WORDS for part in content)
+    return all(part["type"] == "text" or PARTS.get(part["type"]) in FILE_KINDS for part in content)
 
 
 def _write(path: Path, text: str, overwrite: bool) -> None:

@@ -39,7 +39,7 @@ class EngineReplica:
         engine.tokenizer_manager.start()
         model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model, engine.pooling)
         app = create_app(engine.tokenizer_manager, args, model, self._status)
-        return OneReplicaGate(app, app.state.paths)
+        return OneReplicaGate(app, app.state.routes)
 
     def check_health(self) -> None:
         """Called by Ray Serve, which replaces the replica when this raises: the engine has died for good. A restart of its parts is no death."""

@@ -7,6 +7,6 @@ option.py (one of them, and which values it may have), checks.py (which of them 
 a device, with a kind of model), cli.py (the command line made from them, and what `--help` shows),
 translate.py (options as SGLang and vLLM write them), other_servers.py and other_servers.toml (the table of those
 options), settings.py (options from a file and the environment), names.py (--served-model-name, --lora-paths),
-kv_events.py (--kv-events-config), nodes.py (--nnodes), media_options.py and media_args.py (models that take images,
-sounds or videos), web.py (--allow-origins, --allowed-hosts), machine.py (what is checked of the machine without torch).
+kv_events.py (--kv-events-config), nodes.py (--nnodes), media_options.py and media_args.py (media in
+prompts), web.py (--allow-origins, --allowed-hosts), machine.py (what is checked of the machine without torch).
 """

@@ -9,7 +9,7 @@ import os
 import resource
 from importlib import metadata
 
-from headrace.checkpoint.families import NATIVE
+from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -60,7 +60,7 @@ def least_weight_bytes(model: ModelConfig, itemsize: float) -> int:
 
     0 for families that Headrace does not implement itself: their matrices may have other shapes.
     """
-    if model.model_type not in NATIVE:
+    if model.model_type not in native_types():
         return 0
     attention = 2 * model.hidden_size * (model.num_q_heads + model.num_kv_heads) * model.head_dim
     num_weights = model.hidden_size * model.vocab_size

@@ -1,4 +1,4 @@
-"""Options of models that see and hear, taken apart: `MediaArgs`.
+"""Options for media in prompts, taken apart: `MediaArgs`.
 
 Owns the checks of --allowed-media-domains and --allowed-local-media-path. Looks up no names.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from headrace.config.server_options import ServerOptions
 from headrace.config.web import split_authority
 from headrace.errors import ConfigError
+from headrace.media_kinds import DEFAULT_FILE_BYTES, FILE_KINDS, MediaKind
 
 _BELOW = "*."
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -35,15 +36,14 @@ class MediaDomains:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaArgs:
-    """Options of models that see and hear. folder: files below it may be read, None = none. most: items of each kind in a prompt. max_image_bytes,
-    max_audio_bytes: of a file. max_patches: of an image, where its size decides. max_frames: of a video. cache_bytes: of prepared items that are
-    kept. num_processes: that decode them."""
+    """Options for media. folder: files below it may be read, None = none. most: items of each kind in a prompt. max_bytes: of a file of each kind.
+    max_patches: of an image, where its size decides. max_frames: of a video. cache_bytes: of prepared items that are kept. num_processes: that decode
+    them."""
 
     domains: MediaDomains = MediaDomains()
     folder: Path | None = None
-    most: Mapping[str, int] = field(default_factory=lambda: {"image": 8, "audio": 8, "video": 2})
-    max_image_bytes: int = 20_000_000
-    max_audio_bytes: int = 20_000_000
+    most: Mapping[MediaKind, int] = field(default_factory=lambda: {kind: kind.default_limit for kind in MediaKind})
+    max_bytes: Mapping[MediaKind, int] = field(default_factory=lambda: dict.fromkeys(FILE_KINDS, DEFAULT_FILE_BYTES))
     max_patches: int = 4096
     max_frames: int = 64
     cache_bytes: int = 256 << 20
@@ -55,9 +55,8 @@ def media_args(args: ServerOptions) -> MediaArgs:
     return MediaArgs(
         domains=parse_media_domains(args.allowed_media_domains),
         folder=parse_media_folder(args.allowed_local_media_path),
-        most=most_media(args),
-        max_image_bytes=args.max_image_bytes,
-        max_audio_bytes=args.max_audio_bytes,
+        most={kind: kind.limit_of(args) for kind in MediaKind},
+        max_bytes={kind: kind.max_bytes_of(args) for kind in FILE_KINDS},
         max_frames=args.max_video_frames,
         max_patches=args.max_image_patches,
         cache_bytes=args.image_cache_bytes,
@@ -65,17 +64,12 @@ def media_args(args: ServerOptions) -> MediaArgs:
     )
 
 
-def most_media(args: ServerOptions) -> dict[str, int]:
-    """Most items of each kind in a prompt."""
-    return {"image": args.max_images, "audio": args.max_audios, "video": args.max_videos}
-
-
-def textual_by_options(args: ServerOptions, pools: bool) -> str:
-    """Why a model that could see or hear does not with these options, or "". pools: it makes vectors instead of text."""
+def unsupported_by_options(args: ServerOptions, pools: bool) -> str:
+    """Why a model with media support has none with these options, or "". pools: it is an embedding model."""
     if pools:
         return "it makes embeddings of text only"
     if args.num_ranks > 1:
-        return "it is split over several ranks, and images, sounds and videos need --tp-size 1 and --pp-size 1"
+        return "it is split over several ranks, and images, audio and videos need --tp-size 1 and --pp-size 1"
     if args.model_impl == "transformers":
         return "it runs transformers' code (--model-impl transformers)"
     if args.skip_tokenizer_init:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from headrace.checkpoint.families import NATIVE
+from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
@@ -223,7 +223,7 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     has_cuda: False = there is surely no GPU; None = torch will tell. memory_bytes: of the machine in all. What depends on kernels and
     attention backends is left to `resolve`.
     """
-    if args.model_impl == "headrace" and model.model_type not in NATIVE:
+    if args.model_impl == "headrace" and model.model_type not in native_types():
         raise ConfigError(
             f"--model-impl headrace: model type {model.model_type} has no implementation in Headrace; try --model-impl transformers"
         )

@@ -10,6 +10,7 @@ from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config import media_options
 from headrace.config.option import COUNT, FILLED, POSITIVE, SECONDS, Bounds
 from headrace.config.option import option as _opt
+from headrace.media_kinds import MediaKind
 
 _M, _L, _S, _Q, _K, _O, _R = "Model", "Adapters", "Serving", "Memory and schedule", "Kernels", "Observability", "Ray"
 
@@ -302,11 +303,11 @@ class ServerOptions:
     max_running_requests: int | None = _opt(None, _Q, "Most running samples; default: 64, encoders 256.", POSITIVE)
     max_inputs: int = _opt(1 << 14, _Q, "Most inputs of one embedding, rerank, score or classify request.", POSITIVE)
     max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", POSITIVE)
-    max_images: int = media_options.MAX_IMAGES
-    max_image_bytes: int = media_options.MAX_IMAGE_BYTES
-    max_audios: int = media_options.MAX_AUDIOS
-    max_audio_bytes: int = media_options.MAX_AUDIO_BYTES
-    max_videos: int = media_options.MAX_VIDEOS
+    max_images: int = media_options.max_items(MediaKind.IMAGE)
+    max_image_bytes: int = media_options.max_file_bytes(MediaKind.IMAGE, " or video frame")
+    max_audios: int = media_options.max_items(MediaKind.AUDIO)
+    max_audio_bytes: int = media_options.max_file_bytes(MediaKind.AUDIO)
+    max_videos: int = media_options.max_items(MediaKind.VIDEO)
     max_video_frames: int = media_options.MAX_VIDEO_FRAMES
     max_image_patches: int = media_options.MAX_IMAGE_PATCHES
     allowed_media_domains: str = media_options.ALLOWED_MEDIA_DOMAINS

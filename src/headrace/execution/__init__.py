@@ -4,7 +4,7 @@ Read first: build.py (start-up; setup.py is what it decides before weights are l
 
 - A step: forward_batch.py (as tensors), verify.py (rows that sample several tokens), sequence_table.py (tokens and slots of
   sequences), lora.py (adapters in memory, rows of a step by adapter), overlap_worker.py (the model in a thread of its own),
-  ranks.py (steps of several ranks), pipeline_worker.py (several steps in flight, where the layers are in stages), rank_jobs.py
+  ranks.py (steps of several ranks), pipeline_worker.py (several steps in flight, where the layers are in stages), rank_jobs.py, rank_operations.py
   (what they do beside the steps)
 - On a GPU: device_worker.py, device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
   (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), verify_queue.py (steps that

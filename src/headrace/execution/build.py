@@ -473,7 +473,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
 
 
 def _encoder_info(built: _Built) -> EncoderInfo | None:
-    """Of a model that sees or hears, here."""
+    """Of a multimodal model, here."""
     media, setup = built.runner.media, built.setup
     if media is None:
         return None

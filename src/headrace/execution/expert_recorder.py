@@ -32,7 +32,7 @@ class ExpertRecorder:
                 self.stop()
             case "dump":
                 layers = {layer: counts.take() for layer, counts in self._counts.items()}
-        return ExpertCountsReply(request.id, True, "", layers)
+        return ExpertCountsReply(layers)
 
     def start(self) -> None:
         """Count from zero."""

@@ -16,15 +16,13 @@ import torch
 from headrace.attention.base import StepRows
 from headrace.layers.rotary import SectionedRotary
 from headrace.log import get_logger
-from headrace.messages.media import MediaItem, MediaKind, num_parts
+from headrace.messages.media import MediaItem, num_parts
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
 from headrace.models.media import DeepRows, MediaEncoder, MediaInput, Slices, encode
 from headrace.models.places import Places, places_of
 
 _logger = get_logger(__name__)
-
-_ONE: dict[MediaKind, str] = {"image": "an image", "audio": "a sound", "video": "a video"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class MediaRows:
             rows: list[torch.Tensor] = done.value
             return self._keep(self._batch, rows), {}
         except Exception:
-            _logger.exception("a batch of %d images or sounds could not be encoded", len(self._batch))
+            _logger.exception("a batch of %d media items could not be encoded", len(self._batch))
             # One item may be the cause, and the others belong to other requests.
             return self._one_by_one(self._batch)
 
@@ -134,9 +132,10 @@ class MediaRows:
             try:
                 done += self._keep([item], encode(self._encoder, [self._input(item)]))
             except Exception:
-                what = _ONE[item.kind]
-                _logger.exception("%s could not be encoded", what)
-                errors[item.key] = f"{what} of the request could not be encoded; the server's log has the cause"
+                _logger.exception("one %s could not be encoded", item.kind.one)
+                errors[item.key] = (
+                    f"one {item.kind.one} of the request could not be encoded; the server's log has the cause"
+                )
         self._end_batch()
         return done, errors
 

@@ -21,6 +21,7 @@ from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.checkpoint.weight_cache import content_of
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, ModelError, RequestError
+from headrace.execution import rank_operations
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.lora import LoraPool
@@ -29,7 +30,9 @@ from headrace.execution.update_weights import Job, ModelWeights, bytes_message
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
+from headrace.messages.operations import OperationReply, OperationReq
 from headrace.messages.rank_job import (
+    RankAsk,
     RankBesideSteps,
     RankDrop,
     RankExperts,
@@ -137,6 +140,15 @@ class LeaderJobs:
             self.drop(job)
             raise
         return job, replace(prepared, install=lambda: self._install(job, prepared), num_bytes=num_bytes)
+
+    def ask(self, message: OperationReq, own: OperationReply) -> list[OperationReply]:
+        """What all ranks reply to a control operation, this one first."""
+        size = self._group.size
+        out = torch.empty(1, size * rank_operations.COLUMNS)
+        with self._turn:
+            self._group.send(encode(RankAsk(message)))
+            self._group.gather(rank_operations.row_of(own), [rank_operations.COLUMNS] * size, out)
+        return [rank_operations.reply_of(row) for row in out.view(size, rank_operations.COLUMNS)]
 
     @property
     def span_hosts(self) -> bool:
@@ -301,6 +313,10 @@ class LeaderWeights:
                 # A trainer has one connection to the server: the leader's.
                 return self._weights.start(operation)
 
+    def ask_ranks(self, message: OperationReq) -> list[OperationReply]:
+        """See `WeightExecutor`."""
+        return self._jobs.ask(message, self._weights.answer(message, 0))
+
     def _prepare(self, operation: RankWeights, begun: list[int], abandoned: threading.Event) -> Prepared:
         job, prepared = self._jobs.prepare(
             operation, lambda: self._weights.prepare(operation, abandoned), lambda: not abandoned.is_set()
@@ -413,6 +429,10 @@ class FollowerJobs:
     def handle(self, message: RankBesideSteps) -> None:
         """Do what the leader says. What an installation raises must end the rank: the others have the result."""
         match message:
+            case RankAsk():
+                reply = self._weights.answer(message.message, self._group.rank)
+                columns = [rank_operations.COLUMNS] * self._group.size
+                self._group.gather(rank_operations.row_of(reply), columns, None)
             case RankJob():
                 self._begun[message.id] = _Begun(message.work, self._start(message.work))
             case RankPoll():

@@ -28,11 +28,13 @@ from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ExecutionError, ModelError, RequestError
+from headrace.execution.rank_operations import RankView, answer
 from headrace.execution.released import DraftMemory, Released, keepers_of, release_kv, release_weights
 from headrace.execution.save_weights import WeightSaver
 from headrace.garbage import give_back_free_memory
 from headrace.layers.weight import Keeper, Kept, Weight
 from headrace.log import get_logger
+from headrace.messages.operations import OperationReply, OperationReq
 from headrace.messages.safetensors_bytes import DTYPE_NAMES
 from headrace.messages.weights import (
     CheckWeights,
@@ -211,6 +213,14 @@ class ModelWeights:
     def start(self, operation: WorkerOperation) -> Job:
         """See `WeightExecutor`."""
         return Job(lambda abandoned: self.prepare(operation, abandoned))
+
+    def ask_ranks(self, message: OperationReq) -> list[OperationReply]:
+        """See `WeightExecutor`; of this rank alone."""
+        return [self.answer(message, 0)]
+
+    def answer(self, message: OperationReq, rank: int) -> OperationReply:
+        """What this rank replies to a control operation."""
+        return answer(RankView(rank, self.model, self.pool), message)
 
     def prepare(
         self,

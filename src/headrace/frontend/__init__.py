@@ -4,7 +4,7 @@ Read first: tokenizer_manager.py (one call, and the parts it needs), request_sta
 engine_link.py (to the schedulers).
 
 - A call: prompts.py (its shape), inputs.py (what its prompts contain), encode.py (tokens and parameters), pooled.py
-  (the same for embedding models and classifiers), media.py (images, sounds and videos of its prompts),
+  (the same for embedding models and classifiers), media.py (media of its prompts),
   no_tokenizer.py, sessions.py, tenants.py (limits of keys)
 - Its samples: sample_table.py (the live ones, the limit of waiting ones, aborts), outputs.py (messages applied to them),
   sample_update.py (new output of one, or its error), endings.py, native_answer.py (the dicts of /generate and /encode)

@@ -50,9 +50,9 @@ class Communicator(Generic[R]):
         self._error: HeadraceError | None = None
 
     async def call(
-        self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float
+        self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float, name: str = ""
     ) -> dict[Replica, R]:
-        """Send `make(id)` to each of `replicas` and return the replies of those that stay alive, at least one.
+        """Send `make(id)` to each of `replicas` and return the replies of those that stay alive, at least one. name: for errors.
 
         Raises CapacityError if none stays alive, ExecutionError if the replies do not come within `timeout_s` seconds, or `fail_all`'s error.
         """
@@ -69,7 +69,7 @@ class Communicator(Generic[R]):
             waiting.check()
             await asyncio.wait_for(waiting.done, timeout_s)
         except TimeoutError:
-            raise ExecutionError(f"{self._name}: no answer from the engine within {timeout_s:g} s") from None
+            raise ExecutionError(f"{name or self._name}: no answer from the engine within {timeout_s:g} s") from None
         finally:
             for request_id in asked:
                 self._waiting.pop(request_id, None)

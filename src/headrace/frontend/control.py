@@ -1,11 +1,8 @@
-"""Control operations on the schedulers: flushing caches, reading counters, profiling, injecting test faults.
+"""Control operations on the schedulers: the way of all of them (`ask`), and those that need more than a question.
 
-Owns the requests to the replicas, and how their replies are combined. Operations on weights are in `weight_control`, lasting settings in
+Owns the requests to the replicas, and what a restarted one is told again. Operations on weights are in `weight_control`, lasting settings in
 `runtime_settings`. Runs in the tokenizer manager's event loop.
 """
-
-from collections.abc import Callable
-from typing import Literal
 
 from headrace.errors import HeadraceError, NotFoundError, RequestError
 from headrace.frontend.all_replicas import sum_of_states
@@ -15,24 +12,24 @@ from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.flush import flush_when_idle
 from headrace.frontend.inputs import check_text
 from headrace.frontend.replica import Replica
-from headrace.messages.cache_tree import CacheTree, CacheTreeReply, CacheTreeReq
 from headrace.messages.channel import Sender
 from headrace.messages.control import (
     FaultReq,
     FlushCacheReply,
     FlushCacheReq,
-    HealthCheckReply,
     HealthCheckReq,
     InternalState,
-    InternalStateReply,
     InternalStateReq,
-    ProfileReply,
-    ProfileReq,
 )
-
-CONTROL_TIMEOUT_S = 10.0
-PROFILE_TIMEOUT_S = 120.0
-"""Writing a long trace may take this long; no step runs meanwhile."""
+from headrace.messages.faults import error_of_fault
+from headrace.messages.operations import (
+    CHECK_HEALTH,
+    FLUSH_CACHE,
+    INTERNAL_STATE,
+    OPERATIONS,
+    OperationReply,
+    OperationReq,
+)
 
 
 class Control:
@@ -45,16 +42,32 @@ class Control:
         self._link = link
         self._to_detokenizer = to_detokenizer
         self._faults_allowed = faults_allowed
-        self._flushes = Communicator[FlushCacheReply]("flush_cache")
-        self._states = Communicator[InternalStateReply]("internal_state")
-        self._trees = Communicator[CacheTreeReply]("cache_tree")
-        self._healths = Communicator[HealthCheckReply]("health")
-        self._profiles = Communicator[ProfileReply]("profile")
-        engine_loop.handlers.register(FlushCacheReply, self._flushes.handle)
-        engine_loop.handlers.register(InternalStateReply, self._states.handle)
-        engine_loop.handlers.register(CacheTreeReply, self._trees.handle)
-        engine_loop.handlers.register(HealthCheckReply, self._healths.handle)
-        engine_loop.handlers.register(ProfileReply, self._profiles.handle)
+        self._replies = Communicator[OperationReply]("control")
+        self._lasting: dict[str, bytes] = {}
+        engine_loop.handlers.register(OperationReply, self._replies.handle)
+
+    async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
+        """See `Asks`; `Operation.ask` is the typed form. Raises RequestError, CapacityError, ExecutionError."""
+        operation = OPERATIONS.get(name)
+        if operation is None:
+            raise RequestError(f"there is no operation {name!r:.40}")
+        self._engine_loop.check_serving()
+        if operation.lasts:
+            # Kept before the call, so that a replica that comes back meanwhile gets it too.
+            self._lasting[name] = request
+        replies = await self._replies.call(
+            self._link.replicas_up(), lambda i: OperationReq(i, name, request), operation.timeout_s, name
+        )
+        in_order = sorted(replies.items(), key=lambda one: one[0].index)
+        for _, reply in in_order:
+            if reply.fault is not None:
+                raise error_of_fault(reply.fault)
+        return {replica.index: reply.reply for replica, reply in in_order}
+
+    def tell_scheduler(self, sender: Sender) -> None:
+        """Repeat what lasts to a restarted scheduler. Nobody waits for its replies."""
+        for name, request in self._lasting.items():
+            sender.send(OperationReq(0, name, request))
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
         """Empty the prefix cache of every replica. The reply is a failure if one replica failed. See `flush_when_idle`.
@@ -65,34 +78,11 @@ class Control:
 
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each live replica. Raises CapacityError, ExecutionError."""
-        self._engine_loop.check_serving()
-        replies = await self._states.call(self._link.replicas_up(), InternalStateReq, CONTROL_TIMEOUT_S)
-        return sorted((reply.state for reply in replies.values()), key=lambda state: state.replica)
+        return list((await INTERNAL_STATE.ask(self, InternalStateReq())).values())
 
     async def internal_state(self) -> InternalState:
         """The sum of `internal_states`."""
         return sum_of_states(await self.internal_states())
-
-    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
-        """The outline of each live replica's prefix cache. Raises CapacityError, ExecutionError."""
-        self._engine_loop.check_serving()
-        replies = await self._trees.call(
-            self._link.replicas_up(), lambda i: CacheTreeReq(i, max_depth, max_nodes), CONTROL_TIMEOUT_S
-        )
-        return sorted((reply.tree for reply in replies.values()), key=lambda tree: tree.replica)
-
-    async def start_profile(
-        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
-    ) -> str:
-        """Record the worker's steps to a file below --profile-dir. Returns a message for the operator.
-
-        num_steps: stop after this many steps; 0 = at `stop_profile`. Raises RequestError, ExecutionError.
-        """
-        return await self._profile(lambda i: ProfileReq(i, True, output_name, num_steps, activities))
-
-    async def stop_profile(self) -> str:
-        """Write the recorded steps. Returns a message with the file's name. Raises RequestError, ExecutionError."""
-        return await self._profile(lambda i: ProfileReq(i, False))
 
     async def inject_fault(self, fault: FaultReq) -> None:
         """Cause a fault, for tests. Raises NotFoundError unless the server was started with --enable-fault-injection."""
@@ -108,28 +98,17 @@ class Control:
 
     async def is_busy(self) -> bool:
         """Every replica is making tokens, or is paused and answers. Raises CapacityError, ExecutionError."""
-        replies = await self._healths.call(self._link.replicas_up(), HealthCheckReq, CONTROL_TIMEOUT_S)
+        replies = await CHECK_HEALTH.ask(self, HealthCheckReq())
         return all(reply.busy or reply.held for reply in replies.values())
 
     def lost(self, replica: Replica) -> None:
         """A replica has died: do not wait for its replies."""
-        for communicator in (self._flushes, self._states, self._trees, self._healths, self._profiles):
-            communicator.lost(replica)
+        self._replies.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every waiting operation with `error`, and every later one."""
-        for communicator in (self._flushes, self._states, self._trees, self._healths, self._profiles):
-            communicator.fail_all(error)
+        self._replies.fail_all(error)
 
     async def _flush_now(self) -> FlushCacheReply:
-        self._engine_loop.check_serving()
-        asked = await self._flushes.call(self._link.replicas_up(), FlushCacheReq, CONTROL_TIMEOUT_S)
-        replies = list(asked.values())
+        replies = list((await FLUSH_CACHE.ask(self, FlushCacheReq())).values())
         return next((reply for reply in replies if not reply.success), replies[0])
-
-    async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
-        self._engine_loop.check_serving()
-        replies = list((await self._profiles.call(self._link.replicas_up(), make, PROFILE_TIMEOUT_S)).values())
-        if not any(reply.success for reply in replies):
-            raise RequestError(replies[0].message)
-        return "; ".join(dict.fromkeys(reply.message for reply in replies))

@@ -26,6 +26,7 @@ from headrace.frontend.request_state import CallState, ReqState, engine_request
 from headrace.frontend.sample_table import Aborts, SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.log import get_logger
+from headrace.media_kinds import MediaKind
 from headrace.messages.control import ReadyInfo
 from headrace.messages.grammar import GrammarSpec
 from headrace.messages.packing import pack_int32
@@ -283,7 +284,7 @@ class Encoder:
         if least > left:
             num_positions = content.num_tokens + content.extra_places
             raise ContextLengthError(
-                "video_data",
+                MediaKind.VIDEO.field,
                 self._ready.context_length,
                 f"the videos make the prompt {num_positions} positions long in time, and {least} more were requested",
                 "videos (fewer seconds, or a higher fps) or completion",

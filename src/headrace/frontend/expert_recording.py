@@ -4,25 +4,19 @@ A restarted replica records too if the others do; its earlier counts are lost, a
 the tokenizer manager, in its event loop only.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from headrace.errors import HeadraceError, RequestError
-from headrace.frontend.communicator import Communicator
-from headrace.frontend.replica import Replica
 from headrace.messages.channel import Sender
 from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
-
-TIMEOUT_S = 30.0
+from headrace.messages.operations import COUNT_EXPERTS, Asks
 
 
 class ExpertRecording:
-    """See the module docstring. check: raises while the engine takes no control calls."""
+    """See the module docstring."""
 
-    def __init__(self, replicas_up: Callable[[], Sequence[Replica]], check: Callable[[], None]) -> None:
-        self.replies = Communicator[ExpertCountsReply]("experts")
-        self._replicas_up = replicas_up
-        self._check = check
+    def __init__(self, control: Asks) -> None:
+        self._control = control
         self._is_recording = False
         self._num_begun_again = 0
 
@@ -65,13 +59,7 @@ class ExpertRecording:
         """Start recording on a restarted scheduler, before it gets requests."""
         if self._is_recording:
             self._num_begun_again += 1
-            sender.send(ExpertCountsReq(0, "start"))
+            sender.send(COUNT_EXPERTS.message(0, ExpertCountsReq("start")))
 
     async def _ask(self, action: Literal["start", "stop", "dump"]) -> list[ExpertCountsReply]:
-        self._check()
-        replicas = self._replicas_up()
-        replies = list((await self.replies.call(replicas, lambda i: ExpertCountsReq(i, action), TIMEOUT_S)).values())
-        for reply in replies:
-            if not reply.success:
-                raise RequestError(reply.message)
-        return replies
+        return list((await COUNT_EXPERTS.ask(self._control, ExpertCountsReq(action))).values())

@@ -18,9 +18,10 @@ from contextlib import aclosing
 import msgspec
 
 from headrace.errors import AuthError, RequestError
-from headrace.frontend.remote_methods import RemoteMethod, WireCaller, fault_of
+from headrace.frontend.remote_methods import RemoteMethod, WireCaller
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.messages.channel import Message, Receiver, Sender
+from headrace.messages.faults import fault_of
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,

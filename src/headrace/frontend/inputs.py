@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from headrace.errors import RequestError
-from headrace.frontend.media import KINDS, refs_of
-from headrace.messages.media import NO_REFS, WORDS, MediaRefs
+from headrace.media_kinds import NO_REFS, MediaRefs, refs_of
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import CallInput, GenerateReqInput, PromptContent
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
@@ -29,8 +28,8 @@ LARGE_ITEMS = 8192
 class PromptInput:
     """One prompt as a call gives it. Exactly one of `text`, `ids` and `embeds` is not None.
 
-    embeds: float32[num_tokens, hidden_size], num_tokens > 0. second: the second text of a pair, whose first is `text`. media: for each of its
-    image tokens an image, and so on.
+    embeds: float32[num_tokens, hidden_size], num_tokens > 0. second: the second text of a pair, whose first is `text`. media: an item
+    for each of its media tokens.
     """
 
     text: str | None = None
@@ -71,12 +70,11 @@ def is_large(obj: CallInput) -> bool:
 def given_inputs(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
     """The prompts of a call, and whether they were given as a list. Raises RequestError naming the field."""
     inputs, is_batch = _without_media(obj, vocab_size, hidden_size)
-    if obj.image_data is None and obj.audio_data is None and obj.video_data is None:
+    if not (data := obj.media_data()):
         return inputs, is_batch
-    media = refs_of(obj.image_data, obj.audio_data, obj.video_data, len(inputs), is_batch)
-    if obj.input_embeds is not None and (kind := next((kind for kind in KINDS for own in media if own.of(kind)), None)):
-        words = WORDS[kind]
-        raise RequestError(f"{words.field}: prompts of input_embeds take no {words.many}", words.field)
+    media = refs_of(data, len(inputs), is_batch)
+    if obj.input_embeds is not None and (kind := next((kind for kind in data for own in media if own.of(kind)), None)):
+        raise RequestError(f"{kind.field}: prompts of input_embeds take no {kind.noun}", kind.field)
     return [replace(given, media=own) for given, own in zip(inputs, media, strict=True)], is_batch
 
 

@@ -1,92 +1,39 @@
-"""The images, sounds and videos of prompts: from what a call gives to the `PromptContent` with them.
+"""The media of prompts: from what a call gives to the `PromptContent` with them.
 
-Owns the shapes of `image_data`, `audio_data` and `video_data`, their checks, and the bounds on the bytes of media in one call. Does not own
-fetching and decoding (`multimodal.loader`), nor what stands for an item in a prompt (`multimodal.families`). Runs in the tokenizer manager's
-event loop.
+Owns their checks against the model and its limits, and the bounds on the bytes of media in one call. Does not own the shapes in which they are given
+(`headrace.media_kinds`), fetching and decoding (`multimodal.loader`), nor what stands for an item in a prompt (`multimodal.families`). Runs in the
+tokenizer manager's event loop.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar, cast, get_args
-
-from msgspec.structs import replace
+from typing import Protocol
 
 from headrace.errors import RequestError
+from headrace.media_kinds import MediaKind, MediaRef, MediaRefs, VideoRef
 from headrace.messages.control import ReadyInfo
-from headrace.messages.media import (
-    DEFAULT_FPS,
-    NO_SENSES,
-    WORDS,
-    AudioData,
-    AudioRef,
-    ImageData,
-    ImageRef,
-    MediaItem,
-    MediaKind,
-    MediaRef,
-    MediaRefs,
-    MediaSpan,
-    Senses,
-    VideoData,
-    VideoRef,
-)
-from headrace.messages.media_stats import MediaStats
+from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSpan, MediaStats, MediaSupport
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
+from headrace.multimodal.layout import LoadedItem
 
 MAX_MEDIA_BYTES = 256 << 20
 """Most bytes of decoded media to send to the scheduler for one call; every sample carries those of its prompt."""
-
-KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
-
-FRAMES_URL = "data:video/jpeg;base64,"
-"""Before the frames of a video that is given as a text."""
-
-MAX_FRAMES = 10_000
-"""Of a video that is given as one text, whatever the options allow."""
-
-_MIN_FPS, _MAX_FPS = 0.001, 240.0
-
-R = TypeVar("R", ImageRef, AudioRef, VideoRef)
-
-
-class Layout(Protocol):
-    """What stands for one item in a prompt. tokens: in place of its own token. spans: (start, length, first_row) of the rows among
-    them. extra_places: how many more positions than tokens it may take."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-
-    @property
-    def spans(self) -> tuple[tuple[int, int, int], ...]: ...
-
-    @property
-    def extra_places(self) -> int: ...
-
-
-class LoadedItem(Protocol):
-    """An item that is ready for the encoder, and its tokens."""
-
-    @property
-    def item(self) -> MediaItem: ...
-
-    @property
-    def layout(self) -> Layout: ...
 
 
 class Loader(Protocol):
     """Makes items of what clients give; see `multimodal.loader.MediaLoader`."""
 
     @property
-    def senses(self) -> Senses:
-        """What clients need to know of the model."""
+    def support(self) -> MediaSupport:
+        """The media that the model supports."""
 
     @property
     def token_ids(self) -> Mapping[MediaKind, int]:
         """Of each kind that the model takes, the token that stands for an item in a prompt."""
 
     @property
-    def most(self) -> Mapping[str, int]:
+    def most(self) -> Mapping[MediaKind, int]:
         """Most items of each kind in a prompt."""
 
     @property
@@ -110,11 +57,11 @@ class Loader(Protocol):
 
 
 class PromptMedia:
-    """See the module docstring. loader: None = the model reads text alone; senses: then why, if it could do more."""
+    """See the module docstring. loader: None = the model takes text only; support: then why, if it could do more."""
 
-    def __init__(self, loader: Loader | None = None, senses: Senses = NO_SENSES) -> None:
+    def __init__(self, loader: Loader | None = None, support: MediaSupport = NO_MEDIA_SUPPORT) -> None:
         self.loader = loader
-        self.senses = senses if loader is None else loader.senses
+        self.support = support if loader is None else loader.support
 
     def as_loaded(self, ready: ReadyInfo) -> "PromptMedia":
         """Those of the model as it was loaded, which may take none after all: with this class, or this attention."""
@@ -122,34 +69,32 @@ class PromptMedia:
             return self
         self.close()
         reason = f"the model class {ready.model_class} with the attention backend {ready.attention_backend} does not encode them"
-        return PromptMedia(senses=Senses(self.senses.family, {}, dict.fromkeys(self.senses.tokens, reason)))
+        return PromptMedia(support=MediaSupport(self.support.family, {}, dict.fromkeys(self.support.tokens, reason)))
 
     def check(self, prompts: Sequence[MediaRefs]) -> None:
         """Raises RequestError for media that the model does not take, and for too many of them. prompts: those of each prompt."""
-        for kind in KINDS:
-            words = WORDS[kind]
+        for kind in MediaKind:
             count = max((len(refs.of(kind)) for refs in prompts), default=0)
             if not count:
                 continue
-            if self.loader is None or kind not in self.senses.tokens:
-                raise RequestError(self.senses.refusal(kind), words.field, words.code)
+            if self.loader is None or kind not in self.support.tokens:
+                raise RequestError(self.support.refusal(kind), kind.field, kind.unsupported_code)
             most = self.loader.most[kind]
             if count > most:
                 raise RequestError(
-                    f"{words.field}: {_number(count, words.one)} in one prompt; the limit is {most} ({words.limit})",
-                    words.field,
+                    f"{kind.field}: {kind.amount(count)} in one prompt; the limit is {most} ({kind.limit_option})",
+                    kind.field,
                 )
         for refs in prompts:
-            check_frames(refs.videos, WORDS["video"].field, self.loader.max_frames if self.loader else 0)
+            check_frames(refs.videos, MediaKind.VIDEO.field, self.loader.max_frames if self.loader else 0)
 
     def check_tokens(self, ids: Sequence[int], refs: MediaRefs) -> None:
         """Raises RequestError for a prompt with the token of an item that is not given."""
         for kind, token_id in self.loader.token_ids.items() if self.loader is not None else ():
             if not refs.of(kind) and token_id in ids:
-                words = WORDS[kind]
                 raise RequestError(
-                    f"the prompt has the token {self.senses.tokens[kind]}, but {words.field} has no {words.one} for it",
-                    words.field,
+                    f"the prompt has the token {self.support.tokens[kind]}, but {kind.field} has no {kind.one} for it",
+                    kind.field,
                 )
 
     async def add(self, ids: Sequence[int], refs: MediaRefs, owner: str = "") -> PromptContent:
@@ -176,17 +121,17 @@ class PromptMedia:
 
     def _places(self, loader: Loader, ids: Sequence[int], refs: MediaRefs) -> tuple[list[int], list[MediaRef]]:
         """Where items belong among the tokens of a prompt, and the items in this order. Raises RequestError."""
-        kinds = {loader.token_ids[kind]: kind for kind in KINDS if refs.of(kind)}
+        kinds = {loader.token_ids[kind]: kind for kind in MediaKind if refs.of(kind)}
         places = [index for index, token_id in enumerate(ids) if token_id in kinds]
         found = [kinds[ids[place]] for place in places]
         for kind in kinds.values():
-            words, given = WORDS[kind], len(refs.of(kind))
+            given = len(refs.of(kind))
             if found.count(kind) != given:
                 raise RequestError(
-                    f"{words.field} has {_number(given, words.one)}, but the prompt has "
-                    f"{_number(found.count(kind), f'{words.one} token')}: "
-                    f"write {self.senses.tokens[kind]} once where each {words.one} belongs",
-                    words.field,
+                    f"{kind.field} has {kind.amount(given)}, but the prompt has "
+                    f"{found.count(kind)} {kind} token{'s' * (found.count(kind) != 1)}: "
+                    f"write {self.support.tokens[kind]} once where each {kind.one} belongs",
+                    kind.field,
                 )
         left = {kind: iter(refs.of(kind)) for kind in kinds.values()}
         return places, [next(left[kind]) for kind in found]
@@ -198,22 +143,7 @@ class PromptMedia:
 
 
 NO_MEDIA = PromptMedia()
-"""Of a model that reads text alone."""
-
-
-def refs_of(
-    images: ImageData, sounds: AudioData, videos: VideoData, num_prompts: int, is_batch: bool
-) -> list[MediaRefs]:
-    """The media of each prompt of a call. Raises RequestError."""
-    return [
-        MediaRefs(*each)
-        for each in zip(
-            _by_prompt("image", ImageRef, images, num_prompts, is_batch),
-            _by_prompt("audio", AudioRef, sounds, num_prompts, is_batch),
-            _by_prompt("video", VideoRef, videos, num_prompts, is_batch),
-            strict=True,
-        )
-    ]
+"""Of a model that takes text only."""
 
 
 def check_frames(videos: Sequence[VideoRef], where: str, max_frames: int) -> None:
@@ -226,29 +156,15 @@ def check_frames(videos: Sequence[VideoRef], where: str, max_frames: int) -> Non
             )
 
 
-def video_of_url(where: str, url: str, fps: float = DEFAULT_FPS) -> VideoRef:
-    """The video of a text with its frames. Raises RequestError."""
-    if url[: len(FRAMES_URL)].lower() != FRAMES_URL:
-        raise RequestError(
-            f"{where}: video files are not decoded. Take frames of the video, e.g. ffmpeg -i clip.mp4 -vf fps=2 frame%03d.jpg, and send "
-            f'{{"frames": [...], "fps": 2}}, or {FRAMES_URL} and the base64 texts of the frames, separated by commas',
-            where,
-        )
-    if url.count(",") > MAX_FRAMES:
-        raise RequestError(f"{where}: a video of more than {MAX_FRAMES} frames", where)
-    return VideoRef(frames=tuple(ImageRef(url=frame) for frame in url[len(FRAMES_URL) :].split(",")), fps=fps)
-
-
 def check_media_bytes(contents: Sequence[tuple[PromptContent, int]]) -> None:
     """Raises RequestError if the media of a call are too large together. contents: prompts with their numbers of samples."""
     num_bytes = sum(content.media_bytes * num_samples for content, num_samples in contents)
     if num_bytes > MAX_MEDIA_BYTES:
         kind = next(item.kind for content, _ in contents for item in content.media)
-        field, many = WORDS[kind].field, WORDS[kind].many
         raise RequestError(
-            f"{field}: the {many} of this request take {num_bytes} bytes once decoded, over all samples; "
+            f"{kind.field}: the {kind.many} of this request take {num_bytes} bytes once decoded, over all samples; "
             f"the limit is {MAX_MEDIA_BYTES}: send fewer or smaller ones, or reduce n",
-            field,
+            kind.field,
         )
 
 
@@ -273,91 +189,3 @@ async def add_media(
             raise
 
     return list(await asyncio.gather(*map(added, range(len(prompts)))))
-
-
-def _by_prompt(
-    kind: MediaKind,
-    ref_type: type[R],
-    data: R | str | list[R | str | list[R | str] | None] | None,
-    num_prompts: int,
-    is_batch: bool,
-) -> list[tuple[R, ...]]:
-    words = WORDS[kind]
-    if _is_nothing(data):
-        return [()] * num_prompts
-    if not is_batch:
-        given: list[R | str | list[R | str] | None] = data if isinstance(data, list) else [data]
-        if len(given) == 1 and isinstance(given[0], list):
-            return [_refs(kind, ref_type, given[0])]
-        return [_refs(kind, ref_type, given)]
-    an_item = f"an item is one {words.one}, a list of {words.many}, or null"
-    if not isinstance(data, list):
-        raise RequestError(
-            f"{words.field}: for a list of prompts it is a list, too, with an item for each; {an_item}", words.field
-        )
-    if len(data) != num_prompts:
-        raise RequestError(
-            f"{words.field}: for a list of prompts the number of items ({len(data)}) must equal that of the prompts ({num_prompts}); {an_item}",
-            words.field,
-        )
-    return [_refs(kind, ref_type, item if isinstance(item, list) else [item]) for item in data]
-
-
-def _is_nothing(data: object) -> bool:
-    """Whether it asks for nothing."""
-    return all(map(_is_nothing, data)) if isinstance(data, list) else data is None or data == ""
-
-
-def _refs(kind: MediaKind, ref_type: type[R], given: Sequence[R | str | list[R | str] | None]) -> tuple[R, ...]:
-    words, refs = WORDS[kind], []
-    for item in given:
-        if _is_nothing(item):
-            continue
-        if isinstance(item, list):
-            raise RequestError(f"{words.field} has lists of {words.many}, but there is one prompt", words.field)
-        ref = cast(R, _of_text(kind, item)) if isinstance(item, str) else item
-        refs.append(cast(R, _checked(kind, ref)))
-    return tuple(refs)
-
-
-def _of_text(kind: MediaKind, text: str) -> MediaRef:
-    match kind:
-        case "image":
-            return ImageRef(url=text)
-        case "audio":
-            return AudioRef(url=text)
-        case "video":
-            return video_of_url(WORDS["video"].field, text)
-
-
-def _checked(kind: MediaKind, ref: MediaRef | None) -> MediaRef:
-    """The item as it is loaded. Raises RequestError."""
-    field = WORDS[kind].field
-    if isinstance(ref, VideoRef):
-        return checked_video(field, ref)
-    assert ref is not None
-    if bool(ref.url) == bool(ref.data):
-        raise RequestError(f"{field}: {'a sound' if kind == 'audio' else 'an image'} has either url or data", field)
-    return ref
-
-
-def checked_video(where: str, ref: VideoRef) -> VideoRef:
-    """The video with its frames as images. Raises RequestError."""
-    if not ref.frames:
-        raise RequestError(f"{where}: a video has no frames", where)
-    if not _MIN_FPS <= ref.fps <= _MAX_FPS:
-        raise RequestError(f"{where}: fps is {ref.fps:g}; expected a number from {_MIN_FPS:g} to {_MAX_FPS:g}", where)
-    for number, frame in enumerate(ref.images):
-        if bool(frame.url) == bool(frame.data):
-            raise RequestError(
-                f"{where}: frames[{number}] has {'both url and data' if frame.url else 'neither url nor data'}", where
-            )
-        if frame.detail == "low":
-            raise RequestError(
-                f"{where}: frames[{number}] has detail low, but frames are all made of one size; leave it out", where
-            )
-    return replace(ref, frames=ref.images)
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

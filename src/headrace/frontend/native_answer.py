@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate
+from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.packing import unpack_float32
 
@@ -99,9 +100,7 @@ def _meta_info(update: SampleUpdate) -> dict[str, Any]:
         "ttft": times.ttft_s,
         "decode_throughput": times.decode_throughput,
     }
-    for name in ("image_tokens", "audio_tokens", "video_tokens"):
-        if count := getattr(usage, name):
-            meta[name] = count
+    meta |= {kind.tokens_field: count for kind in MediaKind if (count := usage.media_tokens.get(kind))}
     if update.speculation is not None:
         meta |= _speculation(update.speculation)
     return meta

@@ -11,22 +11,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from headrace.errors import (
-    AuthError,
-    CapacityError,
-    ExecutionError,
-    ForbiddenError,
-    HeadraceError,
-    LateError,
-    NotFoundError,
-    RequestError,
-    TooLargeError,
-)
 from headrace.frontend.tenants import Caller
-from headrace.log import get_logger
-from headrace.messages.front import FrontFault
-
-logger = get_logger(__name__)
 
 
 class WireCaller(msgspec.Struct, frozen=True):
@@ -44,11 +29,15 @@ class WireCaller(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RemoteMethod:
-    """One remote method. arguments: a struct of the given ones. result: its type. streams: the method yields many results."""
+    """One remote method. arguments: a struct of the given ones. result: its type. streams: the method yields many results.
+
+    replies: it is awaited; False = nobody waits for it.
+    """
 
     arguments: type[msgspec.Struct]
     result: Any
     streams: bool
+    replies: bool
 
 
 def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
@@ -60,8 +49,9 @@ def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
         hints = get_type_hints(function)
         result = hints["return"]
         streams = get_origin(result) is AsyncGenerator
+        replies = inspect.iscoroutinefunction(function) or result is not type(None)
         result = get_args(result)[0] if streams else _awaited(result)
-        methods[name] = RemoteMethod(_arguments(function, hints), result, streams)
+        methods[name] = RemoteMethod(_arguments(function, hints), result, streams, replies)
     return methods
 
 
@@ -81,38 +71,3 @@ def _arguments(function: Callable[..., Any], hints: dict[str, Any]) -> type[msgs
         fields.append((name, kind | msgspec.UnsetType, msgspec.UNSET))
     title = "".join(word.capitalize() for word in function.__name__.split("_"))
     return msgspec.defstruct(f"{title}Arguments", fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
-
-
-def fault_of(error: BaseException) -> FrontFault:
-    """An error in the form for messages. Anything but a HeadraceError is a bug: it is logged here and not described."""
-    if not isinstance(error, HeadraceError):
-        logger.error("a call of an HTTP worker failed", exc_info=error)
-        return FrontFault("ExecutionError", "internal error; see the server's log")
-    if isinstance(error, CapacityError):
-        return FrontFault(
-            "CapacityError",
-            error.message,
-            retry_after_s=error.retry_after_s,
-            status_code=error.status_code,
-            limited="tokens" if error.error_type == "tokens" else "requests",
-        )
-    if isinstance(error, RequestError):
-        kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _REQUEST_ERRORS)
-        return msgspec.convert(
-            {"kind": kind, "message": error.message, "param": error.param, "code": error.code}, FrontFault
-        )
-    return FrontFault("ExecutionError", error.message)
-
-
-def error_of_fault(fault: FrontFault) -> HeadraceError:
-    """The error of a fault; the inverse of `fault_of`."""
-    if fault.kind == "CapacityError":
-        return CapacityError(fault.message, fault.retry_after_s, fault.status_code, fault.limited)
-    if fault.kind == "ExecutionError":
-        return ExecutionError(fault.message)
-    return _REQUEST_ERRORS[fault.kind](fault.message, fault.param, fault.code)
-
-
-_REQUEST_ERRORS: dict[str, type[RequestError]] = {
-    kind.__name__: kind for kind in (RequestError, NotFoundError, AuthError, ForbiddenError, LateError, TooLargeError)
-}

@@ -8,6 +8,7 @@ slow to read costs no memory beyond the output itself: what is pending is only "
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,7 +27,7 @@ from headrace.frontend.sample_update import (
 )
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
-from headrace.messages.media import NO_MEDIA_TOKENS, MediaTokens
+from headrace.media_kinds import MediaKind
 from headrace.messages.namespaces import of_adapter
 from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
@@ -68,7 +69,7 @@ class ReqState:
     num_prompt_tokens: int = 0
     num_processed: int = 0
     media_bytes: int = 0
-    media_tokens: MediaTokens = NO_MEDIA_TOKENS
+    media_tokens: Mapping[MediaKind, int] = field(default_factory=dict)
     leader: "ReqState | None" = None
     logged_input: str = ""
     dumped_prompt: str = ""
@@ -245,7 +246,7 @@ class ReqState:
                 self.num_prompt_tokens,
                 num_ids,
                 min(stats.cached_tokens, self.num_prompt_tokens),
-                *self.media_tokens,
+                self.media_tokens,
             ),
             SampleTimes(
                 stats.queue_time_s,

@@ -24,7 +24,7 @@ MAX_MEDIA_BYTES = 1 << 30
 MAX_GIVEN_BYTES = 1 << 30
 """Most bytes of the files and texts that all waiting clients have given as media: who called keeps them until the call has ended."""
 
-_TOO_MUCH = "the images, sounds and videos of all requests take too much memory now; try again when others have ended"
+_TOO_MUCH = "the media of all requests take too much memory now; try again when others have ended"
 
 OWN_PER_FREE = 4
 """A key that is alone may have four fifths of the queue."""

@@ -4,7 +4,7 @@ Independent of the format of replies, which `native_answer` and the handlers in 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -19,6 +19,7 @@ from headrace.errors import (
     RequestError,
     TooLargeError,
 )
+from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import FinishReason, LogprobBlock, SpeculationCounts
 from headrace.messages.packing import unpack_float32, unpack_int32
 
@@ -34,15 +35,13 @@ TokenText = Callable[[int], str | None]
 
 
 class SampleUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Token counts of a sample so far. cached_tokens: of the prompt, found in the prefix cache. image_tokens, audio_tokens,
-    video_tokens: of the prompt, those of images, sounds and videos."""
+    """Token counts of a sample so far. cached_tokens: of the prompt, found in the prefix cache. media_tokens: of
+    the prompt, those of each kind of media."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    image_tokens: int = 0
-    audio_tokens: int = 0
-    video_tokens: int = 0
+    media_tokens: Mapping[MediaKind, int] = {}
 
 
 class SampleTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -44,11 +44,10 @@ from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
+from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
-from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
-from headrace.messages.media import MediaRefs
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply
@@ -145,7 +144,7 @@ class TokenizerManager:
         # Operations of the engine other than requests.
         check = self.engine_loop.check_serving
         self.control = Control(self.engine_loop, self.link, to_detokenizer, args.enable_fault_injection)
-        self.experts = ExpertRecording(self.link.replicas_up, check)
+        self.experts = ExpertRecording(self.control)
         self.settings = RuntimeSettings(
             args,
             ready,
@@ -182,7 +181,7 @@ class TokenizerManager:
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
         if media.loader is not None:
             self.metrics.media.watch(media.loader.stats)
-        self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
+        self._askers = (self.control, replicas.replies, self.weights)
         self.parts = EngineParts(
             self.engine_loop,
             self.link,
@@ -192,7 +191,7 @@ class TokenizerManager:
             self.records,
             self.metrics,
             self._askers,
-            tellers=(self.settings, self.experts, self.adapters),
+            tellers=(self.settings, self.control, self.experts, self.adapters),
         )
         self._register_handlers()
 
@@ -203,7 +202,6 @@ class TokenizerManager:
         handlers.register(SamplesMoved, self.outputs.note_moved)
         handlers.register(Heartbeat, self.heartbeats.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
-        handlers.register(ExpertCountsReply, self.experts.replies.handle)
         handlers.register(LoraReply, self.adapters.handle)
         handlers.register(WeightOpReply, self.weights.handle)
 

@@ -78,7 +78,7 @@ def _tried(tokens: MatcherTokens, spec: GrammarSpec, closes_objects: bool) -> Ve
     except HeadraceError as error:
         return Refused(error.message)
     except MemoryError:
-        return Refused("the grammar takes more memory than one may")
+        return Refused("compiling the grammar takes too much memory")
     except RecursionError:
         return Refused("the grammar is nested too deeply")
     give_back_free_memory()

@@ -52,7 +52,7 @@ class CompilePool(ChildPool[Verdict]):
             message = f"the grammar takes longer than {self._limit_s:g} s to compile"
         except ChildLostError:
             message = (
-                f"the grammar takes more memory to compile than one may ({self._memory_bytes // MIB} MiB), "
+                f"compiling the grammar takes more memory than the limit ({self._memory_bytes // MIB} MiB), "
                 "or it is nested too deeply"
             )
         return Refused(f"{message}; use a smaller one")

@@ -36,6 +36,18 @@ class Rotary:
         kernels.rotary(q, k, positions, self.cos, self.sin)
 
 
+class NoRotary(Rotary):
+    """Of a layer that has no positions: the tables turn nothing."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, trained_positions: int, placement: Placement) -> None:
+        super().__init__(rope, head_dim, trained_positions, placement)
+        self.cos.fill_(1.0)
+        self.sin.zero_()
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
+        """Nothing."""
+
+
 class SectionedRotary(Rotary):
     """Rotation by three positions of each token: in time, height and width (M-RoPE). Some pairs of a head turn by each.
 

@@ -23,18 +23,3 @@ class CacheTree(msgspec.Struct, frozen=True):
     num_nodes: int
     num_tokens: int
     nodes: list[CacheNode]
-
-
-class CacheTreeReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Ask for the outline, at most `max_depth` edges deep and with at most `max_nodes` nodes."""
-
-    id: int
-    max_depth: int
-    max_nodes: int
-
-
-class CacheTreeReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The outline of the scheduler's cache."""
-
-    id: int
-    tree: CacheTree

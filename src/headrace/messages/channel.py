@@ -22,30 +22,21 @@ from typing import Literal, Protocol, Self
 import msgspec
 
 from headrace.errors import ConfigError, RequestError
-from headrace.messages.cache_tree import CacheTreeReply, CacheTreeReq
 from headrace.messages.control import (
     AbortReq,
     ConfigureLoggingReq,
     FaultReq,
-    FlushCacheReply,
-    FlushCacheReq,
     FreezeGCReq,
-    HealthCheckReply,
-    HealthCheckReq,
     Heartbeat,
-    InternalStateReply,
-    InternalStateReq,
-    ProfileReply,
-    ProfileReq,
     ResetReq,
     SchedulerStats,
     SetLimitsReq,
     ShutdownReq,
     SourceGone,
 )
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.front import FrontCall, FrontCancel, FrontNews, FrontReplies, FrontTaken
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.operations import OperationReply, OperationReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, SamplesMoved
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply, WeightOpReq
@@ -56,22 +47,12 @@ Message = (
     | BatchTokenIDOut
     | SamplesMoved
     | BatchStrOut
+    | OperationReq
+    | OperationReply
     | AbortReq
-    | FlushCacheReq
-    | FlushCacheReply
-    | InternalStateReq
-    | InternalStateReply
-    | CacheTreeReq
-    | CacheTreeReply
-    | HealthCheckReq
-    | HealthCheckReply
     | LoadLoraReq
     | UnloadLoraReq
     | LoraReply
-    | ProfileReq
-    | ProfileReply
-    | ExpertCountsReq
-    | ExpertCountsReply
     | ConfigureLoggingReq
     | FreezeGCReq
     | SetLimitsReq
@@ -89,7 +70,7 @@ Message = (
     | FrontReplies
     | FrontNews
 )
-"""Every message that may cross a channel. A new message is added here and nowhere else."""
+"""Every message that may cross a channel. A new message is added here and nowhere else; a new operation is a row of `operations`."""
 
 ChannelName = Literal["to_scheduler", "to_detokenizer", "to_tokenizer", "to_front", "to_worker"]
 

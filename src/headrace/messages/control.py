@@ -1,8 +1,4 @@
-"""Control operations: requests from the tokenizer manager, their replies, and status messages of processes.
-
-A request carries `id`; its reply carries the same `id` (see `Communicator`). To add an operation: a struct pair here, a handler
-in `scheduler/control.py`, a route in `server/control.py`.
-"""
+"""What control operations ask and answer (their table is `operations`), and messages without a reply, such as the status of processes."""
 
 from typing import Literal, Protocol
 
@@ -25,24 +21,19 @@ class AbortReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     message: str = "aborted"
 
 
-class FlushCacheReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class FlushCacheReq(msgspec.Struct, frozen=True, gc=False):
     """Empty the prefix cache. Refused while requests run or wait."""
 
-    id: int
 
-
-class FlushCacheReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class FlushCacheReply(msgspec.Struct, frozen=True, gc=False):
     """Result of a flush."""
 
-    id: int
     success: bool
     message: str
 
 
-class InternalStateReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class InternalStateReq(msgspec.Struct, frozen=True, gc=False):
     """Ask for counters and pool accounting."""
-
-    id: int
 
 
 class PoolState(msgspec.Struct, frozen=True, gc=False):
@@ -68,7 +59,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
     masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them.
-    encodings: what was done for images and sounds. speculation: what guessed tokens have brought. paused: the pause mode, empty while generation
+    encodings: what was done for media. speculation: what guessed tokens have brought. paused: the pause mode, empty while generation
     runs. released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
@@ -107,23 +98,13 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     replica: int = msgspec.field(default=0, name="dp_rank")
 
 
-class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """The scheduler's state."""
-
-    id: int
-    state: InternalState
-
-
-class HealthCheckReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class HealthCheckReq(msgspec.Struct, frozen=True, gc=False):
     """Answered in the scheduler's next turn."""
 
-    id: int
 
-
-class HealthCheckReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class HealthCheckReply(msgspec.Struct, frozen=True, gc=False):
     """The loop is running. `busy`: requests run, which proves that it generates; `held`: it was told not to generate now."""
 
-    id: int
     busy: bool
     held: bool = False
 
@@ -141,10 +122,9 @@ class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
     dropped_frames: int = 0
 
 
-class ProfileReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class ProfileReq(msgspec.Struct, frozen=True, gc=False):
     """Start or stop a profile of the worker's steps. output_name: folder below --profile-dir, empty = itself; num_steps 0: until it is stopped."""
 
-    id: int
     start: bool
     output_name: str = ""
     num_steps: int = 0
@@ -158,10 +138,9 @@ class Profiler(Protocol):
         """Start or stop between two steps. Returns a line for the operator. Raises RequestError."""
 
 
-class ProfileReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+class ProfileReply(msgspec.Struct, frozen=True, gc=False):
     """Result of a `ProfileReq`."""
 
-    id: int
     success: bool
     message: str
 
@@ -220,7 +199,7 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class EncoderInfo(msgspec.Struct, frozen=True):
-    """The encoder of a model that sees. num_rows: rows of its output that are kept. num_slices: into which the work for a part of a batch is cut.
+    """The media encoder of a model. num_rows: rows of its output that are kept. num_slices: into which the work for a part of a batch is cut.
     whole_images: all tokens of an image are computed in one step."""
 
     num_rows: int
@@ -231,7 +210,7 @@ class EncoderInfo(msgspec.Struct, frozen=True):
 class ReadyInfo(msgspec.Struct, frozen=True):
     """What a scheduler reports about its model and memory when it is ready (JSON on the ready pipe). fingerprint: of the checkpoint's files.
 
-    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a model that sees. weight_bytes,
+    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a multimodal model. weight_bytes,
     kv_bytes: of all ranks. kv_cache_added_error: what a quantised KV cache adds to the error of a token's logprob, taken or not; None = unknown.
     stored_precision: what a GGUF file calls its own, such as Q4_K_M; "" elsewhere.
     """

@@ -5,19 +5,15 @@ from typing import Literal, Protocol
 import msgspec
 
 
-class ExpertCountsReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class ExpertCountsReq(msgspec.Struct, frozen=True, gc=False):
     """Start recording from zero, stop, or return the counts and start again from zero."""
 
-    id: int
     action: Literal["start", "stop", "dump"]
 
 
-class ExpertCountsReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """message: why it failed. layers: layer number -> tokens per expert (dump only)."""
+class ExpertCountsReply(msgspec.Struct, frozen=True, gc=False):
+    """layers: layer number -> tokens per expert; empty but for a dump."""
 
-    id: int
-    success: bool
-    message: str
     layers: dict[int, list[int]] = {}
 
 

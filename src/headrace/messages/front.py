@@ -4,11 +4,10 @@ A call names a method of `RequestFrontend`; its arguments and results are msgpac
 sides derive from it (`frontend.remote_methods`). `worker` is the number of the sender, `id` that of its call.
 """
 
-from typing import Literal
-
 from msgspec import Struct
 
 from headrace.messages.control import ReadyInfo
+from headrace.messages.faults import Fault
 
 
 class FrontCall(Struct, frozen=True, tag=True, array_like=True):
@@ -42,33 +41,12 @@ class FrontOutput(Struct, frozen=True, tag=True, array_like=True):
     value: bytes
 
 
-class FrontFault(Struct, frozen=True):
-    """A HeadraceError. kind: its class, or the nearest class above it that is listed here."""
-
-    kind: Literal[
-        "RequestError",
-        "NotFoundError",
-        "AuthError",
-        "ForbiddenError",
-        "LateError",
-        "TooLargeError",
-        "CapacityError",
-        "ExecutionError",
-    ]
-    message: str
-    param: str | None = None
-    code: str | None = None
-    retry_after_s: float = 1.0
-    status_code: int = 503
-    limited: Literal["requests", "tokens"] = "requests"
-
-
 class FrontEnd(Struct, frozen=True, tag=True, array_like=True):
     """The last message of a call: its result (a stream has none), or its error."""
 
     id: int
     value: bytes = b""
-    fault: FrontFault | None = None
+    fault: Fault | None = None
 
 
 class FrontReplies(Struct, frozen=True, tag=True, array_like=True):

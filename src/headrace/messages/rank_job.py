@@ -8,6 +8,7 @@ RankInstall: all are done, so all have the result from here on       RankDrop: o
 import msgspec
 
 from headrace.messages.control import ProfileReq
+from headrace.messages.operations import OperationReq
 from headrace.messages.weights import ReleaseMemory, ResumeMemory, UpdateFromDisk, UpdateFromTensors
 
 
@@ -75,4 +76,10 @@ class RankExperts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
     counts: bool
 
 
-RankBesideSteps = RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile | RankExperts
+class RankAsk(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Answer a control operation, by a row of numbers that the leader gathers."""
+
+    message: OperationReq
+
+
+RankBesideSteps = RankAsk | RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile | RankExperts

@@ -2,23 +2,14 @@
 
 import math
 import sys
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Annotated, Literal
 
 import msgspec
 
+from headrace.media_kinds import MediaFields, MediaKind
 from headrace.messages.grammar import GrammarSpec
-from headrace.messages.media import (
-    KEY_BYTES,
-    AudioData,
-    ImageData,
-    MediaItem,
-    MediaKind,
-    MediaSpan,
-    MediaTokens,
-    VideoData,
-    pad_spans,
-)
+from headrace.messages.media import KEY_BYTES, MediaItem, MediaSpan, pad_spans
 from headrace.messages.outputs import DecodeOptions
 from headrace.messages.packing import unpack_int32
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
@@ -42,15 +33,14 @@ class SessionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drop_previous_output: bool = False
 
 
-class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One call of `generate`: one prompt or a batch of prompts, `n` samples of each.
 
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
     Fields that take
     one value or one per prompt are lists in the second case. What is not supported yet (disaggregation) is refused by name.
-    image_data, audio_data, video_data: media of the prompts, see `ImageData` and so on. In each prompt one token of the model (docs/images.md)
-    stands where an item is.
+    In each prompt with media (`MediaFields`) one token of the model (docs/images.md) stands where an item is.
     data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. return_progress: a stream also says how far prompts are before
     their first tokens. prediction: text that the output may contain, a
     source of draft tokens if the server makes any.
@@ -77,9 +67,6 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     cache_salt: str | list[str | None] | None = None
     lora_path: str | list[str | None] | None = None
     session_params: SessionParams | list[SessionParams] | None = None
-    image_data: ImageData = None
-    audio_data: AudioData = None
-    video_data: VideoData = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     bootstrap_host: NotYet = None
@@ -146,7 +133,7 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     token_ids: int32[num_tokens] little-endian. embeds: float32[num_tokens, hidden_size], which replace the embeddings of the tokens, or
     empty; with them, token_ids are placeholders. token_types: uint8[num_tokens], to which text of a pair each token belongs; empty = all to the
-    first. media: its images, sounds and videos; spans: where their tokens are, ascending, with placeholders in token_ids. extra_places: how many
+    first. media: its items; spans: where their tokens are, ascending, with placeholders in token_ids. extra_places: how many
     more positions than tokens its videos may take (M-RoPE).
     """
 
@@ -181,16 +168,17 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return pad_spans(token_ids, self.spans, self.media) if self.spans else token_ids
 
     @property
-    def media_tokens(self) -> MediaTokens:
-        """Tokens that stand for media."""
-        counts: dict[MediaKind, int] = {"image": 0, "audio": 0, "video": 0}
+    def media_tokens(self) -> Mapping[MediaKind, int]:
+        """Tokens that stand for media, of each kind that there is."""
+        counts: dict[MediaKind, int] = {}
         for span in self.spans:
-            counts[self.media[span.item].kind] += span.length
-        return MediaTokens(*counts.values())
+            kind = self.media[span.item].kind
+            counts[kind] = counts.get(kind, 0) + span.length
+        return counts
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of the values of its images and sounds."""
+        """Bytes of the values of its media."""
         return sum(item.num_bytes for item in self.media)
 
     def check_media(self) -> None:

@@ -55,7 +55,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class EncodeWork:
-    """What a step does with the encoder of images and sounds, before its rows.
+    """What a step does with the media encoder, before its rows.
 
     epoch: with another one than before, all outputs and the batch of the one before are dropped first. begin: items that are encoded together from
     now on, as one batch; the last one is done. num_slices: how many slices of the batch's work the step computes. drop: keys of outputs that are

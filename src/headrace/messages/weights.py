@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from headrace.messages.operations import OperationReply, OperationReq
+
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["kv_cache", "weights"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
@@ -241,3 +243,6 @@ class WeightExecutor(Protocol):
 
     def start(self, operation: WorkerOperation) -> WeightJob:
         """Start the operation; returns at once."""
+
+    def ask_ranks(self, message: OperationReq) -> list[OperationReply]:
+        """What each rank replies to a control operation, in their order. Raises ExecutionError when their group is broken."""

@@ -127,12 +127,14 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, once per prompt.")
         self.generation_tokens = Count("headrace:generation_tokens", "Tokens generated.", model_name)
         self.registry.register(self.generation_tokens)
-        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens whose KV came from the prefix cache.")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache.")
         self.prefix_query_tokens = self._counter("prefix_query_tokens", "Tokens looked up in the prefix cache.")
-        self.pooled_requests = self._counter("pooled_requests", "Inputs that became embeddings or scores.")
-        self.aborted_requests = self._counter("aborted_requests", "Samples that ended by an abort.")
-        self.retracted_requests = self._counter("retracted_requests", "Times a running sample had to give back its KV.")
-        self.replayed_requests = self._counter("replayed_requests", "Times a sample was sent again after a death.")
+        self.pooled_requests = self._counter(
+            "pooled_requests", "Inputs of embedding, rerank, score and classification requests."
+        )
+        self.aborted_requests = self._counter("aborted_requests", "Samples that were aborted.")
+        self.retracted_requests = self._counter("retracted_requests", "Retractions (preemptions) of running samples.")
+        self.replayed_requests = self._counter("replayed_requests", "Samples that were replayed after a process died.")
         self._restarts = Counter(
             "headrace:restarts", "Processes that were restarted.", ["model_name", "process"], registry=self.registry
         )
@@ -141,13 +143,13 @@ class Metrics:
         )
         self._rejected = Counter(
             "headrace:rejected_requests",
-            "Requests refused for lack of room.",
+            "Requests rejected because the server was overloaded.",
             ["model_name", "reason"],
             registry=self.registry,
         )
         self._replies = Counter(
             "headrace:http_requests",
-            "HTTP requests, when the reply began.",
+            "HTTP requests, counted when the reply begins.",
             ["model_name", "route", "status"],
             registry=self.registry,
         )
@@ -160,80 +162,82 @@ class Metrics:
         self.registry.register(self.processes)
         Gauge(
             "headrace:build_info",
-            "Always 1; the labels say what runs.",
+            "Always 1; the labels are the versions.",
             ["model_name", "version", "python_version"],
             registry=self.registry,
         ).labels(model_name, VERSION, platform.python_version()).set(1)
         self._cache_config = Gauge(
             "headrace:cache_config_info",
-            "Always 1; the labels say the size of the KV pool in pages.",
+            "Always 1; the labels are the page size and the number of pages of the KV cache.",
             ["model_name", "dp_rank", "block_size", "num_gpu_blocks"],
             registry=self.registry,
         )
         self.lora_requests = LoraRequests(
-            "headrace:lora_requests_info", "Since when the labels are the adapters in use.", model_name
+            "headrace:lora_requests_info", "Time since which the labels are the adapters in use.", model_name
         )
         self.registry.register(self.lora_requests)
         self.media = LoadedMedia(model_name)
         self.registry.register(self.media)
         self.time_to_first_token_s = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS_LONG
+            "time_to_first_token_seconds", "Time from arrival to the first token.", _SECONDS_LONG
         )
         self.inter_token_latency_s = Tally(
-            "headrace:inter_token_latency_seconds", "Between two tokens of a sample.", _SECONDS_SHORT, model_name
+            "headrace:inter_token_latency_seconds", "Time between two tokens of a sample.", _SECONDS_SHORT, model_name
         )
         self.registry.register(self.inter_token_latency_s)
-        self.e2e_latency_s = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS_LONG)
+        self.e2e_latency_s = self._histogram(
+            "e2e_request_latency_seconds", "Time from arrival to the end.", _SECONDS_LONG
+        )
         self.queue_time_s = self._histogram(
-            "queue_time_seconds", "From arrival at the scheduler to the first step.", _SECONDS_LONG
+            "queue_time_seconds", "Time from arrival at the scheduler to the first step.", _SECONDS_LONG
         )
         self.grammar_compile_s = self._histogram(
-            "grammar_compile_seconds", "From sending a sample to the scheduler to its compiled grammar.", _SECONDS_SHORT
+            "grammar_compile_seconds", "Time until the grammar of a sample is compiled.", _SECONDS_SHORT
         )
         # Not `prompt_tokens` and `generation_tokens`: Prometheus does not allow a histogram and a counter with the same name.
         self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a sample.", _TOKENS)
         self.generation_length = self._histogram("request_generation_tokens", "Tokens generated by a sample.", _TOKENS)
 
         self.num_running = self._gauge("num_running_reqs", "Samples in the running batch.")
-        self.num_queued = self._gauge("num_queue_reqs", "Samples that wait.")
+        self.num_queued = self._gauge("num_queue_reqs", "Samples in the queue.")
         self.num_grammar_queued = self._gauge("num_grammar_queue_reqs", "Samples whose grammar is being compiled.")
-        self.gen_throughput = self._gauge("gen_throughput", "Tokens generated per second, lately.")
-        self.token_usage = self._gauge("token_usage", "Share of the KV pool that cannot be had, 0 to 1.")
-        self.scheduler_host_s = self._counter("scheduler_host_seconds", "Spent on planning and committing steps.")
-        self.steps = self._counter("steps", "Steps that the model ran.")
-        self.step_s = self._counter("step_seconds", "Spent in steps.")
-        self.prompt_steps = self._counter("prompt_steps", "Steps with prompt tokens whose time was predicted.")
-        self.prompt_step_s = self._counter("prompt_step_seconds", "Spent in these steps.")
-        self.prompt_step_expected_s = self._counter("prompt_step_expected_seconds", "Predicted for these steps.")
+        self.gen_throughput = self._gauge("gen_throughput", "Recent generation throughput in tokens per second.")
+        self.token_usage = self._gauge("token_usage", "Share of the KV cache in use, 0 to 1.")
+        self.scheduler_host_s = self._counter("scheduler_host_seconds", "Time spent on planning and committing steps.")
+        self.steps = self._counter("steps", "Steps of the model.")
+        self.step_s = self._counter("step_seconds", "Time spent in steps.")
+        self.prompt_steps = self._counter("prompt_steps", "Prefill steps with a predicted time.")
+        self.prompt_step_s = self._counter("prompt_step_seconds", "Time spent in these steps.")
+        self.prompt_step_expected_s = self._counter("prompt_step_expected_seconds", "Predicted time of these steps.")
         self.sat_out_rows = self._counter(
-            "grammar_sat_out_rows", "Rows not sampled: their grammar's mask was not ready."
+            "grammar_sat_out_rows", "Rows skipped because the mask of their grammar was not ready."
         )
-        self.grammar_mask_s = self._counter("grammar_mask_seconds", "Spent on filling the masks of grammars.")
-        self.spec_rows = self._counter("spec_verify_rows", "Rows of steps that had draft tokens.")
-        self.spec_drafted = self._counter("spec_draft_tokens", "Draft tokens that steps computed.")
+        self.grammar_mask_s = self._counter("grammar_mask_seconds", "Time spent on filling grammar masks.")
+        self.spec_rows = self._counter("spec_verify_rows", "Rows with draft tokens to verify.")
+        self.spec_drafted = self._counter("spec_draft_tokens", "Draft tokens that were verified.")
         self.spec_right = self._counter("spec_accepted_tokens", "Draft tokens that were accepted.")
         self.spec_accept_length = self._gauge(
-            "spec_accept_length", "Mean number of tokens that a row with draft tokens gave; 0 before the first."
+            "spec_accept_length", "Mean number of tokens of a row with draft tokens; 0 before the first."
         )
-        self.grammar_compiles = self._counter("grammar_compiles", "Grammars compiled: those that no cache held.")
+        self.grammar_compiles = self._counter("grammar_compiles", "Grammars that were compiled (cache misses).")
         self.grammar_cache_hits = self._counter(
-            "grammar_cache_hits", "Samples whose grammar was known, or being compiled already."
+            "grammar_cache_hits", "Samples whose grammar was cached, or already being compiled."
         )
-        self.grammar_refusals = self._counter("grammar_refusals", "Grammars refused, each once while it is remembered.")
+        self.grammar_refusals = self._counter(
+            "grammar_refusals", "Grammars that were rejected, each once while it is cached."
+        )
         self.grammar_kills = self._counter(
-            "grammar_kills", "Grammars that exceeded their time or memory; refusals too."
+            "grammar_kills", "Grammars that exceeded the limits of time or memory; they count as rejected, too."
         )
-        self.grammar_cache_bytes = self._gauge("grammar_cache_bytes", "Compiled grammars that are kept.")
-        self.media_encoded = self._counter("media_encoded", "Images and sounds that were encoded.")
-        self.media_failures = self._counter("media_encoding_failures", "Images and sounds that could not be encoded.")
-        self.media_hits = self._counter(
-            "media_encoding_hits", "Images and sounds of requests that had been encoded for an earlier one."
-        )
-        self.media_tokens = self._counter("media_encoded_tokens", "Tokens of the images and sounds that were encoded.")
-        self.media_encoding_s = self._counter("media_encoding_seconds", "Spent in steps on encoding, of step_seconds.")
-        self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
-        self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that no request uses.")
-        self.cache_hit_rate = self._gauge("cache_hit_rate", "Share of the tokens looked up that were cached, 0 to 1.")
+        self.grammar_cache_bytes = self._gauge("grammar_cache_bytes", "Bytes of cached compiled grammars.")
+        self.media_encoded = self._counter("media_encoded", "Media items that were encoded.")
+        self.media_failures = self._counter("media_encoding_failures", "Media items that could not be encoded.")
+        self.media_hits = self._counter("media_encoding_hits", "Media items whose encoder output was cached.")
+        self.media_tokens = self._counter("media_encoded_tokens", "Tokens of media items that were encoded.")
+        self.media_encoding_s = self._counter("media_encoding_seconds", "Time spent on encoding, part of step_seconds.")
+        self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV cache.")
+        self.kv_evictable = self._gauge("kv_evictable_tokens", "Evictable tokens of the prefix cache.")
+        self.cache_hit_rate = self._gauge("cache_hit_rate", "Prefix cache hit rate over tokens, 0 to 1.")
 
     def set_cache_config(self, page_size: int, num_pages: int, num_replicas: int) -> None:
         """Set the size of each replica's KV pool."""

@@ -1,12 +1,10 @@
-"""Model architectures: a file for each family, a registry, and the fallback through transformers.
+"""Model architectures: the blocks that families share, a registry, and the fallback through transformers.
 
-Read first: decoder.py (the decoder of most families), encoder.py (the encoder of the others), spec.py (what a family says
-of itself), registry.py (which class serves which model).
+What one family has alone is in `headrace.families`. Read first: decoder.py (the decoder of most families), encoder.py (the encoder of the
+others), spec.py (what a family says of itself), registry.py (which class serves which model).
 
-- Families: llama.py, qwen2.py, qwen3.py, qwen3_moe.py, mixtral.py, gemma3.py
-- Encoders: bert.py, roberta.py (also XLM-RoBERTa), distilbert.py, modernbert.py
 - Models that see or hear: media.py (what an encoder of images or sounds is to the runner), senses.py (a family of decoders with one),
-  media_encoders.py (which family has which), places.py (positions of images in three parts); vision/ and audio/ have the encoders
+  places.py (positions of images in three parts); towers/ has what encoders share
 - A head that guesses tokens: eagle3.py
 - Decoders that do not write: pooled_decoder.py
 - Any other causal LM: transformers_backend.py, transformers_names.py

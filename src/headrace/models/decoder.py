@@ -1,19 +1,21 @@
 """The decoder of most families: blocks of attention and a gated feed-forward layer around one residual stream.
 
-Owns the blocks and the order of their parts. Differences between families are in `BlockOptions`, which each family's file fills in. Runs in
-the thread that runs the model.
+Owns the blocks and the order of their parts. Differences between families are in `DecoderOptions`, which each family fills in
+(`headrace.families`). Runs in the thread that runs the model.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
 from headrace.attention.base import AttentionLayerSpec, OwnRows, PagedKv, ReadTokens, RotatingBackend, StepAttention
+from headrace.checkpoint.family import DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.rope_config import RopeConfig
 from headrace.distributed.base import head_share
+from headrace.errors import ModelError
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding, vocabulary_part
@@ -22,8 +24,8 @@ from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead, Peaks
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe import SparseMoe
-from headrace.layers.norm import RMSNorm
-from headrace.layers.rotary import Rotary, SectionedRotary
+from headrace.layers.norm import LayerNorm, RMSNorm
+from headrace.layers.rotary import NoRotary, Rotary, SectionedRotary
 from headrace.layers.weight import Placement, Weight, elsewhere
 from headrace.models import piecewise
 from headrace.models.media import DeepRows, MediaEncoder
@@ -31,32 +33,17 @@ from headrace.models.piecewise import PiecewiseDecoder
 from headrace.models.spec import stage_layers
 
 Mlp = GatedMlp | SparseMoe
-MlpFactory = Callable[[ModelConfig, int, Placement], Mlp]
 
 
-def gated_mlp(config: ModelConfig, layer: int, placement: Placement) -> Mlp:
-    """The dense feed-forward layer of decoder layer `layer`."""
-    return GatedMlp(config.hidden_size, config.intermediate_size, config.hidden_act, placement, bias=config.mlp_bias)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOptions:
-    """Differences between families.
-
-    qkv_bias, out_bias: biases of attention's projections. qk_norm: q and k are normalised per head before the rotation.
-    sandwich_norms: attention's and the feed-forward layer's outputs are normalised too, before they join the residual (Gemma).
-    norm_offset: 1.0 where norms are stored minus one. embed_scale: factor on token embeddings.
-    mlp, mlp_name: makes the feed-forward layer; its Hugging Face name.
-    """
-
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-    sandwich_norms: bool = False
-    norm_offset: float = 0.0
-    embed_scale: float = 1.0
-    mlp: MlpFactory = gated_mlp
-    mlp_name: str = "mlp"
+def feed_forward(config: ModelConfig, layer: int, options: DecoderOptions, placement: Placement) -> Mlp:
+    """The feed-forward layer of decoder layer `layer`. Raises ModelError if all layers have experts, and the config names none."""
+    if options.experts == "all" and config.moe is None:
+        raise ModelError(f"this {config.model_type} config names no experts (num_local_experts)")
+    if options.experts == "none" or config.moe is None or not (options.experts == "all" or config.moe.is_sparse(layer)):
+        return GatedMlp(
+            config.hidden_size, config.intermediate_size, config.hidden_act, placement, bias=config.mlp_bias
+        )
+    return SparseMoe(config.hidden_size, config.moe, config.hidden_act, placement, renames=options.expert_names)
 
 
 class Attention:
@@ -70,7 +57,7 @@ class Attention:
         self,
         config: ModelConfig,
         layer: int,
-        options: BlockOptions,
+        options: DecoderOptions,
         rotary: Rotary,
         placement: Placement,
         in_size: int | None = None,
@@ -94,15 +81,17 @@ class Attention:
         )
         heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
         sizes = {name: count * config.head_dim for name, count in heads.items()}
-        self.qkv = Linear(in_size or config.hidden_size, sizes, placement, bias=options.qkv_bias, own_outputs=own)
+        qkv_bias = config.attention_bias if options.qkv_bias is None else options.qkv_bias
+        self.qkv = Linear(in_size or config.hidden_size, sizes, placement, bias=qkv_bias, own_outputs=own)
         self.out = Linear(
             sizes["q_proj"],
             {"o_proj": config.hidden_size},
             placement,
-            bias=options.out_bias,
+            bias=config.attention_bias if options.out_bias is None else options.out_bias,
             own_inputs=None if placement.shard.is_whole else own["q_proj"],
         )
         self.rotary = rotary
+        self.is_interleaved = options.interleaved and not isinstance(rotary, NoRotary)
         self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
         if options.qk_norm:
             q_norm, k_norm = (
@@ -145,6 +134,8 @@ class Attention:
         v = v.unflatten(1, (spec.num_kv_heads, spec.head_dim))
         if self.head_norms is not None:
             q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
+        if self.is_interleaved:
+            q, k = _in_halves(q), _in_halves(k)
         if isinstance(attention, RotatingBackend):
             attended = attention.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec)
             return self.out(attended if reads is None else attended[reads.index])
@@ -162,21 +153,33 @@ class Attention:
             yield from self.head_norms[1].weights(f"{prefix}.k_norm")
 
 
+def _in_halves(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim], contiguous, with the first elements of all pairs before the second ones: products of q and k are the same."""
+    return x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+
+
+def make_norm(config: ModelConfig, options: DecoderOptions, placement: Placement) -> RMSNorm | LayerNorm:
+    """A norm over the residual stream."""
+    if options.layer_norms:
+        return LayerNorm(config.hidden_size, config.rms_norm_eps, placement, bias=False)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
+
+
 class Block:
     """One decoder layer. `residual` is the stream; the output of a part is added to it at the next norm, in the same kernel."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
+        self, config: ModelConfig, layer: int, options: DecoderOptions, rotary: Rotary, placement: Placement
     ) -> None:
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
+        def norm() -> RMSNorm | LayerNorm:
+            return make_norm(config, options, placement)
 
         self._attention_norm = norm()
         self._attention = Attention(config, layer, options, rotary, placement)
-        self._mlp_norm = norm()
-        self._mlp = options.mlp(config, layer, placement)
+        self._mlp_norm = None if options.parallel else norm()
+        self._mlp = feed_forward(config, layer, options, placement)
         self._mlp_name = options.mlp_name
-        self._after: tuple[RMSNorm, RMSNorm] | None = (norm(), norm()) if options.sandwich_norms else None
+        self._after = (norm(), norm()) if options.sandwich_norms else None
 
     def __call__(
         self,
@@ -189,10 +192,12 @@ class Block:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """added: the previous layer's output, to be added to `residual` [num_tokens, hidden_size] (None at the first). reads: in the last
         layer, the tokens that go beyond attention. own: see `Attention`. Returns this layer's output, and the residual stream to add it to."""
-        x = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
-        x = self._attention(x, positions, attention, reads, own)
+        normed = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
+        x = self._attention(normed, positions, attention, reads, own)
         if reads is not None:
             residual = residual[reads.index]
+        if self._mlp_norm is None:
+            return x + self._mlp(normed if reads is None else normed[reads.index]), residual
         if self._after is not None:
             x = self._after[0](x)
         x = self._mlp(self._mlp_norm(x, residual))
@@ -218,14 +223,18 @@ class Block:
         """Whether its mixture counts the choices of every token now."""
         return isinstance(self._mlp, SparseMoe) and self._mlp.counts.is_on
 
-    def fused(self) -> DecoderLayerSpec | None:
-        """The layer for a native call that runs all of them; None when its feed-forward layer is sparse."""
+    def fused(self) -> DecoderLayerSpec | str:
+        """The layer for a native call that runs all of them, or what the call has not."""
         attention, mlp = self._attention, self._mlp
         if not isinstance(mlp, GatedMlp):
-            return None
+            return "a mixture of experts"
         heads, after = attention.head_norms, self._after
+        norms = (self._attention_norm, self._mlp_norm, *(after or ()))
+        weights = [norm.weight for norm in norms if isinstance(norm, RMSNorm)]
+        if len(weights) < len(norms) or attention.is_interleaved:
+            return "other norms or another rotation"
         return DecoderLayerSpec(
-            attention_norm=self._attention_norm.weight,
+            attention_norm=weights[0],
             qkv=attention.qkv.packed,
             head_norms=None if heads is None else (heads[0].weight, heads[1].weight),
             cos=attention.rotary.cos,
@@ -234,19 +243,21 @@ class Block:
             window=attention.spec.sliding_window,
             softcap=attention.spec.soft_cap,
             out=attention.out.packed,
-            after_attention=None if after is None else after[0].weight,
-            mlp_norm=self._mlp_norm.weight,
+            after_attention=None if after is None else weights[2],
+            mlp_norm=weights[1],
             gate_up=mlp.gate_up.packed,
             activation=mlp.activation,
             down=mlp.down.packed,
-            after_mlp=None if after is None else after[1].weight,
+            after_mlp=None if after is None else weights[3],
         )
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """The layer's tensors; sandwich norms have Gemma's names."""
         yield from self._attention_norm.weights(f"{prefix}.input_layernorm")
         yield from self._attention.weights(f"{prefix}.self_attn")
-        if self._after is None:
+        if self._mlp_norm is None:
+            pass
+        elif self._after is None:
             yield from self._mlp_norm.weights(f"{prefix}.post_attention_layernorm")
         else:
             yield from self._after[0].weights(f"{prefix}.post_attention_layernorm")
@@ -262,7 +273,7 @@ class DecoderLM:
     deep: what images add after the first layers, in a step by layer.
     """
 
-    def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
+    def __init__(self, config: ModelConfig, options: DecoderOptions, placement: Placement) -> None:
         self._config = config
         self._options, self._placement = options, placement
         self.encoder: MediaEncoder | None = None
@@ -275,11 +286,13 @@ class DecoderLM:
         self._pieces: PiecewiseDecoder | None = None
         ropes: dict[str, Rotary] = {}
 
-        def rotary(rope: RopeConfig) -> Rotary:
+        def rotary(layer: int) -> Rotary:
             # Layers with the same parameters share their tables.
-            key = repr(rope)
+            rope = config.rope_for(layer)
+            rotates = options.rotates == "all" or config.layer_types[layer] == "sliding_attention"
+            key = repr((rope, rotates))
             if key not in ropes:
-                ropes[key] = self._make_rotary(rope)
+                ropes[key] = self._make_rotary(rope, rotates)
             return ropes[key]
 
         own_ids = vocabulary_part(config.vocab_size, placement)
@@ -291,20 +304,21 @@ class DecoderLM:
         self._stage = placement.stage
         self._layers = stage_layers(config, self._stage)
         self._all_blocks = [
-            Block(config, layer, options, rotary(config.rope_for(layer)), placement)
-            for layer in range(config.num_layers)
+            Block(config, layer, options, rotary(layer), placement) for layer in range(config.num_layers)
         ]
         self._blocks = self._all_blocks[self._layers.start : self._layers.stop]
-        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
+        self._norm = make_norm(config, options, placement)
         self._shard = placement.shard
         self._whole_attention = placement.whole_attention
         self._head: LogitsHead | None = LogitsHead(
             head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied, shard=placement.shard
         )
 
-    def _make_rotary(self, rope: RopeConfig) -> Rotary:
+    def _make_rotary(self, rope: RopeConfig, rotates: bool) -> Rotary:
         config = self._config
         table = (rope, config.head_dim, config.max_position_embeddings, self._placement)
+        if not rotates:
+            return NoRotary(*table)
         if config.media is None or not config.media.rope_sections:
             return Rotary(*table)
         self.sectioned = SectionedRotary(*table, config.media.rope_sections, config.media.rope_interleaved)
@@ -316,7 +330,10 @@ class DecoderLM:
         self._embedding = self._make_embedding(None)
 
     def _make_embedding(self, tied: Linear | None) -> Embedding:
-        config, scale = self._config, self._options.embed_scale
+        config, scale = self._config, 1.0
+        if self._options.scales_embeddings:
+            # Rounded to the precision of the weights, as when the model was trained.
+            scale = float(torch.tensor(config.hidden_size**0.5, dtype=self._placement.weight_dtype))
         return Embedding(config.vocab_size, config.hidden_size, self._placement, scale=scale, tied=tied)
 
     def weights(self) -> Iterator[Weight]:
@@ -466,14 +483,17 @@ class DecoderLM:
 
     def _spec(self) -> DecoderSpec | str:
         """The current layers as a `DecoderSpec`, or why they are not the common block."""
-        layers = [block.fused() for block in self._blocks]
-        dense = tuple(layer for layer in layers if layer is not None)
-        if len(dense) < len(layers):
-            return f"layer {layers.index(None)} has a mixture of experts"
-        config, heads = self._config, self._blocks[0].attention_spec
+        layers: list[DecoderLayerSpec] = []
+        for index, block in enumerate(self._blocks):
+            layer = block.fused()
+            if isinstance(layer, str):
+                return f"layer {index} has {layer}"
+            layers.append(layer)
+        config, heads, norm = self._config, self._blocks[0].attention_spec, self._norm
+        assert isinstance(norm, RMSNorm), norm
         return DecoderSpec(
-            layers=dense,
-            final_norm=self._norm.weight if self._stage.is_last else None,
+            layers=tuple(layers),
+            final_norm=norm.weight if self._stage.is_last else None,
             eps=config.rms_norm_eps,
             num_q_heads=heads.num_q_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -490,12 +510,16 @@ class DecoderLM:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
         assert self._head is not None
-        return self._head(hidden, out)
+        return self._head(self._scaled(hidden), out)
 
     def peaks(self, hidden: torch.Tensor) -> Peaks:
         """See `CausalLM.peaks`."""
         assert self._head is not None
-        return self._head.peaks(hidden)
+        return self._head.peaks(self._scaled(hidden))
+
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The factor on the logits, before the product: of a power of two, as Cohere's are, the bits are the same."""
+        return hidden if self._config.logit_scale == 1.0 else hidden * self._config.logit_scale
 
 
 def _here(is_here: bool, weights: Iterator[Weight]) -> Iterator[Weight]:

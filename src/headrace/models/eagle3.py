@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from headrace.attention.base import StepAttention
+from headrace.checkpoint.family import DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
 from headrace.layers.linear import Linear
@@ -22,7 +23,7 @@ from headrace.layers.mlp import GatedMlp
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import Rotary
 from headrace.layers.weight import Placement, Weight
-from headrace.models.decoder import Attention, BlockOptions
+from headrace.models.decoder import Attention
 from headrace.models.spec import CausalLM, ModelSpec
 
 NUM_STREAMS = 3
@@ -45,8 +46,7 @@ class EagleHead:
         self._fc = Linear(NUM_STREAMS * size, {"fc": size}, placement)
         self._embedding_norm, self._feature_norm, self._mlp_norm, self._norm = norm(), norm(), norm(), norm()
         rotary = Rotary(config.rope_for(0), config.head_dim, config.max_position_embeddings, placement)
-        options = BlockOptions(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        self._attention = Attention(config, 0, options, rotary, placement, in_size=2 * size)
+        self._attention = Attention(config, 0, DecoderOptions(), rotary, placement, in_size=2 * size)
         self._mlp = GatedMlp(size, config.intermediate_size, config.hidden_act, placement, bias=config.mlp_bias)
         self._head = Linear(size, {"lm_head": self._num_ids}, placement.head)
         self._ids = torch.arange(self._num_ids, device=placement.device)
@@ -99,4 +99,4 @@ def _no_model(config: ModelConfig, placement: Placement) -> CausalLM:
     raise ModelError("an EAGLE-3 head is no model: give it to --speculative-draft-model-path")
 
 
-SPEC = ModelSpec("eagle3", (), _no_model, ignored=("t2d", "embed_tokens", "rotary_emb.inv_freq"))
+SPEC = ModelSpec("eagle3", _no_model, ignored=("t2d", "embed_tokens", "rotary_emb.inv_freq"))

@@ -1,22 +1,24 @@
 """The encoder of the BERT family: blocks of attention in both directions and a feed-forward layer, over texts packed without padding.
 
-Owns the blocks and the order of their parts. Differences between families, among them the names of the tensors, are in `BlockOptions` and
-`EmbeddingOptions`, which each family's file fills in. Runs in the thread that runs the model.
+Owns the blocks and the order of their parts. Differences between families, among them the names of the tensors, are in the `Encoder`
+of `checkpoint/family.py` that each fills in. Runs in the thread that runs the model.
 
 Sources: J. Devlin et al., "BERT" (2018), with norms after each part; B. Warner et al., "Smarter, Better, Faster, Longer" (ModernBERT, 2024), with
 norms before each part, rotary positions, sliding windows and a gated feed-forward layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from headrace import kernels
 from headrace.attention.base import StepAttention
+from headrace.checkpoint import family
 from headrace.checkpoint.encoder_config import EncoderConfig
+from headrace.checkpoint.family import EmbeddingOptions, EncoderOptions
 from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.rope_config import RopeConfig
 from headrace.errors import ModelError
 from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
@@ -25,7 +27,8 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm
-from headrace.layers.pooler import Pooler
+from headrace.layers.pooler import Activation as HeadActivation
+from headrace.layers.pooler import HeadLayer, HeadLinear, Pooler
 from headrace.layers.rotary import Rotary
 from headrace.layers.weight import Placement, Weight
 
@@ -50,44 +53,11 @@ _FUNCTIONS: dict[tuple[Activation, bool], Callable[[torch.Tensor], torch.Tensor]
 """By activation, and whether the feed-forward layer is gated."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockOptions:
-    """Differences between families.
-
-    layers: prefix of the layers' tensors, before the number. qkv: names of the projections, or of the one that stacks them. out, attention_norm,
-    up, down, mlp_norm: names of the other parts. final_norm: of the whole model; "" = none.
-    pre_norm: norms are before attention and the feed-forward layer, and the first layer has none before attention; else they are after
-    each, once the residual is added.
-    gated: `up` stacks what is activated, and the factor on it.
-    """
-
-    layers: str
-    qkv: tuple[str, ...]
-    out: str
-    attention_norm: str
-    up: str
-    down: str
-    mlp_norm: str
-    final_norm: str = ""
-    pre_norm: bool = False
-    gated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingOptions:
-    """Names of the tables and of their norm. positions, types: "" = the family has none."""
-
-    words: str
-    norm: str
-    positions: str = ""
-    types: str = ""
-
-
 class Block:
     """One layer: attention and a feed-forward layer, each with a norm and a residual."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary | None, placement: Placement
+        self, config: ModelConfig, layer: int, options: EncoderOptions, rotary: Rotary | None, placement: Placement
     ) -> None:
         encoder = encoder_of(config)
         size = config.hidden_size
@@ -198,17 +168,17 @@ class Encoder:
     def __init__(
         self,
         config: ModelConfig,
-        embeddings: EmbeddingOptions,
-        options: BlockOptions,
-        pooler: Pooler,
+        own: family.Encoder,
+        pooling: PoolingConfig,
         placement: Placement,
     ) -> None:
-        encoder = encoder_of(config)
-        self.pooler = pooler
+        encoder, options = encoder_of(config), own.blocks
+        head = _head(config, own, pooling, placement) if pooling.task == "classify" else ()
+        self.pooler = Pooler(pooling, config.hidden_size, placement, head)
         self._config = config
         self._fused: FusedEncoder | None = None
         self._options = options
-        self._embeddings = Embeddings(config, embeddings, placement)
+        self._embeddings = Embeddings(config, own.embeddings, placement)
         ropes: dict[str, Rotary] = {}
 
         def rotary(rope: RopeConfig) -> Rotary:
@@ -279,6 +249,39 @@ class Encoder:
         return {} if self._fused is None else self._fused.phase_seconds()
 
 
+_HEAD_ACTIVATIONS: dict[str, HeadActivation] = {"gelu": "gelu", "relu": "relu", "silu": "silu", "tanh": "tanh"}
+
+
+class _HeadNorm:
+    """The norm of a head."""
+
+    def __init__(self, layer: LayerNorm, name: str) -> None:
+        self._norm, self._name = layer, name
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden_size] -> the same shape."""
+        return self._norm(x)
+
+    def weights(self) -> Iterator[Weight]:
+        """`<name>.weight`, and `.bias` where there is one."""
+        yield from self._norm.weights(self._name)
+
+
+def _head(
+    config: ModelConfig, own: family.Encoder, pooling: PoolingConfig, placement: Placement
+) -> tuple[HeadLayer, ...]:
+    """What makes scores of a pooled hidden state. Raises ModelError for an activation that is not known."""
+    size, (hidden, out) = config.hidden_size, own.head
+    act = own.head_activation or encoder_of(config).classifier_act
+    if act not in _HEAD_ACTIVATIONS:
+        known = ", ".join(_HEAD_ACTIVATIONS)
+        raise ModelError(f"classifier_activation {act!r:.80} is not supported; known: {known}")
+    bias = encoder_of(config).classifier_bias
+    first = HeadLinear("", hidden, size, size, placement, bias=bias, activation=_HEAD_ACTIVATIONS[act])
+    last = HeadLinear("", out, size, len(pooling.labels), placement)
+    return (first, _HeadNorm(norm(config, placement), own.head_norm), last) if own.head_norm else (first, last)
+
+
 def encoder_of(config: ModelConfig) -> EncoderConfig:
     """The constants of an encoder, which the config must be of."""
     assert config.encoder is not None, config.model_type
@@ -291,7 +294,7 @@ def norm(config: ModelConfig, placement: Placement) -> LayerNorm:
     return LayerNorm(config.hidden_size, encoder.norm_eps, placement, bias=encoder.norm_bias)
 
 
-def activation(config: ModelConfig, options: BlockOptions) -> Activation:
+def activation(config: ModelConfig, options: EncoderOptions) -> Activation:
     """Our name of the feed-forward layers' activation. Raises ModelError for one that is not known."""
     ours = _ACTIVATIONS.get(config.hidden_act)
     if ours is None or (ours, options.gated) not in _FUNCTIONS:

@@ -1,6 +1,6 @@
 """What a model's encoder of images or sounds is to those who run it.
 
-Owns `MediaInput` and the protocol `MediaEncoder`. The encoders are in `models/vision/` and `models/audio/`. Used by the thread that runs the model.
+Owns `MediaInput` and the protocol `MediaEncoder`. The encoders are in `headrace.families`. Used by the thread that runs the model.
 """
 
 from collections.abc import Generator, Iterator, Sequence

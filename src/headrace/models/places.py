@@ -8,6 +8,7 @@ Sources: P. Wang et al., "Qwen2-VL" (2024), section 2.1; S. Bai et al., "Qwen2.5
 import numpy as np
 import numpy.typing as npt
 
+from headrace.media_kinds import MediaKind
 from headrace.messages.media import MediaItem, time_places
 from headrace.messages.requests import PromptContent
 
@@ -41,6 +42,6 @@ def places_of(content: PromptContent, merge_size: int, places_per_second: float 
 
 
 def _in_time(steps: npt.NDArray[np.int64], item: MediaItem, places_per_second: float) -> npt.NDArray[np.int64]:
-    if item.kind != "video" or not places_per_second:
+    if item.kind != MediaKind.VIDEO or not places_per_second:
         return steps
     return time_places(steps, places_per_second * item.step_s)

@@ -82,7 +82,6 @@ def pooled_spec(spec: ModelSpec, pooling: PoolingConfig) -> PooledSpec:
 
     return PooledSpec(
         f"pooled {spec.name}",
-        spec.model_types,
         build,
         unsupported=spec.unsupported,
         ignored=(*spec.ignored, "lm_head."),

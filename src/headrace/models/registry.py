@@ -3,13 +3,16 @@
 Used by the thread that loads the model.
 """
 
-from importlib import import_module
 from typing import Literal
 
+from headrace.checkpoint.families import decoders, encoders
+from headrace.checkpoint.family import Decoder
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.errors import ModelError
+from headrace.models.decoder import DecoderLM
+from headrace.models.encoder import Encoder, without_prefix
 from headrace.models.pooled_decoder import pooled_spec
 from headrace.models.senses import sensing_spec
 from headrace.models.spec import EncoderSpec, ModelSpec, PooledSpec
@@ -17,17 +20,20 @@ from headrace.models.transformers_backend import SPEC as FALLBACK
 
 ModelImpl = Literal["auto", "headrace", "transformers"]
 
-# One line a family: the module holds SPEC.
-_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3")
-
-# One line a family of encoders: the module holds MODEL_TYPES and spec().
-_ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
-
 
 def native_specs() -> dict[str, ModelSpec]:
     """Our own implementations by Hugging Face model_type."""
-    specs = [import_module(f"headrace.models.{family}").SPEC for family in _FAMILIES]
-    return {model_type: spec for spec in specs for model_type in spec.model_types}
+    return {model_type: _spec(decoder) for model_type, decoder in decoders().items() if decoder.options is not None}
+
+
+def _spec(decoder: Decoder) -> ModelSpec:
+    options = decoder.options
+    assert options is not None, decoder.name
+    return ModelSpec(
+        decoder.name,
+        lambda config, placement: DecoderLM(config, options, placement),
+        unsupported=lambda config: [reason for key, reason in decoder.refused.items() if config.raw.get(key)],
+    )
 
 
 def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
@@ -52,26 +58,21 @@ def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
     return FALLBACK
 
 
-def encoder_types() -> dict[str, str]:
-    """Our encoders: the module of `models/` by Hugging Face model_type."""
-    return {
-        model_type: name for name in _ENCODERS for model_type in import_module(f"headrace.models.{name}").MODEL_TYPES
-    }
-
-
 def encoder_class_for(config: ModelConfig, pooling: PoolingConfig) -> EncoderSpec:
     """The spec of an encoder, whose model pools by `pooling`.
 
     Raises ModelError when we have none, or when its config or its quantisation is not supported.
     """
     stored_scheme(config.quantization)
-    types = encoder_types()
-    if config.model_type not in types:
-        raise ModelError(f"model type {config.model_type} is not one of our encoders: {', '.join(sorted(types))}")
-    spec: EncoderSpec = import_module(f"headrace.models.{types[config.model_type]}").spec(pooling)
-    if reasons := spec.unsupported(config):
-        raise ModelError("; ".join(reasons))
-    return spec
+    family = encoders().get(config.model_type)
+    if family is None:
+        raise ModelError(f"model type {config.model_type} is not one of our encoders: {', '.join(sorted(encoders()))}")
+    return EncoderSpec(
+        family.name,
+        lambda config, placement: Encoder(config, family, pooling, placement),
+        ignored=family.unused,
+        renaming=without_prefix(family.prefix),
+    )
 
 
 def pooled_class_for(config: ModelConfig, pooling: PoolingConfig) -> PooledSpec:

@@ -1,16 +1,17 @@
 """Families of text models that see or hear: the decoder of a family, and the encoder of its images or sounds.
 
-Owns the names of both in the checkpoints of such models. Does not own the layers of either (`decoder.py`, `vision/`, `audio/`). Used by the thread
+Owns the names of both in the checkpoints of such models. Does not own the layers of either (`decoder.py`, `headrace.families`). Used by the thread
 that loads the model.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from headrace.checkpoint.families import code, vision
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.weight import Placement
 from headrace.models.decoder import DecoderLM
-from headrace.models.media_encoders import make_encoder
+from headrace.models.media import MediaEncoder
 from headrace.models.spec import CausalLM, ModelSpec
 
 _PREFIXES = (
@@ -63,11 +64,24 @@ def sensing_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
     )
 
 
+def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """The encoder of a model with `ModelConfig.media` or `audio`, without weights. Raises ModelError for what its family does not have."""
+    made: MediaEncoder
+    if config.audio is not None:
+        assert config.media is None, "one encoder is served"
+        made = code(config.audio.family, "audio").encoder(config.audio, config, placement)
+    else:
+        assert config.media is not None, config.model_type
+        made = code(config.media.family, "vision").encoder(config.media, config, placement)
+    return made
+
+
 def stored_name(config: ModelConfig, name: str) -> str:
     """The name of a tensor of the model in a checkpoint of its family, as transformers 5 spells it."""
     if not config.around or name.startswith("lm_head."):
         return name
-    text = "model.text_model." if config.around["model_type"] in ("idefics3", "smolvlm") else "model.language_model."
+    own = vision().get(config.around["model_type"])
+    text = "model.language_model." if own is None else own.text_prefix
     return text + name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"
 
 

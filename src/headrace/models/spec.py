@@ -108,7 +108,7 @@ M = TypeVar("M", bound=Model)
 class FamilySpec(Generic[M]):
     """One family: how to build it and what it does not do.
 
-    model_types: Hugging Face names served. unsupported: reasons why a config of these types cannot be served; empty when it can.
+    unsupported: reasons why a config cannot be served; empty when it can.
     ignored: parts of names of tensors that checkpoints of the family may carry and the model does not need.
     check: run once the weights are loaded; raises ModelError when the model does not work after all.
     batch_invariant: whether a row has the same bits in any batch and chunk (on a GPU with deterministic kernels).
@@ -116,7 +116,6 @@ class FamilySpec(Generic[M]):
     """
 
     name: str
-    model_types: tuple[str, ...]
     build: Callable[[ModelConfig, Placement], M]
     unsupported: Callable[[ModelConfig], list[str]] = lambda config: []
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)

@@ -449,7 +449,6 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 SPEC = ModelSpec(
     "transformers",
-    (),
     build,
     unsupported=_unsupported,
     ignored=_IGNORED,

@@ -1,4 +1,4 @@
-"""Fetches images and sounds over HTTP, of the hosts that the operator allows and of no other address.
+"""Fetches media files over HTTP, from the hosts that the operator allows and from no other address.
 
 Owns which URLs are asked, the look-up of names, and the limits of an answer. What a client names may be meant to reach what only the server can
 reach, so: a host has to be allowed by name; all of its addresses have to be public; the connection goes to exactly the addresses that were checked;
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config.media_args import MediaArgs
 from headrace.errors import CapacityError
-from headrace.multimodal.limits import FETCH_LIMIT_S
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import FETCH_LIMIT_S, MediaRefusedError
 from headrace.multimodal.sources import FileLimit, too_large
 from headrace.version import VERSION
 

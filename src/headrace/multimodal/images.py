@@ -4,7 +4,7 @@ Owns which formats and which pixels are read, and what is refused, in words for 
 declared type. Does not fetch, and does not prepare pixels for a model (`processors`). Runs in a child process, since a file may be hostile; it sets
 Pillow's own limits, which are those of a process.
 
-- PNG, JPEG, WEBP, GIF and BMP, of one frame. What follows the image in a file is not looked at.
+- PNG, JPEG, WEBP, GIF and BMP, of one frame. What follows the image in a file is ignored.
 - An image is turned as its EXIF or XMP orientation says, as transformers' `load_image` does.
 - Grey, palette, CMYK and YCbCr become RGB as Pillow converts them, and what is transparent is laid on white, as transformers' processors do. Of
   16 bits the upper 8 are taken, of grey as of colours, where Pillow would cut grey off at 255.
@@ -21,9 +21,7 @@ from PIL import JpegImagePlugin as _jpeg  # noqa: F401
 from PIL import PngImagePlugin as _png  # noqa: F401
 from PIL import WebPImagePlugin as _webp  # noqa: F401
 
-from headrace.multimodal.file_names import file_name
-from headrace.multimodal.limits import MAX_PIXELS, MAX_SIDE
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import MAX_PIXELS, MAX_SIDE, MediaRefusedError, file_name
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 SERVED = "PNG, JPEG, WEBP, GIF and BMP"
@@ -70,7 +68,7 @@ def _opened(data: bytes) -> Image.Image:
         if data.startswith(_SERVED_STARTS) or data[:4] + data[8:12] == b"RIFFWEBP":
             raise MediaRefusedError("the image is broken: its header cannot be read", "broken") from None
         raise MediaRefusedError(
-            f"it is {file_name(data, 'no image that is known')}; {SERVED} images are read", "format"
+            f"it is {file_name(data, 'not a known image format')}; supported formats are {SERVED}", "format"
         ) from None
     except Exception:
         raise MediaRefusedError("the image is broken: its header cannot be read", "broken") from None
@@ -84,7 +82,7 @@ def _opened(data: bytes) -> Image.Image:
         )
     try:
         if image.format != "MPO" and getattr(image, "is_animated", False):
-            raise MediaRefusedError("the image has several frames: send the one that is meant", "frames")
+            raise MediaRefusedError("the image has several frames: send one of them", "frames")
         image.load()
     except (MemoryError, MediaRefusedError):
         raise
@@ -110,7 +108,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         grey = np.asarray(image).astype(np.uint16) >> 8
         image = Image.fromarray(grey.astype(np.uint8))
     elif image.mode not in _CONVERTED:
-        raise MediaRefusedError(f"pixels of the kind {image.mode} are not read; convert the image to RGB", "format")
+        raise MediaRefusedError(f"pixel mode {image.mode} is not supported; convert the image to RGB", "format")
     try:
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")

@@ -1,11 +1,13 @@
 """What stands for an item in a prompt: tokens, and which of them are rows of the encoder's output.
 
-Owns `TokenLayout`, and how its tokens join those of the text around it. Which tokens a family takes, `families` says.
+Owns `TokenLayout`, `LoadedItem`, and how tokens join those of the text around them. Which tokens a family takes, `families` says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from headrace.messages.media import MediaItem
 
 
 class ItemFacts(NamedTuple):
@@ -19,7 +21,7 @@ class ItemFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """See `frontend.media.Layout`. tokens: in place of its own token. spans: (start, length, first_row) of the rows among
+    """What stands for an item in a prompt. tokens: in place of its own token. spans: (start, length, first_row) of the rows among
     them. extra_places: how many more positions than tokens it may take."""
 
     tokens: tuple[int, ...]
@@ -30,6 +32,14 @@ class TokenLayout:
     def num_rows(self) -> int:
         """Tokens that are rows of the encoder's output."""
         return sum(length for _, length, _ in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedItem:
+    """An item that is ready for the encoder, and its tokens."""
+
+    item: MediaItem
+    layout: TokenLayout
 
 
 def layout_of(tokens: Sequence[int], row_token: int) -> TokenLayout:

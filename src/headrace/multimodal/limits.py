@@ -1,4 +1,8 @@
-"""What one image or one sound may cost. Owns the numbers. No imports of this project."""
+"""What one item of media may cost, and how one is refused: the limits, the error, and the names of file formats that are not supported.
+
+Which formats are supported is decided where they are read (`images`, `audio`); `loader` tells the client which item it is. Imports nothing of this
+project.
+"""
 
 MIB = 1 << 20
 
@@ -12,20 +16,20 @@ MAX_SIDE = 1 << 16
 """Of an image, in pixels."""
 
 MAX_CHANNELS = 8
-"""Of a sound."""
+"""Of an audio file."""
 
 MIN_RATE = 4_000
 MAX_RATE = 384_000
-"""Samples in a second of a sound's file."""
+"""Samples in a second of an audio file."""
 
 MAX_LEVEL = 1e12
 """Of a sample, where 1 is full scale. The power of a frame of such samples is about 1e29, which float32 holds: features stay finite."""
 
 SLACK_S = 0.25
-"""By which a sound may be longer than is heard at a time, and is cut: encoders of MP3 add some silence to what they are given."""
+"""By which audio may be longer than the model takes, and is cut: encoders of MP3 add some silence to what they are given."""
 
 MIN_HOPS = 4
-"""Of a sound, from one frame of its features to the next: fewer may give no token."""
+"""Of audio, from one frame of its features to the next: fewer may give no token."""
 
 MAX_WAV_CHUNKS = 1000
 """Before the samples in a WAV file."""
@@ -47,3 +51,75 @@ VIDEO_LIMIT_S = 30.0
 
 MAX_VIDEO_BYTES = 64 * MIB
 """Of the files of the frames of one video."""
+
+
+class MediaRefusedError(Exception):
+    """The item is refused. message: why, as the end of "image_data[0]: ". kind: a word for metrics."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind
+
+
+_STARTS = (
+    (b"%PDF-", "a PDF"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF8", "a GIF image"),
+    (b"II*\0", "a TIFF image"),
+    (b"MM\0*", "a TIFF image"),
+    (b"8BPS", "a Photoshop file"),
+    (b"\0\0\x01\0", "an icon (ICO)"),
+    (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000 image"),
+    (b"\xff\x0a", "a JPEG XL image"),
+    (b"\x00\x00\x00\x0cJXL ", "a JPEG XL image"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"\x1aE\xdf\xa3", "a WebM or Matroska file"),
+    (b"OggS", "an Ogg file"),
+    (b"ID3", "an MP3 file"),
+    (b"fLaC", "a FLAC file"),
+    (b"RF64", "an RF64 file"),
+    (b"RIFX", "a RIFX file"),
+    (b"riff\x2e\x91\xcf\x11", "a Wave64 file"),
+    (b".snd", "an AU file"),
+    (b"caff", "a Core Audio file (CAF)"),
+    (b"#!AMR", "an AMR file"),
+    (b"wvpk", "a WavPack file"),
+    (b"MAC ", "a Monkey's Audio file"),
+    (b"MThd", "a MIDI file"),
+    (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "a Windows Media file (ASF)"),
+    (b"FLV\x01", "a Flash video"),
+    (b"{", "JSON"),
+)
+_BRANDS = {
+    b"heic": "a HEIC image", b"heix": "a HEIC image", b"mif1": "a HEIF image", b"avif": "an AVIF image", b"avis": "an AVIF image",
+    b"M4A ": "an M4A file (AAC in MP4)", b"M4B ": "an M4A file (AAC in MP4)",
+}  # fmt: skip
+_FORMS = {
+    b"RIFFWAVE": "a WAV file (RIFF)",
+    b"RIFFWEBP": "a WEBP image",
+    b"RIFFAVI ": "an AVI video (RIFF)",
+    b"FORMAIFF": "an AIFF file",
+    b"FORMAIFC": "an AIFF file",
+}
+
+
+def file_name(data: bytes, otherwise: str) -> str:
+    """The format of a file, with an article. otherwise: of an unknown one."""
+    for start, name in _STARTS:
+        if data.startswith(start):
+            return name
+    if data.startswith((b"RIFF", b"FORM")):
+        return _FORMS.get(data[:4] + data[8:12], f"a {data[:4].decode()} file of an unknown kind")
+    if data[4:8] == b"ftyp":
+        return _BRANDS.get(data[8:12], "an MP4 or QuickTime file")
+    if len(data) > 2 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
+        return "an AAC file (ADTS)"
+    text = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<svg", b"<?xml")):
+        return "SVG or other XML"
+    if text.startswith((b"<!doctype", b"<html")):
+        return "a web page (HTML)"
+    return otherwise

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -27,28 +26,18 @@ from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.media_config import read_media
 from headrace.config.media_args import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
-from headrace.messages.media import (
-    KEY_BYTES,
-    WORDS,
-    AudioRef,
-    ImageRef,
-    MediaItem,
-    MediaKind,
-    MediaRef,
-    Senses,
-    VideoRef,
-)
-from headrace.messages.media_stats import MediaStats
-from headrace.multimodal.families import Family, Vocabulary, make_family, make_hearing_family
+from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
+from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
+from headrace.multimodal.families import Family, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
-from headrace.multimodal.layout import ItemFacts, TokenLayout
-from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S
+from headrace.multimodal.layout import ItemFacts, LoadedItem
+from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S, MediaRefusedError
 from headrace.multimodal.media_messages import AudioJob, ImageJob, MediaJob, MediaSettings, VideoJob
 from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
-from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
+from headrace.multimodal.tokens import Vocabulary
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,29 +58,15 @@ _THREADS = 2
 """That decode base64 and hash files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An item that is ready for the encoder, and its tokens."""
-
-    item: MediaItem
-    layout: TokenLayout
-
-
 class MediaLoader:
     """See the module docstring, and `frontend.media.Loader`. `close` ends the children; nothing is loaded afterwards."""
 
     def __init__(self, family: Family, settings: MediaSettings, args: MediaArgs) -> None:
         self._family = family
         self._args = args
-        self._limits: dict[MediaKind, FileLimit] = {
-            "image": FileLimit(args.max_image_bytes, "--max-image-bytes"),
-            "audio": FileLimit(args.max_audio_bytes, "--max-audio-bytes"),
-            "video": FileLimit(args.max_image_bytes, "--max-image-bytes"),
-        }
+        self._limits = {kind: FileLimit(most, kind.max_bytes_option) for kind, most in args.max_bytes.items()}
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.images is not None and settings.images.recipe != "fixed"
-        # LLaVA-OneVision was trained with tiles of an image that is the only one of its prompt, and with several as squares.
-        self._several_are_squares = family.senses.family == "llava_onevision"
         self._pool = MediaPool(settings, args.num_processes)
         self._pool_threads = ThreadPoolExecutor(args.num_processes, "media")
         # A video takes as long as many images, which do not wait for it.
@@ -103,8 +78,8 @@ class MediaLoader:
         self._fetcher = Fetcher(args)
         self._files = asyncio.Semaphore(_FILES)
         self._videos = asyncio.Semaphore(_VIDEOS)
-        self._cache: PreparedCache[Loaded] = PreparedCache(args.cache_bytes, _num_bytes)
-        self._flights: Flights[Loaded] = Flights()
+        self._cache: PreparedCache[LoadedItem] = PreparedCache(args.cache_bytes, _num_bytes)
+        self._flights: Flights[LoadedItem] = Flights()
         self._costly = RecentRefusals()
         self._loaded: Counter[MediaKind] = Counter()
         self._num_hits = 0
@@ -113,9 +88,9 @@ class MediaLoader:
         self._closed = False
 
     @property
-    def senses(self) -> Senses:
-        """What clients need to know of the model."""
-        return self._family.senses
+    def support(self) -> MediaSupport:
+        """The media that the model supports."""
+        return self._family.support
 
     @property
     def token_ids(self) -> Mapping[MediaKind, int]:
@@ -123,7 +98,7 @@ class MediaLoader:
         return {kind: own.token_id for kind, own in self._family.kinds.items()}
 
     @property
-    def most(self) -> Mapping[str, int]:
+    def most(self) -> Mapping[MediaKind, int]:
         """Most items of each kind in a prompt."""
         return self._args.most
 
@@ -145,7 +120,7 @@ class MediaLoader:
             num_killed=self._pool.num_killed + self._video_pool.num_killed,
         )
 
-    async def load(self, refs: Sequence[MediaRef], owner: str = "") -> list[Loaded]:
+    async def load(self, refs: Sequence[MediaRef], owner: str = "") -> list[LoadedItem]:
         """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, and ExecutionError.
 
         owner: only those with the same one share what is kept, so that nobody learns by the time what others sent.
@@ -157,8 +132,8 @@ class MediaLoader:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for number, task in enumerate(tasks):
                 if task.done() and (error := task.exception()) is not None:
-                    kind = _kind_of(refs[number])
-                    same = sum(_kind_of(ref) == kind for ref in refs[:number])
+                    kind = refs[number].kind
+                    same = sum(ref.kind is kind for ref in refs[:number])
                     raise self._told(error, kind, same) from None
             return [task.result() for task in tasks]
         finally:
@@ -179,21 +154,21 @@ class MediaLoader:
         for threads in (self._pool_threads, self._video_threads, self._threads, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load_one(self, ref: MediaRef, several: bool, places: asyncio.Semaphore, owner: str) -> Loaded:
+    async def _load_one(self, ref: MediaRef, several: bool, places: asyncio.Semaphore, owner: str) -> LoadedItem:
         """several: it is one of several images of a prompt."""
         match ref:
             case ImageRef():
-                squared = several and self._several_are_squares and ref.detail != "high"
+                squared = several and self._family.several_are_squares and ref.detail != "high"
                 low = squared or (ref.detail == "low" and self._has_low)
-                async with places, self._bytes(ref, self._limits["image"]) as data:
+                async with places, self._bytes(ref) as data:
                     return await self._shared(ImageJob(data, low, squared), owner)
             case AudioRef():
-                async with places, self._bytes(ref, self._limits["audio"]) as data:
+                async with places, self._bytes(ref) as data:
                     return await self._shared(AudioJob(data), owner)
             case VideoRef():
                 return await self._load_video(ref, owner)
 
-    async def _load_video(self, ref: VideoRef, owner: str) -> Loaded:
+    async def _load_video(self, ref: VideoRef, owner: str) -> LoadedItem:
         # Frames that are in the request are there already; those of files come soon.
         is_slow = any(frame.url[:4].lower() == "http" for frame in ref.images)
         async with self._place_of_video() if is_slow else nullcontext():
@@ -235,12 +210,12 @@ class MediaLoader:
 
     async def _frame(self, number: int, frame: ImageRef) -> bytes:
         try:
-            async with self._bytes(frame, self._limits["video"]) as data:
+            async with self._bytes(frame) as data:
                 return data
         except MediaRefusedError as error:
             raise MediaRefusedError(f"frames[{number}]: {error.message}", error.kind) from None
 
-    async def _shared(self, job: MediaJob, owner: str) -> Loaded:
+    async def _shared(self, job: MediaJob, owner: str) -> LoadedItem:
         """What a job gives, or has given."""
         key = await self._in(self._threads, _content_key, job, owner)
         loaded = self._cache.get(key)
@@ -252,9 +227,9 @@ class MediaLoader:
         return loaded
 
     @asynccontextmanager
-    async def _bytes(self, ref: ImageRef | AudioRef, limit: FileLimit) -> AsyncIterator[bytes]:
+    async def _bytes(self, ref: FileRef) -> AsyncIterator[bytes]:
         """The bytes of a file. How many there are at a time is bounded, but for those that are in requests."""
-        form = form_of(ref)
+        form, limit = form_of(ref), self._limits[ref.kind]
         if form == "inline":
             yield await self._in(self._threads, inline_bytes, ref, limit)
         elif form == "file":
@@ -266,7 +241,7 @@ class MediaLoader:
                 self._fetch_s += time.perf_counter() - begun_s
                 yield data
 
-    async def _prepare(self, key: bytes, job: MediaJob, owner: str) -> Loaded:
+    async def _prepare(self, key: bytes, job: MediaJob, owner: str) -> LoadedItem:
         begun_s = time.perf_counter()
         self._costly.check(key)
         try:
@@ -291,7 +266,7 @@ class MediaLoader:
             grid=done.grid,
             step_s=done.step_s,
         )
-        loaded = Loaded(item, layout)
+        loaded = LoadedItem(item, layout)
         self._cache.put(key, loaded)
         return loaded
 
@@ -309,8 +284,7 @@ class MediaLoader:
         if not isinstance(error, MediaRefusedError):
             return error
         self._refused[error.kind] += 1
-        words = WORDS[kind]
-        return RequestError(f"{words.field}[{number}]: {error.message}", words.field, words.invalid)
+        return RequestError(f"{kind.field}[{number}]: {error.message}", kind.field, kind.invalid_code)
 
 
 def make_loader(
@@ -321,19 +295,19 @@ def make_loader(
     audio, deaf = read_audio(config)
     if audio is not None:
         family = make_hearing_family(audio, tokenizer, reasons or {})
-        sounds = read_audio_settings(folder)
-        _check_sounds(audio, sounds)
-        return MediaLoader(family, MediaSettings(audio=sounds), args)
+        features = read_audio_settings(folder)
+        _check_features(audio, features)
+        return MediaLoader(family, MediaSettings(audio=features), args)
     media, blind = read_media(config)
     if media is None:
-        raise ModelError(blind or deaf or f"models of type {config.get('model_type')!r:.80} read text alone")
+        raise ModelError(blind or deaf or f"models of type {config.get('model_type')!r:.80} take text only")
     why = dict(reasons or {})
     videos = None
     try:
         videos = read_video_settings(folder, media.family)
-        why["video"] = "those of its family are not served; send frames as images"
+        why[MediaKind.VIDEO] = "those of its family are not served; send frames as images"
     except ModelError as error:
-        why["video"] = error.message
+        why[MediaKind.VIDEO] = error.message
     images = read_image_settings(folder, media.family)
     family, images = make_family(media, images, tokenizer, config, why, videos)
     images = bounded(images, args.max_patches)
@@ -344,7 +318,7 @@ def make_loader(
     return MediaLoader(family, MediaSettings(images=images, videos=videos, video_patches=most), args)
 
 
-def _check_sounds(audio: AudioConfig, settings: AudioSettings) -> None:
+def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
     """Raises ModelError if the features are not those that the encoder takes."""
     theirs = (settings.num_mel_bins, settings.chunk_frames)
     ours = (audio.num_mel_bins, 2 * audio.max_positions)
@@ -354,27 +328,10 @@ def _check_sounds(audio: AudioConfig, settings: AudioSettings) -> None:
         )
 
 
-def _kind_of(ref: MediaRef) -> MediaKind:
-    match ref:
-        case ImageRef():
-            return "image"
-        case AudioRef():
-            return "audio"
-        case VideoRef():
-            return "video"
-
-
 def _content_key(job: MediaJob, owner: str) -> bytes:
     """Of the files and all else that the values depend on, but for the settings."""
-    match job:
-        case ImageJob(data, low, squared):
-            files, about = [data], "square" if squared else "low" if low else ""
-        case AudioJob(data):
-            files, about = [data], ""
-        case VideoJob(frames, fps):
-            files, about = list(frames), f"{fps!r}"
-    key = hashlib.blake2b(f"{job.kind} {about} {[len(file) for file in files]}".encode(), digest_size=32)
-    for file in files:
+    key = hashlib.blake2b(f"{job.kind} {job.about} {[len(file) for file in job.files]}".encode(), digest_size=32)
+    for file in job.files:
         key.update(file)
     return _owned(key.digest(), owner, 32)
 
@@ -384,5 +341,5 @@ def _owned(key: bytes, owner: str, num_bytes: int) -> bytes:
     return hashlib.blake2b(key + owner.encode(), digest_size=num_bytes).digest()
 
 
-def _num_bytes(loaded: Loaded) -> int:
+def _num_bytes(loaded: LoadedItem) -> int:
     return loaded.item.num_bytes + 64 * len(loaded.layout.tokens)

@@ -14,9 +14,9 @@ from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
 from headrace.child_pool.frames import Frames
 from headrace.garbage import give_back_free_memory
-from headrace.messages.media import KEY_BYTES, WORDS
+from headrace.messages.media import KEY_BYTES
 from headrace.multimodal.images import read_image
-from headrace.multimodal.limits import MAX_VIDEO_PIXELS
+from headrace.multimodal.limits import MAX_VIDEO_PIXELS, MediaRefusedError
 from headrace.multimodal.media_messages import (
     AudioJob,
     Done,
@@ -29,7 +29,6 @@ from headrace.multimodal.media_messages import (
     VideoJob,
 )
 from headrace.multimodal.processors import Prepared, prepare, prepare_video
-from headrace.multimodal.refused import MediaRefusedError
 
 STACK_BYTES = 8 * MIB
 
@@ -47,7 +46,7 @@ def prepare_job(job: MediaJob, settings: MediaSettings, settings_key: bytes) -> 
     except MediaRefusedError as error:
         return Refused(error.message, error.kind)
     except MemoryError:
-        return Refused(f"decoding the {WORDS[job.kind].one} takes too much memory", "memory")
+        return Refused(f"decoding the {job.kind.one} takes too much memory", "memory")
     values = done.values.astype("<f4", copy=False).tobytes()
     about = repr((done.grid, done.step_s)).encode()
     key = hashlib.blake2b(done.digest + about, key=settings_key, digest_size=KEY_BYTES, person=job.kind.encode())
@@ -87,8 +86,8 @@ def _prepared(job: MediaJob, settings: MediaSettings) -> Prepared:
             assert settings.images is not None, "the model takes images"
             return prepare(read_image(job.data), settings.images, job.low, job.squared)
         case AudioJob():
-            assert settings.audio is not None, "the model takes sounds"
-            return _prepared_sound(job.data, settings.audio)
+            assert settings.audio is not None, "the model takes audio"
+            return _prepared_audio(job.data, settings.audio)
         case VideoJob():
             assert settings.videos is not None, "the model takes videos"
             return prepare_video(_frames(job), len(job.frames), job.fps, settings.videos, settings.video_patches)
@@ -110,11 +109,11 @@ def _frames(job: VideoJob) -> Iterator[Image]:
         yield frame
 
 
-def _prepared_sound(data: bytes, settings: AudioSettings) -> Prepared:
-    from headrace.multimodal.sounds import read_sound  # with the libraries that it needs, for the first sound
+def _prepared_audio(data: bytes, settings: AudioSettings) -> Prepared:
+    from headrace.multimodal.audio import read_audio_file  # with the libraries that it needs, for the first audio file
     from headrace.multimodal.spectrogram import log_mel, num_positions
 
-    samples = read_sound(data, settings)
+    samples = read_audio_file(data, settings)
     digest = hashlib.blake2b(samples.data).digest()
     return Prepared(log_mel(samples, settings), (num_positions(len(samples), settings), 1, 1), digest)
 

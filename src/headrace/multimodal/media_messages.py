@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.checkpoint.audio_processors import AudioSettings
 from headrace.checkpoint.image_processors import ImageSettings
-from headrace.messages.media import MediaKind
+from headrace.media_kinds import MediaKind
 
 
 class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,25 +28,51 @@ class Setup(msgspec.Struct, frozen=True):
 class ImageJob(msgspec.Struct, frozen=True, tag=True):
     """An image to prepare. data: of the file. low: few tokens, where there is a choice. squared: it is first put in the middle of a square."""
 
-    kind: ClassVar[MediaKind] = "image"
+    kind: ClassVar = MediaKind.IMAGE
     data: bytes
     low: bool = False
     squared: bool = False
 
+    @property
+    def about(self) -> str:
+        """What else the values depend on."""
+        return "square" if self.squared else "low" if self.low else ""
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """What the values are made of."""
+        return (self.data,)
+
 
 class AudioJob(msgspec.Struct, frozen=True, tag=True):
-    """A sound to prepare. data: of the file."""
+    """Audio to prepare. data: of the file."""
 
-    kind: ClassVar[MediaKind] = "audio"
+    kind: ClassVar = MediaKind.AUDIO
+    about: ClassVar = ""
     data: bytes
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """As of an image."""
+        return (self.data,)
 
 
 class VideoJob(msgspec.Struct, frozen=True, tag=True):
     """A video to prepare. frames: the files of its frames. fps: frames of a second."""
 
-    kind: ClassVar[MediaKind] = "video"
+    kind: ClassVar = MediaKind.VIDEO
     frames: tuple[bytes, ...]
     fps: float
+
+    @property
+    def about(self) -> str:
+        """As of an image."""
+        return f"{self.fps!r}"
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """As of an image."""
+        return self.frames
 
 
 MediaJob = ImageJob | AudioJob | VideoJob

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
-from headrace.messages.media import WORDS
-from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S
+from headrace.multimodal.limits import CHILD_MEMORY_BYTES, PREPARE_LIMIT_S, MediaRefusedError
 from headrace.multimodal.media_messages import VERDICTS, Done, MediaJob, MediaSettings, Refused, Setup, Verdict
-from headrace.multimodal.refused import MediaRefusedError
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 
@@ -39,14 +37,14 @@ class MediaPool(ChildPool[Verdict]):
 
     def prepare(self, job: MediaJob) -> Done:
         """An item, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError if it could not be tried."""
-        decoding = f"decoding the {WORDS[job.kind].one} takes"
+        decoding = f"decoding the {job.kind.one} takes"
         try:
             verdict = self.ask(job)
         except ChildLateError:
             raise MediaRefusedError(f"{decoding} longer than {self._limit_s:g} s", "time") from None
         except ChildLostError:
             raise MediaRefusedError(
-                f"{decoding} more memory than one may ({self._memory_bytes // MIB} MiB), or it is broken", "memory"
+                f"{decoding} more memory than the limit ({self._memory_bytes // MIB} MiB), or it is broken", "memory"
             ) from None
         if isinstance(verdict, Refused):
             raise MediaRefusedError(verdict.message, verdict.kind)

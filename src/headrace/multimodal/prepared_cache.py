@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import MediaRefusedError
 
 T = TypeVar("T")
 

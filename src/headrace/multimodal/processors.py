@@ -16,8 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from headrace.checkpoint.image_processors import ImageSettings
-from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS, MediaRefusedError
 from headrace.multimodal.resolutions import (
     best_resolution,
     best_tiles,
@@ -63,7 +62,7 @@ def prepare(image: Image.Image, settings: ImageSettings, low: bool = False, squa
         image = _squared(image, settings.mean)
     pixels, grid = _pixels(image, settings, low)
     values = _values(pixels, settings)
-    if settings.recipe == "qwen2_vl":
+    if settings.recipe == "patches":
         # A still image is the same in each frame of a patch.
         values = _patches(np.repeat(values, settings.temporal_patch_size, axis=0), settings)
     return Prepared(values, grid, _digest(values.shape, pixels))
@@ -101,7 +100,7 @@ def _digest(shape: tuple[int, ...], pixels: Sequence[Bytes]) -> bytes:
 
 
 def _frame_size(frame: Image.Image, num_frames: int, settings: ImageSettings, max_patches: int) -> tuple[int, int]:
-    """(height, width) of each frame of a video: see `_qwen2_vl`."""
+    """(height, width) of each frame of a video: see `_patched`."""
     height, width = frame.height, frame.width
     if max(height, width) / min(height, width) > _MOST_ASPECT:
         raise MediaRefusedError(_too_long(frame), "pixels")
@@ -130,10 +129,10 @@ def _pixels(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
             return _fixed(image, settings)
         case "pixtral":
             return _pixtral(image, settings, low)
-        case "idefics3":
-            return _idefics3(image, settings, low)
-        case "qwen2_vl":
-            return _qwen2_vl(image, settings, low)
+        case "split":
+            return _split(image, settings, low)
+        case "patches":
+            return _patched(image, settings, low)
         case "anyres":
             return _anyres(image, settings, low)
         case "tiled":
@@ -172,7 +171,7 @@ def _pixtral(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     return [np.asarray(_resized(image, rows * patch, columns * patch, settings.resample))], NO_GRID
 
 
-def _idefics3(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
+def _split(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     """Tiles row by row, and after them the whole image in the size of a tile; or that alone."""
     side = settings.max_side
     if settings.resizes:
@@ -193,7 +192,7 @@ def _idefics3(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     return tiles, (0, rows, columns)
 
 
-def _qwen2_vl(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
+def _patched(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     """Both edges multiples of a square of patches, and a number of pixels within bounds."""
     height, width = image.height, image.width
     if max(height, width) / min(height, width) > _MOST_ASPECT:

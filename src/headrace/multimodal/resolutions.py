@@ -17,7 +17,7 @@ MOST_OF_A_SIDE = 4096
 def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:
     """The settings such that an image has at most so many patches, where its size decides: then it is made smaller."""
     size = settings.size
-    if settings.recipe == "qwen2_vl":
+    if settings.recipe == "patches":
         most = max_patches * settings.patch_size**2
         size = within(size.shortest_edge, size.longest_edge, most)
     elif settings.recipe == "pixtral":

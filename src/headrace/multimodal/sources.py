@@ -1,6 +1,6 @@
-"""The bytes of an image or a sound as a client gives it: in the request, or in a file below the folder that the operator allows.
+"""The bytes of a file of media as a client gives it: in the request, or in a file below the folder that the operator allows.
 
-Owns the forms of `ImageRef.url` and their limits. Does not own fetching over a network (`fetch`). Runs in threads of the main process: it only
+Owns the forms of `FileRef.url` and their limits. Does not own fetching over a network (`fetch`). Runs in threads of the main process: it only
 decodes base64 and reads files.
 """
 
@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
-from headrace.messages.media import AudioRef, ImageRef
-from headrace.multimodal.refused import MediaRefusedError
+from headrace.media_kinds import FileRef
+from headrace.multimodal.limits import MediaRefusedError
 
 Form = Literal["inline", "file", "web"]
 
@@ -27,7 +27,7 @@ class FileLimit(NamedTuple):
 
 
 _LEAST_BYTES = 26
-"""No file of an image or a sound is smaller."""
+"""No file of media is smaller."""
 
 _PIECE = 1 << 20
 _WHITESPACE = b" \t\r\n"
@@ -44,7 +44,7 @@ _ESCAPED = (
 """What encoders of URLs make of the letters of base64."""
 
 
-def form_of(ref: ImageRef | AudioRef) -> Form:
+def form_of(ref: FileRef) -> Form:
     """Where the bytes of an item are. Raises MediaRefusedError for a URL of another scheme."""
     if not ref.url:
         return "inline"
@@ -61,7 +61,7 @@ def form_of(ref: ImageRef | AudioRef) -> Form:
     return "inline"
 
 
-def inline_bytes(ref: ImageRef | AudioRef, limit: FileLimit) -> bytes:
+def inline_bytes(ref: FileRef, limit: FileLimit) -> bytes:
     """The bytes that the request itself has. Raises MediaRefusedError."""
     if not ref.url:
         data = ref.data

@@ -1,6 +1,6 @@
 """From mono samples to the log-mel features that Whisper's encoder takes, as transformers' `WhisperFeatureExtractor` computes them.
 
-Owns the features and how many positions an encoder makes of them. Does not read files (`sounds`) or settings (`checkpoint.audio_processors`). Runs in
+Owns the features and how many positions an encoder makes of them. Does not read files (`audio`) or settings (`checkpoint.audio_processors`). Runs in
 a child process; `num_positions` wherever it is needed. A value depends on the samples alone: nothing here is a matrix product whose order of sums
 depends on a library or on threads.
 
@@ -23,7 +23,7 @@ _FLOOR = 1e-10
 """Of the power of a mel bin: what silence has."""
 
 _RANGE = 8.0
-"""Powers of ten below the loudest value of a sound, below which nothing differs."""
+"""Powers of ten below the loudest value of the audio, below which nothing differs."""
 
 _MAX_HZ = 8000.0
 _BLOCK_FRAMES = 512
@@ -35,17 +35,17 @@ _LOG_STEP = np.log(6.4) / 27
 
 
 def num_frames(num_samples: int, settings: AudioSettings) -> int:
-    """Frames of a sound that are not padding alone."""
+    """Frames of audio that are not padding alone."""
     return min(-(-num_samples // settings.hop_length), settings.chunk_frames)
 
 
 def num_positions(num_samples: int, settings: AudioSettings) -> int:
-    """Positions of a sound in the encoder, whose second convolution leaves out every other one. num_samples: at the model's rate, at least 1."""
+    """Positions of audio in the encoder, whose second convolution leaves out every other one. num_samples: at the model's rate, at least 1."""
     return (num_frames(num_samples, settings) - 1) // 2 + 1
 
 
 def log_mel(samples: Floats, settings: AudioSettings) -> Floats:
-    """The features of a sound that is padded with zeros to `settings.chunk_samples`, as far as its positions depend on them.
+    """The features of audio that is padded with zeros to `settings.chunk_samples`, as far as its positions depend on them.
 
     samples: finite float32[n], 1 <= n <= chunk_samples.
     Returns float32[frames, num_mel_bins], frames = min(2 * num_positions + 1, chunk_frames): the two convolutions of width 3 look that far.
@@ -53,7 +53,7 @@ def log_mel(samples: Floats, settings: AudioSettings) -> Floats:
     num_samples = len(samples)
     assert 1 <= num_samples <= settings.chunk_samples, (num_samples, settings.chunk_samples)
     num_kept = min(2 * num_positions(num_samples, settings) + 1, settings.chunk_frames)
-    # Frame t has the samples from t * hop - n_fft / 2. Those that have none of the sound are silence: they are not computed.
+    # Frame t has the samples from t * hop - n_fft / 2. Those that have none of the audio are silence: they are not computed.
     num_sounding = min(-(-(num_samples + settings.n_fft // 2) // settings.hop_length), settings.chunk_frames)
     frames = np.lib.stride_tricks.sliding_window_view(_padded(samples, settings), settings.n_fft)
     frames = frames[:: settings.hop_length][:num_sounding]
@@ -67,7 +67,7 @@ def log_mel(samples: Floats, settings: AudioSettings) -> Floats:
             spectrum.imag, order="C", dtype=np.float64
         )
         features[start : start + len(block)] = np.log10(np.maximum(_mel(power, settings), _FLOOR)).T
-    # Silence is never louder than a frame with sound: the maximum is that of the whole chunk.
+    # Silence is never louder than a frame with audio: the maximum is that of the whole chunk.
     features = np.maximum(features[:num_kept], features.max() - np.float32(_RANGE))
     features += np.float32(4)
     features /= np.float32(4)

@@ -126,7 +126,9 @@ def _writing(format: OutputFormat) -> Writing:
     for writing in format.table.writings if format.table is not None else ():
         if not writing.needs or writing.needs in format.special:
             return writing
-    raise RequestError("calls of this model's format cannot be required or bound by a schema", "tool_choice")
+    raise RequestError(
+        "required calls and strict schemas are not supported for the tool call format of this model", "tool_choice"
+    )
 
 
 def _is_harmony(format: OutputFormat) -> bool:

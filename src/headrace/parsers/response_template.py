@@ -52,7 +52,7 @@ def tables_of(template: Mapping[str, object], special: Mapping[str, int]) -> tup
         literals += [*begin[0], *end[0]]
         if not begin[0] and not begin[1]:
             if name == _CALLS:
-                raise UnsupportedTemplateError(f"{name} has no beginning")
+                raise UnsupportedTemplateError(f"{name} has no begin mark")
             implicit = State(kind, on, patterns=after)
             continue
         if kind is Kind.REASONING and reasoning is None and begin[0] and end[0] and not begin[1] and not end[1]:
@@ -86,11 +86,11 @@ def tables_of(template: Mapping[str, object], special: Mapping[str, int]) -> tup
 
 def _check(name: object, field: object) -> None:
     if not isinstance(field, Mapping):
-        raise UnsupportedTemplateError(f"field {name!r} is no object")
+        raise UnsupportedTemplateError(f"field {name!r} is not an object")
     if field.get("content", "text") not in _PARSERS:
         raise UnsupportedTemplateError(f"field {name!r} has the content {field['content']!r}")
     if name not in (_CALLS, "content", *_REASONING):
-        raise UnsupportedTemplateError(f"there is no use for the field {name!r}")
+        raise UnsupportedTemplateError(f"the field {name!r} is not supported")
     if name != _CALLS and field.get("content", "text") != "text":
         raise UnsupportedTemplateError(f"field {name!r} is not text")
 
@@ -100,13 +100,13 @@ def _terminals(field: Field, name: str) -> tuple[list[str], list[str]]:
     literal, pattern = field.get(name), field.get(f"{name}_pattern")
     texts = [literal] if isinstance(literal, str) else list(literal or ())
     if not all(isinstance(text, str) and text for text in texts):
-        raise UnsupportedTemplateError(f"`{name}` must be texts")
+        raise UnsupportedTemplateError(f"`{name}` must be a string or a list of strings")
     if pattern is None:
         return texts, []
     try:
         regex.compile(pattern, regex.DOTALL)
     except (regex.error, TypeError):
-        raise UnsupportedTemplateError(f"`{name}_pattern` is no regular expression") from None
+        raise UnsupportedTemplateError(f"`{name}_pattern` is not a regular expression") from None
     return texts, [pattern]
 
 

@@ -68,7 +68,7 @@ def json_schema(schema: object, root: Mapping[str, object] | None = None) -> Nod
 def too_large() -> RequestError:
     """The error for a grammar that exceeds MAX_CHARS."""
     return RequestError(
-        f"tools: the parameters make a grammar of more than {MAX_CHARS} characters in this model's format of calls; "
+        f"tools: in the tool call format of this model the parameters need a grammar of more than {MAX_CHARS} characters; "
         "offer fewer or simpler tools, or leave calls to the model (tool_choice auto without strict)",
         "tools",
     )

@@ -225,11 +225,11 @@ async def _serve_http(
     from headrace.server.context import ServerStatus
     from headrace.server.listener import Server
     from headrace.server.remote_calls import RemoteCalls
-    from headrace.server.remote_frontend import RemoteFrontend
+    from headrace.server.remote_frontend import remote_frontend
 
     status = ServerStatus()
     calls = RemoteCalls(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
-    app = create_app(RemoteFrontend(calls), args, model, status)
+    app = create_app(remote_frontend(calls), args, model, status)
     server = Server(app, args, listening=socket.socket(fileno=start.listening_fd))
 
     def on_news(before: FrontNews, news: FrontNews) -> None:

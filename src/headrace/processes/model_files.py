@@ -13,11 +13,12 @@ import msgspec
 
 from headrace.checkpoint.names import known_model, resolve_model
 from headrace.config.checks import check_pooling, encoder_args
-from headrace.config.media_args import textual_by_options
+from headrace.config.media_args import media_args, unsupported_by_options
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError, RequestError
 from headrace.log import get_logger
+from headrace.media_kinds import MediaKind
 from headrace.messages.control import ReadyInfo
 
 logger = get_logger(__name__)
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.checkpoint.pooling import PoolingConfig
     from headrace.frontend.media import PromptMedia
-    from headrace.messages.media import MediaKind
     from headrace.parsers.registry import OutputFormat
     from headrace.server.context import ServedModel
     from headrace.text.chat_templates import ChatTemplate
@@ -113,32 +113,31 @@ def open_media(
     args: ServerArgs, tokenizer: "Tokenizer", model: "ModelConfig", pooling: "PoolingConfig | None"
 ) -> "PromptMedia":
     """What makes the media of prompts; of a model that takes none, what says why not. Starts no process. Raises ConfigError for wrong options."""
-    from headrace.config.media_args import media_args
     from headrace.frontend.media import PromptMedia
-    from headrace.messages.media import Senses
+    from headrace.messages.media import MediaSupport
 
     limits = media_args(args)
-    reasons: dict[MediaKind, str] = {"image": model.blind, "audio": model.deaf}
+    reasons: dict[MediaKind, str] = {MediaKind.IMAGE: model.blind, MediaKind.AUDIO: model.deaf}
     if model.media is None and model.audio is None:
-        return PromptMedia(senses=Senses(reasons=reasons))
-    by_options = textual_by_options(args, pooling is not None)
+        return PromptMedia(support=MediaSupport(reasons=reasons))
+    by_options = unsupported_by_options(args, pooling is not None)
     if by_options:
-        return PromptMedia(senses=Senses(reasons=_more_reasons(model, reasons, by_options)))
+        return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, by_options)))
     from headrace.multimodal.loader import make_loader
 
     try:
         loader = make_loader(resolve_model(args.model_path), tokenizer, limits, reasons)
     except ModelError as error:
-        logger.warning("the model's images and sounds are not served: %s", error.message)
-        return PromptMedia(senses=Senses(reasons=_more_reasons(model, reasons, error.message)))
+        logger.warning("the model's media are not supported: %s", error.message)
+        return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, error.message)))
     return PromptMedia(loader)
 
 
 def _more_reasons(model: "ModelConfig", reasons: "dict[MediaKind, str]", reason: str) -> "dict[MediaKind, str]":
     """The reasons with one for what the model could take."""
     if model.media is not None:
-        reasons = reasons | {"image": reason, "video": reason}
-    return reasons if model.audio is None else reasons | {"audio": reason}
+        reasons = reasons | dict.fromkeys((MediaKind.IMAGE, MediaKind.VIDEO), reason)
+    return reasons if model.audio is None else reasons | {MediaKind.AUDIO: reason}
 
 
 def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
@@ -239,7 +238,7 @@ def served_model(
         architectures=tuple(model.around.get("architectures") or model.architectures),
         sampling_defaults=sampling_defaults(args, model),
         pooling=pooling,
-        senses=media.senses,
+        media_support=media.support,
         reply_limit=reply_limit(args),
     )
 
@@ -253,5 +252,5 @@ def reply_limit(args: ServerArgs) -> int:
 
 def _model_type(model: "ModelConfig") -> str:
     """At the top of the checkpoint's config.json."""
-    senses = model.media or model.audio
-    return model.model_type if senses is None else senses.family
+    encoded = model.media or model.audio
+    return model.model_type if encoded is None else encoded.family

@@ -1,10 +1,12 @@
-"""Handlers of control messages: abort, flush, state, health, faults. One function each; `Scheduler` dispatches."""
+"""Handlers of control messages: one function each, which `Scheduler` calls; and of control operations (`Operations`)."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.errors import HeadraceError
-from headrace.messages.cache_tree import CacheTree, CacheTreeReply, CacheTreeReq
+import msgspec
+
+from headrace.errors import HeadraceError, RequestError
+from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import (
     AbortReq,
     FlushCacheReply,
@@ -12,13 +14,25 @@ from headrace.messages.control import (
     HealthCheckReply,
     HealthCheckReq,
     InternalState,
-    Profiler,
+    InternalStateReq,
     ProfileReply,
     ProfileReq,
     SetLimitsReq,
 )
-from headrace.messages.experts import ExpertCounter, ExpertCountsReply, ExpertCountsReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.faults import fault_of
+from headrace.messages.operations import (
+    OPERATIONS,
+    CacheTreeQuery,
+    Nothing,
+    OperationReply,
+    OperationReq,
+    SlowDownBody,
+    StartProfileBody,
+    answered,
+)
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason, TokenIDOut
+from headrace.messages.step import Worker
 from headrace.scheduler.commit import end
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
@@ -54,23 +68,6 @@ def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
     ]
 
 
-def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:
-    """Empty the prefix cache, or reply why not. While generation is paused, only requests that hold KV prevent it."""
-    if state.running or (state.waiting and not state.gate.holds):
-        busy = f"requests running: {len(state.running)}, waiting: {len(state.waiting)}"
-        return FlushCacheReply(request.id, False, f"the cache cannot be flushed now ({busy})")
-    state.kv.flush()
-    state.encodings.clear()
-    return FlushCacheReply(request.id, True, "the cache has been flushed")
-
-
-def cache_tree(state: SchedulerState, request: CacheTreeReq) -> CacheTreeReply:
-    """The outline of the prefix cache."""
-    kv = state.kv
-    nodes = kv.outline(request.max_depth, request.max_nodes)
-    return CacheTreeReply(request.id, CacheTree(state.config.replica, kv.num_nodes, kv.num_cached_tokens, nodes))
-
-
 def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
     """Change limits from the next step on. Running requests continue, even if they exceed a new limit."""
     state.config = replace(
@@ -84,25 +81,87 @@ def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
     state.ratio.scale(request.conservativeness)
 
 
-def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:
-    """Answer a health check: the loop is running."""
-    return HealthCheckReply(request.id, bool(state.running), state.gate.holds or state.gate.draining)
+class Operations:
+    """What a scheduler answers to control operations: a method for each row of `messages.operations`, of its name.
 
+    look: the scheduler's counters. sleep_s: how long it sleeps after each step.
+    """
 
-def profile(profiler: Profiler, request: ProfileReq) -> ProfileReply:
-    """Start or stop a profile, or reply why not."""
-    try:
-        return ProfileReply(request.id, True, profiler.handle(request))
-    except HeadraceError as error:
-        return ProfileReply(request.id, False, error.message)
+    def __init__(self, state: SchedulerState, worker: Worker, look: Callable[[], InternalState]) -> None:
+        self._state = state
+        self._worker = worker
+        self._look = look
+        self.sleep_s = 0.0
 
+    def answer(self, message: OperationReq) -> OperationReply:
+        """The reply to a request, or why there is none."""
+        try:
+            operation = OPERATIONS.get(message.name)
+            if operation is None:
+                raise RequestError(f"the scheduler has no operation {message.name!r:.40}")
+            if operation.at == "ranks":
+                return self._of_ranks(message)
+            method = getattr(self, operation.name)
+            return answered(message.id, method(operation.request_of(message)))
+        except HeadraceError as error:
+            return OperationReply(message.id, fault=fault_of(error))
 
-def count_experts(counter: ExpertCounter, request: ExpertCountsReq) -> ExpertCountsReply:
-    """Start, stop or return the count of chosen experts, or reply why not."""
-    try:
-        return counter.handle(request)
-    except HeadraceError as error:
-        return ExpertCountsReply(request.id, False, error.message)
+    def _of_ranks(self, message: OperationReq) -> OperationReply:
+        """A list with what each rank replies, or why one of them does not."""
+        replies = self._worker.weights.ask_ranks(message)
+        fault = next((reply.fault for reply in replies if reply.fault is not None), None)
+        if fault is not None:
+            return OperationReply(message.id, fault=fault)
+        return answered(message.id, [msgspec.Raw(reply.reply) for reply in replies])
+
+    def flush_cache(self, request: FlushCacheReq) -> FlushCacheReply:
+        """Empty the prefix cache, or reply why not. While generation is paused, only requests that hold KV prevent it."""
+        state = self._state
+        if state.running or (state.waiting and not state.gate.holds):
+            busy = f"requests running: {len(state.running)}, waiting: {len(state.waiting)}"
+            return FlushCacheReply(False, f"the cache cannot be flushed now ({busy})")
+        state.kv.flush()
+        state.encodings.clear()
+        return FlushCacheReply(True, "the cache has been flushed")
+
+    def internal_state(self, request: InternalStateReq) -> InternalState:
+        """Current counters and pool accounting."""
+        return self._look()
+
+    def check_health(self, request: HealthCheckReq) -> HealthCheckReply:
+        """The loop is running."""
+        gate = self._state.gate
+        return HealthCheckReply(bool(self._state.running), gate.holds or gate.draining)
+
+    def cache_tree(self, request: CacheTreeQuery) -> CacheTree:
+        """The outline of the prefix cache."""
+        kv = self._state.kv
+        nodes = kv.outline(request.max_depth, request.max_nodes)
+        return CacheTree(self._state.config.replica, kv.num_nodes, kv.num_cached_tokens, nodes)
+
+    def slow_down(self, request: SlowDownBody) -> str:
+        """Sleep after each step from now on."""
+        self.sleep_s = request.forward_sleep_time or 0.0
+        return f"the scheduler sleeps {self.sleep_s:g} s after each step" if self.sleep_s else "full speed"
+
+    def start_profile(self, request: StartProfileBody) -> ProfileReply:
+        """Begin to record steps, or reply why not."""
+        names = tuple(dict.fromkeys(request.activities)) or ("CPU",)
+        return self._profile(ProfileReq(True, request.output_dir or "", request.num_steps or 0, names))
+
+    def stop_profile(self, request: Nothing) -> ProfileReply:
+        """Write the trace, or reply why not."""
+        return self._profile(ProfileReq(False))
+
+    def _profile(self, request: ProfileReq) -> ProfileReply:
+        try:
+            return ProfileReply(True, self._worker.profiler.handle(request))
+        except HeadraceError as error:
+            return ProfileReply(False, error.message)
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """Start, stop or return the count of chosen experts. Raises RequestError."""
+        return self._worker.experts.handle(request)
 
 
 def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames: int) -> InternalState:

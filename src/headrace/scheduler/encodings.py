@@ -1,4 +1,4 @@
-"""Outputs of the encoder of images and sounds: which of them the worker has, which it is to compute, and which it may drop.
+"""Outputs of the media encoder: which of them the worker has, which it is to compute, and which it may drop.
 
 A request begins when the worker has the outputs of all its items whose tokens are not cached. Until then it waits, and others pass it. It holds
 these outputs until its prompt is computed. What nobody holds is kept for others; the least recently used is dropped first. Items are encoded in

@@ -12,27 +12,21 @@ from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
-from headrace.messages.cache_tree import CacheTreeReq
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
     ConfigureLoggingReq,
     FaultReq,
-    FlushCacheReq,
     FreezeGCReq,
-    HealthCheckReq,
     InternalState,
-    InternalStateReply,
-    InternalStateReq,
-    ProfileReq,
     ResetReq,
     SchedulerStats,
     SetLimitsReq,
     ShutdownReq,
 )
-from headrace.messages.experts import ExpertCountsReq
 from headrace.messages.grammar import Grammars
 from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
+from headrace.messages.operations import OperationReq
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, SamplesMoved, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
@@ -91,6 +85,7 @@ class Scheduler:
         self._to_tokenizer = to_tokenizer
         self.stop_checkers = stop_checkers
         self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
+        self._operations = control.Operations(self.state, worker, self.internal_state)
         self._clock = clock
         self._on_turn = on_turn
         self._loras = LoraLoader(worker.loras, to_tokenizer, config.weight_update_timeout_s, clock)
@@ -139,6 +134,8 @@ class Scheduler:
             if self._idle:
                 self._leave_idle()
             self._commit_oldest()
+            if self._operations.sleep_s:
+                time.sleep(self._operations.sleep_s)
         now = self._clock()
         self._loras.advance(state, now)
         if now >= self._next_stats_s and not self._idle:
@@ -204,16 +201,10 @@ class Scheduler:
                     self._add(request)
             case AbortReq():
                 self._send(control.abort(state, message))
-            case FlushCacheReq():
-                self._to_tokenizer.send(control.flush_cache(state, message))
-            case InternalStateReq():
-                self._to_tokenizer.send(InternalStateReply(message.id, self.internal_state()))
-            case CacheTreeReq():
-                self._to_tokenizer.send(control.cache_tree(state, message))
             case WeightOpReq():
                 self._send(self._weights.handle(message))
-            case HealthCheckReq():
-                self._to_tokenizer.send(control.health(state, message))
+            case OperationReq():
+                self._to_tokenizer.send(self._operations.answer(message))
             case FaultReq() if self.config.accept_faults:
                 if message.stage == "detokenize":
                     self._to_detokenizer.send(message)
@@ -223,10 +214,6 @@ class Scheduler:
                 self._loras.load(message)
             case UnloadLoraReq():
                 self._loras.unload(message)
-            case ProfileReq():
-                self._to_tokenizer.send(control.profile(self.worker.profiler, message))
-            case ExpertCountsReq():
-                self._to_tokenizer.send(control.count_experts(self.worker.experts, message))
             case ConfigureLoggingReq():
                 set_level(message.level)
             case FreezeGCReq():

@@ -119,7 +119,7 @@ class SchedulerState:
     """Requests by state, steps in flight, resources and counts.
 
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
-    compiling: requests that will wait once their grammar is compiled. encodings: outputs of the encoder of images and sounds.
+    compiling: requests that will wait once their grammar is compiled. encodings: outputs of the media encoder.
     by_rid: requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.

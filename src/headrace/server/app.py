@@ -1,12 +1,10 @@
-"""The HTTP application: the route table, the middleware around it, start and warm-up.
+"""The HTTP application: its routes (`route_table`), the middleware around them, start and warm-up.
 
-A new endpoint is a handler in this package and a row in `route_table`, which also declares who may call it. Handlers are raw ASGI
-endpoints: requests are decoded by msgspec, and streams are written as bytes. Runs in the event loop that serves HTTP.
+Handlers are raw ASGI endpoints: requests are decoded by msgspec, and streams are written as bytes. Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -21,204 +19,25 @@ from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.sampling.params import SamplingParams
-from headrace.server.anthropic.messages import AnthropicErrorReply, MessagesServing
-from headrace.server.anthropic.models import AnthropicModels, by_version
-from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
-from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome, TreeQuery
-from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery, StartProfileBody
 from headrace.server.error_forms import ApiError, form_of
-from headrace.server.examples import request_examples
-from headrace.server.experts import ExpertsAPI
 from headrace.server.http import Endpoint, ErrorBoundary
-from headrace.server.infill import InfillAPI, InfillRequest
 from headrace.server.keys import ApiKeys, open_keys
-from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
-from headrace.server.native import NativeAPI
-from headrace.server.notes import NOTED_HEADER, SKIPPED_HEADER, noted_fields
-from headrace.server.ollama.embed import OllamaEmbedAPI
-from headrace.server.ollama.generation import OllamaGenerationAPI
-from headrace.server.ollama.models import OllamaModelsAPI
-from headrace.server.ollama.protocol import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaPullRequest,
-    OllamaShowRequest,
-)
-from headrace.server.openai.chat import ChatServing
-from headrace.server.openai.completions import CompletionServing
-from headrace.server.openai.embeddings import EmbeddingRequest, EmbeddingServing
-from headrace.server.openai.models import ModelsAPI
-from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
-from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
-from headrace.server.openapi import OpenApi
+from headrace.server.notes import NOTED_HEADER, SKIPPED_HEADER
 from headrace.server.origin_gate import HostList, OriginGate, PatternCors, is_loopback
-from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
-from headrace.server.pooling.embed import CohereEmbedRequest, EmbedAPI, TeiEmbedRequest
-from headrace.server.pooling.encode import EncodeAPI
-from headrace.server.pooling.kinds import described, refusing_to_generate
-from headrace.server.pooling.rerank import RerankAPI, RerankRequest
-from headrace.server.pooling.score import ScoreAPI, ScoreRequest
+from headrace.server.pooling.kinds import described
 from headrace.server.request_counter import RequestCounter, RouteNames
 from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
-from headrace.server.responses.protocol import ResponsesRequest
-from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
-from headrace.server.routes import RouteSpec, aliases
-from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
-from headrace.server.settings import SetInternalStateBody, SettingsAPI
-from headrace.server.ui.pages import UiPages
-from headrace.server.weights import WeightsAPI
+from headrace.server.route_table import route_table
+from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
 
 log = get_logger(__name__)
-
-
-def route_table(context: ServingContext) -> list[RouteSpec]:
-    """Every route with its access; the most used first, because they are tried in order."""
-    native, control = NativeAPI(context), ControlAPI(context)
-    chat, completions = ChatServing(context), CompletionServing(context)
-    responses = ResponsesAPI(context)
-    loras = LoraAPI(context)
-    models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
-    messages, cards = MessagesServing(context), AnthropicModels(context)
-    list_models = by_version(cards.list_models, models.list_models)
-    get_model = by_version(cards.get_model, models.get_model)
-    diagnostics, settings = DiagnosticsAPI(context), SettingsAPI(context)
-    get, post, delete = ("GET",), ("POST",), ("DELETE",)
-    # fmt: off
-    table = [
-        RouteSpec("/v1/chat/completions", post, "user", chat.handle_request, "Chat completion", ChatCompletionRequest, generates=True),
-        RouteSpec("/v1/completions", post, "user", completions.handle_request, "Text completion", CompletionRequest, generates=True),
-        RouteSpec("/v1/embeddings", post, "user", EmbeddingServing(context).handle_request, "Embeddings", EmbeddingRequest),
-        RouteSpec("/v1/responses", post, "user", responses.create, "Response", ResponsesRequest, generates=True),
-        RouteSpec("/v1/responses/{id}", get, "user", responses.get, "A kept response", query=GetQuery),
-        RouteSpec("/v1/responses/{id}", delete, "user", responses.delete, "Forget a kept response"),
-        RouteSpec("/v1/responses/{id}/cancel", post, "user", responses.cancel, "Refused: no response runs in the background"),
-        RouteSpec("/v1/responses/{id}/input_items", get, "user", responses.input_items, "Input of a kept response", query=ItemsQuery),
-        RouteSpec(
-            "/v1/messages", post, "user", messages.create, "Message", MessagesRequest, failure=AnthropicErrorReply, generates=True
-        ),
-        RouteSpec(
-            "/v1/messages/count_tokens", post, "user", messages.count_tokens, "Length of a message's prompt", CountTokensRequest,
-            failure=AnthropicErrorReply,
-        ),
-        RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput, generates=True),
-        RouteSpec("/infill", post, "user", InfillAPI(context).infill, "llama.cpp: fill in the middle", InfillRequest, generates=True),
-        *_pooling_routes(context),
-        RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
-        RouteSpec("/ready", get, "public", control.ready, "New requests are accepted", failure=Liveness),
-        RouteSpec("/ping", get, "public", control.ping, "The HTTP server answers"),
-        RouteSpec("/health_generate", get, "public", control.health_generate, "The engine can generate a token", failure=Liveness),
-        RouteSpec("/tokenize", post, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody),
-        RouteSpec("/detokenize", post, "user", tokens.detokenize, "Token ids to text", DetokenizeBody),
-        RouteSpec("/v1/tokenize", post, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody),
-        RouteSpec("/v1/detokenize", post, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody),
-        RouteSpec("/open_session", post, "user", sessions.open, "Open a session", OpenSessionBody, generates=True),
-        RouteSpec("/close_session", post, "user", sessions.close, "Forget a session", CloseSessionBody),
-        RouteSpec("/v1/models", get, "user", list_models, "Served models"),
-        RouteSpec("/v1/models/{id:path}", get, "user", get_model, "One model"),
-        RouteSpec("/model_info", get, "user", control.model_info, "The served model"),
-        RouteSpec("/get_model_info", get, "user", control.model_info, "Alias of /model_info"),
-        RouteSpec("/server_info", get, "user", control.server_info, "Options, memory plan and state"),
-        RouteSpec("/get_server_info", get, "user", control.server_info, "Alias of /server_info"),
-        RouteSpec("/v1/loads", get, "user", control.loads, "Load of each replica"),
-        RouteSpec("/get_load", get, "user", control.get_load, "Load of each replica, for SGLang's routers"),
-        RouteSpec("/v1/requests", get, "user", diagnostics.latest_requests, "Live requests, and the last ones", query=LatestQuery),
-        RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
-        RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
-        RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),
-        RouteSpec("/flush_cache", get, "admin", control.flush_cache_by_get, "The same, not for browsers", failure=Outcome, query=FlushQuery),
-        RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
-        RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
-        RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),
-        RouteSpec("/stop_profile", post, "admin", diagnostics.stop_profile, "Write the recorded steps"),
-        RouteSpec(
-            "/configure_logging", post, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody
-        ),
-        RouteSpec("/dump_requests", post, "admin", diagnostics.dump_requests, "Write a dump of the latest requests"),
-        RouteSpec("/freeze_gc", post, "admin", settings.freeze_gc, "Exclude current objects from garbage collection"),
-        RouteSpec(
-            "/set_internal_state", post, "admin", settings.set_internal_state, "Change limits", SetInternalStateBody
-        ),
-        RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
-        RouteSpec("/cache_tree", get, "admin", control.cache_tree, "The tree of cached prefixes", query=TreeQuery),
-        *_ollama_routes(context),
-        *WeightsAPI(context).routes(),
-        *ExpertsAPI(context).routes(),
-    ]
-    # fmt: on
-    table += aliases(table)
-    if not context.args.disable_metrics:
-        table.append(RouteSpec("/metrics", get, "public", control.metrics, "Prometheus metrics"))
-    if context.args.enable_fault_injection:
-        fault = RouteSpec("/inject_fault", post, "admin", control.inject_fault, "Test hook", FaultBody, in_schema=False)
-        table.append(fault)
-    if not context.args.disable_openapi:
-        openapi = OpenApi(table, request_examples(context.model.name))
-        table.append(RouteSpec("/openapi.json", get, "user", openapi.openapi_json, "This API", in_schema=False))
-    if not context.args.disable_ui:
-        table += UiPages().routes(has_docs=not context.args.disable_openapi)
-    if context.model.pooling is not None:
-        refuse = refusing_to_generate(context.model)
-        table = [replace(spec, handler=refuse) if spec.generates else spec for spec in table]
-    return table
-
-
-def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
-    """Routes of embedding models, rerankers and classifiers."""
-    classify, rerank, score = ClassifyAPI(context), RerankAPI(context), ScoreAPI(context)
-    embed = EmbedAPI(context)
-    post = ("POST",)
-    return [
-        RouteSpec("/embed", post, "user", embed.tei, "TEI: embeddings", TeiEmbedRequest),
-        RouteSpec("/v2/embed", post, "user", embed.cohere_v2, "Cohere: embeddings", CohereEmbedRequest),
-        RouteSpec(
-            "/v1/embed", post, "user", embed.cohere_v1, "Cohere: embeddings, in the older form", CohereEmbedRequest
-        ),
-        RouteSpec("/info", ("GET",), "user", embed.info, "TEI: the served model"),
-        *(
-            RouteSpec(path, post, "user", rerank.rerank, "Documents by their relevance", RerankRequest)
-            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
-        ),
-        *(
-            RouteSpec(path, post, "user", score.score, "Scores of pairs, or of labels", ScoreRequest)
-            for path in ("/v1/score", "/score")
-        ),
-        RouteSpec("/encode", post, "user", EncodeAPI(context).encode, "Native embeddings", EmbeddingReqInput),
-        RouteSpec("/classify", post, "user", classify.classify, "Classification", ClassifyRequest),
-        RouteSpec("/v1/classify", post, "user", classify.classify, "Classification", ClassifyRequest),
-    ]
-
-
-def _ollama_routes(context: ServingContext) -> list[RouteSpec]:
-    noted = noted_fields()
-    generation, embed = OllamaGenerationAPI(context, noted), OllamaEmbedAPI(context, noted)
-    models = OllamaModelsAPI(context, noted)
-    get, post = ("GET",), ("POST",)
-    # fmt: off
-    return [
-        RouteSpec("/api/chat", post, "user", generation.chat, "Ollama: chat", OllamaChatRequest, generates=True),
-        RouteSpec("/api/generate", post, "user", generation.generate, "Ollama: generate", OllamaGenerateRequest, generates=True),
-        RouteSpec("/", get, "public", models.root, "What runs here"),
-        RouteSpec("/api/version", get, "user", models.version, "Ollama: version of the API"),
-        RouteSpec("/api/tags", get, "user", models.tags, "Ollama: served models"),
-        RouteSpec("/api/ps", get, "user", models.ps, "Ollama: loaded models"),
-        RouteSpec("/api/show", post, "user", models.show, "Ollama: one model", OllamaShowRequest),
-        RouteSpec("/api/pull", post, "user", models.pull, "Ollama: success for a served model", OllamaPullRequest),
-        RouteSpec("/api/embed", post, "user", embed.embed, "Ollama: embeddings", OllamaEmbedRequest),
-        RouteSpec("/api/embeddings", post, "user", embed.embeddings, "Ollama: one embedding", OllamaEmbeddingsRequest),
-        *(RouteSpec(f"/api/{name}", post, "user", models.refuse, "Not here", in_schema=False) for name in ("create", "copy", "push")),
-        RouteSpec("/api/delete", ("DELETE",), "user", models.refuse, "Not here", in_schema=False),
-        RouteSpec("/api/blobs/{digest:path}", ("HEAD", "POST"), "user", models.refuse, "Not here", in_schema=False),
-    ]
-    # fmt: on
 
 
 def create_app(
@@ -230,7 +49,7 @@ def create_app(
     """The application that serves `model` through `frontend`.
 
     status: shared with the code that stops the server, to refuse new requests. `app.state.context` is the
-    handlers' context, `app.state.keys` the keys of --api-key-file, `app.state.paths` the declared paths.
+    handlers' context, `app.state.keys` the keys of --api-key-file, `app.state.routes` the rows of the route table.
     Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
     context = ServingContext(frontend, model, args, status if status is not None else ServerStatus())
@@ -254,7 +73,7 @@ def create_app(
     app.state.context = context
     app.state.startup_error = None
     app.state.keys = keys
-    app.state.paths = [spec.path for spec in table]
+    app.state.routes = table
     _add_routes(app, args, table, bodies)
     _add_middleware(app, args, table, keys, frontend)
     return app

@@ -12,14 +12,14 @@ from typing import Protocol, TypeVar
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.config.media_args import most_media
 from headrace.config.names import spellings
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.tenants import Caller
+from headrace.media_kinds import MediaKind, MediaRefs
 from headrace.messages.control import ReadyInfo
-from headrace.messages.media import NO_SENSES, WORDS, MediaRefs, Senses
+from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
 from headrace.parsers.registry import OutputFormat
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
@@ -50,8 +50,8 @@ class ServedModel:
 
     name: in replies. aliases: other names that clients may call it.
     chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
-    calls and reasoning; None = it writes neither. senses: which media it takes. pooling: what it makes of a text instead of more text; None = it
-    generates. model_type, architectures: as the checkpoint's config.json says. reply_limit: most tokens of a chat's reply whose request gives no
+    calls and reasoning; None = it writes neither. media_support: of which kinds. pooling: what it makes of a text instead of more text; None =
+    it generates. model_type, architectures: as the checkpoint's config.json says. reply_limit: most tokens of a chat's reply whose request gives no
     limit; 0 = as many as fit.
     """
 
@@ -66,7 +66,7 @@ class ServedModel:
     architectures: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     pooling: PoolingConfig | None = None
-    senses: Senses = NO_SENSES
+    media_support: MediaSupport = NO_MEDIA_SUPPORT
     reply_limit: int = 0
     aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
@@ -168,14 +168,13 @@ class ServingContext:
 
     def check_media(self, media: MediaRefs) -> None:
         """Raises RequestError for media that the model does not take, or too many of them."""
-        limits = most_media(self.args)
-        for kind, words in WORDS.items():
-            count = len(media.of(kind))
-            if count and kind not in self.model.senses.tokens:
-                raise RequestError(self.model.senses.refusal(kind), "messages", words.code)
-            if count > limits[kind]:
+        for kind in MediaKind:
+            count, limit = len(media.of(kind)), kind.limit_of(self.args)
+            if count and kind not in self.model.media_support.tokens:
+                raise RequestError(self.model.media_support.refusal(kind), "messages", kind.unsupported_code)
+            if count > limit:
                 raise RequestError(
-                    f"there are {count} {words.many}; the limit is {limits[kind]} ({words.limit})", "messages"
+                    f"there are {count} {kind.many}; the limit is {limit} ({kind.limit_option})", "messages"
                 )
 
     def check_tokenizer(self, param: str) -> None:

@@ -3,7 +3,7 @@
 Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
@@ -11,6 +11,7 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import AuthError, MethodError, RequestError
 from headrace.frontend.all_replicas import sum_of_states
 from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
+from headrace.media_kinds import MediaKind
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE
 from headrace.server.context import ServingContext
@@ -43,13 +44,6 @@ class FlushQuery(msgspec.Struct, forbid_unknown_fields=True):
     """timeout: wait at most this many seconds for requests to end."""
 
     timeout: float = 0.0
-
-
-class TreeQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """How deep to look, and how many nodes of each replica to list at most."""
-
-    max_depth: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
-    max_nodes: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 200
 
 
 class FaultBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,12 +105,8 @@ class ControlAPI:
                 "architectures": model.architectures,
                 "model_class": model.ready.model_class,
                 "is_generation": model.pooling is None,
-                "has_image_understanding": "image" in model.senses.tokens,
-                "has_audio_understanding": "audio" in model.senses.tokens,
-                "has_video_understanding": "video" in model.senses.tokens,
-                "image_token": model.senses.tokens.get("image"),
-                "audio_token": model.senses.tokens.get("audio"),
-                "video_token": model.senses.tokens.get("video"),
+                **{f"has_{kind}_understanding": kind in model.media_support.tokens for kind in MediaKind},
+                **{f"{kind}_token": model.media_support.tokens.get(kind) for kind in MediaKind},
                 "pooling": None if model.pooling is None else _described(model.pooling, model.context_length),
                 "has_chat_template": model.chat_template is not None,
                 "output_format": None if model.output_format is None else model.output_format.name,
@@ -162,12 +152,6 @@ class ControlAPI:
         if self.context.args.num_replicas > 1:
             state["replicas"] = states
         return state
-
-    async def cache_tree(self, exchange: Exchange) -> None:
-        """How the tree of cached prefixes branches in each replica, without any text."""
-        query = exchange.read_query(TreeQuery)
-        trees = await self.context.frontend.control.cache_trees(query.max_depth, query.max_nodes)
-        await exchange.reply_json({"object": "list", "data": trees})
 
     async def flush_cache(self, exchange: Exchange) -> None:
         """Empty the prefix cache; 409 with the reason if requests still run or wait after the timeout."""

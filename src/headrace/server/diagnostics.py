@@ -1,4 +1,4 @@
-"""Diagnostic routes: timelines of requests, profiles, logging, dumps.
+"""Diagnostic routes: timelines of requests, logging, dumps.
 
 Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """
@@ -18,14 +18,6 @@ class LatestQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
-class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to record. output_dir: name of a folder below --profile-dir, not a path. num_steps: stop after this many."""
-
-    output_dir: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")] | None = None
-    num_steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
-    activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
-
-
 class ConfigureLoggingBody(msgspec.Struct, forbid_unknown_fields=True):
     """What to change; fields that are left out stay as they are."""
 
@@ -34,7 +26,6 @@ class ConfigureLoggingBody(msgspec.Struct, forbid_unknown_fields=True):
     log_requests_level: Literal[0, 1, 2, 3] | None = None
 
 
-_START = msgspec.json.Decoder(StartProfileBody)
 _LOGGING = msgspec.json.Decoder(ConfigureLoggingBody)
 
 
@@ -54,19 +45,6 @@ class DiagnosticsAPI:
         limit = exchange.read_query(LatestQuery).limit
         samples = await answer(self.context.frontend.records.latest(limit, exchange.caller))
         await exchange.reply_json({"object": "list", "data": samples})
-
-    async def start_profile(self, exchange: Exchange) -> None:
-        """Start recording the worker's steps."""
-        body = await exchange.read_json(_START)
-        names = tuple(dict.fromkeys(body.activities)) or ("CPU",)
-        message = await self.context.frontend.control.start_profile(body.output_dir or "", body.num_steps or 0, names)
-        await exchange.reply_json({"success": True, "message": message})
-
-    async def stop_profile(self, exchange: Exchange) -> None:
-        """Write the trace."""
-        await exchange.read_no_fields()
-        message = await self.context.frontend.control.stop_profile()
-        await exchange.reply_json({"success": True, "message": message})
 
     async def configure_logging(self, exchange: Exchange) -> None:
         """Change what is logged, in every process."""

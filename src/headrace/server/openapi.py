@@ -7,26 +7,21 @@ from typing import Any
 import msgspec
 
 from headrace.server.error_forms import reply_type_of
-from headrace.server.examples import Examples
 from headrace.server.http import Exchange
-from headrace.server.routes import API_PATHS, RouteSpec
+from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
 
-_TAGS: Mapping[str, tuple[str, ...]] = {
-    **{tag: (*paths, *(path.removeprefix("/v1") for path in paths)) for tag, paths in API_PATHS.items()},
-    "Ollama": ("/api/",),
-}
-"""Groups of routes, by the beginnings of their paths. All others are those of `_OWN_TAGS`."""
+_TAGS = ("OpenAI", "Anthropic", "Ollama")
+"""Groups of routes that name theirs. All others are in `_OWN_TAGS`."""
 
 _OWN_TAGS = ("Headrace", "Information", "Administration")
 
 
 class OpenApi:
-    """The handler of /openapi.json. examples: bodies by the path of the route."""
+    """The handler of /openapi.json."""
 
-    def __init__(self, routes: Sequence[RouteSpec], examples: Mapping[str, Examples]) -> None:
+    def __init__(self, routes: Sequence[RouteSpec]) -> None:
         self.routes = [route for route in routes if route.in_schema]
-        self._examples = examples
         self._document: dict[str, Any] | None = None
 
     def document(self) -> dict[str, Any]:
@@ -80,7 +75,7 @@ class OpenApi:
             ],
         }
         if route.body is not None:
-            examples = {title: {"value": body} for title, body in self._examples.get(route.path, {}).items()}
+            examples = {title: {"value": body} for title, body in route.examples.items()}
             content: dict[str, Any] = {"application/json": {"schema": schema_of[route.body], "examples": examples}}
             if route.octets is not None:
                 content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
@@ -99,9 +94,8 @@ class OpenApi:
 
 def _tag_of(route: RouteSpec) -> str:
     """The group of a route, for people."""
-    for tag, beginnings in _TAGS.items():
-        if route.path.startswith(beginnings):
-            return tag
+    if route.tag:
+        return route.tag
     own, information, administration = _OWN_TAGS
     if route.access == "admin":
         return administration

@@ -8,14 +8,14 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.remote_methods import error_of_fault
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import ShutdownReq
+from headrace.messages.faults import error_of_fault
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,
@@ -26,8 +26,6 @@ from headrace.messages.front import (
     FrontTaken,
 )
 from headrace.server.request_frontend import METHODS
-
-T = TypeVar("T")
 
 TAKEN_AT_ONCE = 4
 """After this many outputs of a stream, the main process is told that they were consumed; half of its window."""
@@ -62,6 +60,7 @@ class RemoteCalls:
         self._ids = itertools.count(1)
         self._calls: dict[int, _Results] = {}
         self._encoder = msgspec.msgpack.Encoder()
+        self._decoders = {name: msgspec.msgpack.Decoder(method.result) for name, method in METHODS.items()}
         self._told = asyncio.Event()
 
     def start(self) -> None:
@@ -93,12 +92,11 @@ class RemoteCalls:
             self._leave(call_id, results)
         if results.error is not None:
             raise results.error
-        return msgspec.msgpack.decode(results.outputs[0], type=METHODS[method].result)
+        return self._decoders[method].decode(results.outputs[0])
 
-    async def stream(
-        self, method: str, decode: Callable[[bytes], T], arguments: dict[str, Any]
-    ) -> AsyncGenerator[T, None]:
+    async def stream(self, method: str, arguments: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Call a method that yields many results. Closing the generator early ends the call there, too."""
+        decode = self._decoders[method].decode
         call_id, results = self._send(method, arguments)
         num_untold = 0
         try:

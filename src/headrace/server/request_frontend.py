@@ -1,18 +1,17 @@
 """The server's view of the front end as Protocols: one for generation, and one for each part that the front end exposes.
 
-The front end is the `TokenizerManager` if the server runs in the main process, and a `RemoteFrontend` in an HTTP worker.
+The front end is the `TokenizerManager` if the server runs in the main process, and a proxy of it (`remote_frontend`) in an HTTP worker.
 """
 
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from headrace.frontend.remote_methods import remote_methods
 from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
-from headrace.messages.cache_tree import CacheTree
+from headrace.media_kinds import MediaRefs
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
-from headrace.messages.media import MediaRefs
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 
@@ -46,6 +45,10 @@ class AdaptersFrontend(Protocol):
 class ControlFrontend(Protocol):
     """What the server needs of the `Control`."""
 
+    async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
+        """A control operation, see `messages.operations`. Raises HeadraceError."""
+        ...
+
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
         """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
         ...
@@ -56,20 +59,6 @@ class ControlFrontend(Protocol):
 
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each live scheduler."""
-        ...
-
-    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
-        """The outline of each live replica's prefix cache."""
-        ...
-
-    async def start_profile(
-        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
-    ) -> str:
-        """Record the worker's steps. Raises RequestError."""
-        ...
-
-    async def stop_profile(self) -> str:
-        """Stop and write the trace. Returns a line with the file's name. Raises RequestError."""
         ...
 
     async def inject_fault(self, fault: FaultReq) -> None:

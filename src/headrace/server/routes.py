@@ -1,16 +1,17 @@
 """`RouteSpec`, a row of the route table: path, methods, access, handler and what the OpenAPI description says."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headrace.server.auth import Access
 from headrace.server.http import Handler
 
-API_PATHS: Mapping[str, tuple[str, ...]] = {
-    "OpenAI": ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/models"),
-    "Anthropic": ("/v1/messages",),
-}
-"""Beginnings of the paths of two APIs, whose clients may take the address of the server for that of the API: they leave out `/v1`."""
+WITHOUT_V1 = ("OpenAI", "Anthropic")
+"""APIs whose clients may take the address of the server for that of the API: they leave out `/v1`."""
+
+Examples = Mapping[str, Mapping[str, Any]]
+"""Bodies by a short title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,11 @@ class RouteSpec:
 
     For the OpenAPI document: body: type of the JSON body. failure: what it may answer besides the error object when the status is not
     200. octets: type of the options in the query when the body is a file (application/octet-stream) instead. query: of those in the query
-    of any request. generates: it is of no use for a model that makes no text.
+    of any request. examples: bodies that are accepted as they are, but for names that only the user knows; the API page puts them into its
+    editor. tag: its group there; default: by who may call it.
+
+    generates: it is of no use for a model that makes no text. with_replicas: it means the same whichever replica answers, behind a balancer
+    that knows nothing of replicas (--ray); the others would change or show one replica, and are refused there.
     """
 
     path: str
@@ -32,19 +37,16 @@ class RouteSpec:
     failure: type | None = None
     octets: type | None = None
     query: type | None = None
+    examples: Examples = field(default_factory=dict)
+    tag: str = ""
     generates: bool = False
-
-
-def without_v1(path: str) -> str | None:
-    """The other path of a route of `API_PATHS`; None for other routes."""
-    is_apis = any(path.startswith(beginnings) for beginnings in API_PATHS.values())
-    return path.removeprefix("/v1") if is_apis else None
+    with_replicas: bool = False
 
 
 def aliases(table: Iterable[RouteSpec]) -> list[RouteSpec]:
-    """The same routes at their paths `without_v1`."""
+    """The routes of `WITHOUT_V1` at their paths without it."""
     return [
-        replace(spec, path=path, summary=f"Alias of {spec.path}")
+        replace(spec, path=spec.path.removeprefix("/v1"), summary=f"Alias of {spec.path}")
         for spec in table
-        if (path := without_v1(spec.path)) is not None
+        if spec.tag in WITHOUT_V1
     ]

@@ -4,6 +4,7 @@ Runs in the event loop that serves HTTP. All routes except the version of the we
 begun continues when its client disconnects; /cancel_weight_update cancels it.
 """
 
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -43,7 +44,7 @@ from headrace.messages.weights import (
 )
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
-from headrace.server.routes import RouteSpec
+from headrace.server.routes import Examples, RouteSpec
 
 BODY_BYTES_PER_WEIGHT_BYTE = 16
 """Largest body with tensors, relative to the weights in memory: float32 in base64 for a model in 4 bits."""
@@ -175,6 +176,15 @@ class OperationReply(msgspec.Struct, frozen=True):
     weight_version: str
 
 
+_WEIGHT = "model.embed_tokens.weight"
+_NO_TENSORS = "AgAAAAAAAAB7fQ=="
+"""A safetensors file that holds nothing, in base64."""
+_NOTHING: Examples = {"Nothing to say": {}}
+_ONE_TENSOR: Examples = {"One tensor": {"names": [_WEIGHT], "dtypes": ["bfloat16"], "shapes": [[49152, 576]]}}
+_TWO_RANKS: Examples = {
+    "Two ranks": {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2}
+}
+
 _PAUSE = msgspec.json.Decoder(PauseBody)
 _EMPTY = msgspec.json.Decoder(EmptyBody)
 _DISK = msgspec.json.Decoder(DiskBody)
@@ -198,26 +208,42 @@ class WeightsAPI:
 
     def routes(self) -> list[RouteSpec]:
         """Their rows of the route table."""
-        get, post, failed = ("GET",), ("POST",), OperationReply
+        get, post = ("GET",), ("POST",)
+        row = partial(RouteSpec, failure=OperationReply)
         # fmt: off
         return [
-            RouteSpec("/pause_generation", post, "admin", self.pause, "Plan no more steps", PauseBody, True, failed),
-            RouteSpec("/continue_generation", post, "admin", self.continue_, "Plan steps again", EmptyBody, True, failed),
-            RouteSpec("/update_weights_from_disk", post, "admin", self.from_disk, "Weights from a checkpoint", DiskBody, True, failed),
-            RouteSpec("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody, True, failed, TensorQuery),
-            RouteSpec("/cancel_weight_update", post, "admin", self.cancel, "Give up updates under way", EmptyBody, True, failed),
-            RouteSpec("/init_weights_update_group", post, "admin", self.init_group, "Join a trainer's group", GroupBody, True, failed),
-            RouteSpec("/update_weights_from_distributed", post, "admin", self.from_distributed, "From the group", DistributedBody, True, failed),
-            RouteSpec("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a group", DestroyBody, True, failed),
-            RouteSpec("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody, True, failed),
-            RouteSpec("/weights_checker", post, "admin", self.check, "Checksums of the weights", CheckBody, True, failed),
-            RouteSpec("/post_process_weights", post, "admin", self.post_process, "Nothing: updates are complete", PostProcessBody, True, failed),
-            RouteSpec("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody, True, failed),
-            RouteSpec("/save_sharded_state", post, "admin", self.save, "Weights to a folder of the operator", SaveBody, True, failed),
+            row("/pause_generation", post, "admin", self.pause, "Plan no more steps", PauseBody,
+                examples={"Requests stay where they are": {"mode": "in_place"}}),
+            row("/continue_generation", post, "admin", self.continue_, "Plan steps again", EmptyBody,
+                examples=_NOTHING),
+            row("/update_weights_from_disk", post, "admin", self.from_disk, "Weights from a checkpoint", DiskBody,
+                examples={"A folder": {"model_path": "/path/to/checkpoint"}}),
+            row("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody, octets=TensorQuery,
+                examples={"No tensors": {"serialized_named_tensors": [_NO_TENSORS]}}),
+            row("/cancel_weight_update", post, "admin", self.cancel, "Give up updates under way", EmptyBody,
+                examples=_NOTHING),
+            row("/init_weights_update_group", post, "admin", self.init_group, "Join a trainer's group", GroupBody,
+                examples=_TWO_RANKS),
+            row("/update_weights_from_distributed", post, "admin", self.from_distributed, "From the group", DistributedBody,
+                examples=_ONE_TENSOR),
+            row("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a group", DestroyBody,
+                examples={"The usual group": {}}),
+            row("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody,
+                examples={"The first two rows": {"name": _WEIGHT, "truncate_size": 2}}),
+            row("/weights_checker", post, "admin", self.check, "Checksums of the weights", CheckBody,
+                examples={"Checksums": {"action": "checksum"}, "Compare": {"action": "compare"}}),
+            row("/post_process_weights", post, "admin", self.post_process, "Nothing: updates are complete", PostProcessBody,
+                examples={"After an update": {"post_process_quantization": True}}),
+            row("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody,
+                examples={"A name": {"new_version": "2"}}),
+            row("/save_sharded_state", post, "admin", self.save, "Weights to a folder of the operator", SaveBody,
+                examples={"A new folder": {"path": "weights-1"}}),
             RouteSpec("/weight_version", get, "user", self.version, "What the weights are called"),
             RouteSpec("/get_weight_version", get, "user", self.version, "Alias of /weight_version"),
-            RouteSpec("/release_memory_occupation", post, "admin", self.release_memory, "Give memory back", MemoryBody, True, failed),
-            RouteSpec("/resume_memory_occupation", post, "admin", self.resume_memory, "Take memory again", MemoryBody, True, failed),
+            row("/release_memory_occupation", post, "admin", self.release_memory, "Give memory back", MemoryBody,
+                examples={"The KV cache": {"tags": ["kv_cache"]}}),
+            row("/resume_memory_occupation", post, "admin", self.resume_memory, "Take memory again", MemoryBody,
+                examples={"The KV cache": {"tags": ["kv_cache"]}}),
         ]
         # fmt: on
 

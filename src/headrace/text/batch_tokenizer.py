@@ -113,7 +113,7 @@ class AsyncDynamicBatchTokenizer:
         """Token ids of each text, with the special tokens the model begins with. Raises RequestError."""
         match input_format(texts):
             case InputFormat.CROSS_ENCODER_PAIRS:
-                raise RequestError("pairs of texts are for models that score them (cross-encoders)", "text")
+                raise RequestError("pairs of texts are supported for cross-encoders only", "text")
             case InputFormat.SINGLE_STRING:
                 assert isinstance(texts, str)
                 return [await self._encode_one(texts)]

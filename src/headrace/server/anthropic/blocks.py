@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.media_kinds import MediaKind
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import is_empty, without_neutral
 from headrace.server.anthropic.protocol import Block
@@ -43,7 +44,7 @@ FIELDS_OF_TYPE = {
     "tool_result": {"tool_use_id", "content", "is_error", "toolset_name"},
     "thinking": {"thinking", "signature"},
     "redacted_thinking": {"data"},
-    "image": {"source"},
+    MediaKind.IMAGE: {"source"},
     "document": {"source", "title", "context", "citations"},
     "search_result": {"source", "title", "content", "citations"},
 }
@@ -127,9 +128,9 @@ def _document(where: str, block: Block) -> list[Block]:
             pass
         case {"type": "content", "content": list(inner)}:
             places, blocks = read_blocks(f"{where}.source.content", inner)
-            images = [one for one in blocks if one.type == "image"]
+            images = [one for one in blocks if one.type == MediaKind.IMAGE]
             text = "\n".join(
-                block_text(place, one) for place, one in zip(places, blocks, strict=True) if one.type != "image"
+                block_text(place, one) for place, one in zip(places, blocks, strict=True) if one.type != MediaKind.IMAGE
             )
         case _:
             raise RequestError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace.errors import ContextLengthError, RequestError
 from headrace.grammar.schema_options import with_one_of_as_any_of
+from headrace.media_kinds import ImageRef, MediaKind
 from headrace.messages.neutral import is_empty
 from headrace.sampling.params import SamplingParams
 from headrace.server.anthropic.blocks import block_text, check_block, read_blocks
@@ -20,7 +21,7 @@ from headrace.server.anthropic.protocol import (
 )
 from headrace.server.anthropic.tools import choice_of, tools_of
 from headrace.server.chat.conversation import Conversation, Message, function_call
-from headrace.server.chat.media import asks_for, base64_image, image_part
+from headrace.server.chat.media import asks_for, base64_image, part_of
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""
@@ -221,7 +222,7 @@ def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
 
 def _user_part(where: str, block: Block) -> Message:
     """A part of what the user says: text or an image."""
-    if block.type == "image":
+    if block.type == MediaKind.IMAGE:
         return _image(where, block.source)
     (text,) = _texts([where], [block], "user")
     return {"type": "text", "text": text}
@@ -233,7 +234,7 @@ def _image(where: str, source: object) -> Message:
         case {"type": "base64", "data": str(data), **others} if asks_for(others) <= {"media_type"}:
             return base64_image(f"{where}.source.data", data)
         case {"type": "url", "url": str(url), **others} if url and not asks_for(others):
-            return image_part(url)
+            return part_of(ImageRef(url=url))
         case {"type": "file"}:
             raise RequestError(
                 f"{where}.source: there are no files here; send base64 or url",
@@ -255,15 +256,17 @@ def _result_content(where: str, content: object) -> str | list[Message]:
         raise RequestError(f"{where} must be a string or a list of blocks", where)
     places, blocks = read_blocks(where, content)
     for place, block in zip(places, blocks, strict=True):
-        if block.type not in ("text", "image"):
+        if block.type not in ("text", MediaKind.IMAGE):
             raise RequestError(
                 f"{place}: blocks of type {block.type[:50]!r} are not supported yet in the result of a tool",
                 f"{place}.type",
                 "unsupported_parameter",
             )
-    if any(block.type == "image" for block in blocks):
+    if any(block.type == MediaKind.IMAGE for block in blocks):
         return [
-            _image(place, block.source) if block.type == "image" else {"type": "text", "text": block_text(place, block)}
+            _image(place, block.source)
+            if block.type == MediaKind.IMAGE
+            else {"type": "text", "text": block_text(place, block)}
             for place, block in zip(places, blocks, strict=True)
         ]
     return "\n".join(block_text(place, block) for place, block in zip(places, blocks, strict=True))

@@ -2,7 +2,7 @@
 
 - conversation.py: messages, tools and choices, and their checks. Read it first.
 - prompt.py: renders and tokenizes a conversation, also for templates that know no tools.
-- media.py: images, sounds and videos as parts of messages, and in the prompt.
+- media.py: media as parts of messages, and in the prompt.
 - written_items.py: documents, and what a vendor's own tools did, as text.
 - custom_tools.py: tools that take a text instead of arguments.
 - reply_grammar.py: what the output must match.

@@ -133,7 +133,7 @@ async def chat_call(
             shorter = shorten(prompt.ids)
             if prompt.media and len(shorter) < len(prompt.ids):
                 raise RequestError(
-                    "truncate_prompt_tokens: a prompt with images, sounds or videos cannot be cut",
+                    "truncate_prompt_tokens: a prompt with media cannot be cut",
                     "truncate_prompt_tokens",
                 )
             prompt = dataclasses.replace(prompt, ids=shorter)
@@ -158,9 +158,7 @@ async def chat_call(
     params = msgspec.structs.replace(params, max_new_tokens=limit.strict)
     call = GenerateReqInput(
         input_ids=list(prompt.ids),
-        image_data=[*prompt.media.images] or None,
-        audio_data=[*prompt.media.sounds] or None,
-        video_data=[*prompt.media.videos] or None,
+        **prompt.media.native_fields(),
         sampling_params=params,
         **fields,
     )

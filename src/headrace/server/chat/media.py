@@ -1,7 +1,7 @@
-"""Images, sounds and videos in the messages of a conversation: as a part of a message's content, and as what a chat template reads.
+"""Media in the messages of a conversation: as a part of a message's content, and as what a chat template reads.
 
-Owns the parts (`image_part` and so on), and what stands for them in a template that reads text alone. Does not own the shapes of media in each
-API. Pure functions; any thread.
+Owns the parts (`part_of`), and what stands for them in a template that takes text only. Does not own the shapes of media in each API. Pure functions;
+any thread.
 """
 
 import re
@@ -11,20 +11,17 @@ from itertools import islice
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.messages.media import WORDS, AudioRef, ImageDetail, ImageRef, MediaKind, MediaRefs, VideoRef
+from headrace.media_kinds import AudioRef, ImageDetail, ImageRef, MediaKind, MediaRef, MediaRefs
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Message
 from headrace.text.tokenizers import RenderedPrompt, Segment
 
-AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus")
-"""Names of formats that are read; which one a file has, its content says."""
-
 _PRIVATE_USE = range(0x100000, 0x10FFFE)
 
 
-def image_part(url: str, detail: ImageDetail = "auto") -> Message:
-    """A part of a message's content that is an image. url: see `ImageRef.url`."""
-    return {"type": "image", "image": ImageRef(url=url, detail=detail)}
+def part_of(ref: MediaRef) -> Message:
+    """An item as a part of a message's content."""
+    return {"type": ref.kind.value, ref.kind.value: ref}
 
 
 def image_detail(where: str, detail: object) -> ImageDetail:
@@ -44,28 +41,31 @@ def base64_image(where: str, data: object) -> Message:
     """The part of an image that is given in base64, or as a `data:` URL of it. Raises RequestError for any other URL, and unless it is a text."""
     if not isinstance(data, str) or not data or (":" in data[:32] and data[:5].lower() != "data:"):
         raise RequestError(f"{where} must be the base64 text of an image", where)
-    return image_part(data)
+    return part_of(ImageRef(url=data))
 
 
 def base64_audio(where: str, given: object) -> Message:
-    """The part of a sound that is given in base64, as `input_audio` of OpenAI. Raises RequestError."""
+    """The part of audio that is given in base64, as `input_audio` of OpenAI. Raises RequestError."""
     data, name = (given.get("data"), given.get("format")) if isinstance(given, Mapping) else (None, None)
     if not isinstance(given, Mapping) or not isinstance(data, str):
-        raise RequestError(f'{where} must be an object with "data", the base64 text of a sound, and "format"', where)
+        raise RequestError(
+            f'{where} must be an object with "data", the base64 text of an audio file, and "format"', where
+        )
     if unknown := sorted(map(str, asks_for(given) - {"data", "format"})):
         raise RequestError(f"{where}: the field {unknown[0][:50]!r} is not known here", where)
     if not data:
-        raise RequestError(f"{where}.data is empty: it must be the base64 text of a sound", f"{where}.data")
+        raise RequestError(f"{where}.data is empty: it must be the base64 text of an audio file", f"{where}.data")
     if ":" in data[:32] and data[:5].lower() != "data:":
         raise RequestError(
-            f"{where}.data must be the base64 text of a sound; a URL goes into a part of type audio_url",
+            f"{where}.data must be the base64 text of an audio file; a URL goes into a part of type audio_url",
             f"{where}.data",
         )
-    if not is_empty(name) and str(name).lower() not in AUDIO_FORMATS:
+    if not is_empty(name) and str(name).lower() not in MediaKind.AUDIO.formats:
         raise RequestError(
-            f"{where}.format must be one of {', '.join(AUDIO_FORMATS)}, got {str(name)[:50]!r}", f"{where}.format"
+            f"{where}.format must be one of {', '.join(MediaKind.AUDIO.formats)}, got {str(name)[:50]!r}",
+            f"{where}.format",
         )
-    return audio_part(data)
+    return part_of(AudioRef(url=data))
 
 
 def asks_for(fields: Mapping[Any, object]) -> set[object]:
@@ -73,43 +73,26 @@ def asks_for(fields: Mapping[Any, object]) -> set[object]:
     return {name for name, value in fields.items() if not is_empty(value)}
 
 
-def audio_part(url: str) -> Message:
-    """A part of a message's content that is a sound. url: see `AudioRef.url`."""
-    return {"type": "audio", "audio": AudioRef(url=url)}
-
-
-def video_part(video: VideoRef) -> Message:
-    """A part of a message's content that is a video."""
-    return {"type": "video", "video": video}
-
-
 def is_media(part: object) -> bool:
-    """Whether a part of a message's content is an image, a sound or a video."""
+    """Whether a part of a message's content is media."""
     return _kind_of(part) is not None
 
 
 def _kind_of(part: object) -> MediaKind | None:
     if not isinstance(part, dict):
         return None
-    return next((kind for kind in WORDS if part.get("type") == kind), None)
+    return next((kind for kind in MediaKind if part.get("type") == kind), None)
 
 
 def media_in(messages: Iterable[Message]) -> MediaRefs:
     """The media of messages, each kind in its order."""
-    found: dict[MediaKind, list[Any]] = {"image": [], "audio": [], "video": []}
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if (kind := _kind_of(part)) is not None:
-                ref = part[kind]
-                assert isinstance(ref, ImageRef | AudioRef | VideoRef), "made by `image_part` and so on"
-                found[kind].append(ref)
-    return MediaRefs(*map(tuple, found.values()))
+    contents = (content for message in messages if isinstance(content := message.get("content"), list))
+    return MediaRefs.by_kind(part[kind] for content in contents for part in content if (kind := _kind_of(part)))
 
 
 def without_values(messages: Sequence[Message]) -> list[Message]:
-    """The messages with media as templates read them: `{"type": "image"}` and so on."""
-    return _replaced(messages, lambda kind: {"type": kind})
+    """The messages with media as templates read them, `{"type": KIND}`."""
+    return _replaced(messages, lambda kind: {"type": kind.value})
 
 
 def _replaced(messages: Sequence[Message], shown: Callable[[MediaKind], Message]) -> list[Message]:
@@ -162,15 +145,15 @@ class MediaMarks:
 
 def media_renamed(error: RequestError) -> RequestError:
     """An error of the engine about `image_data` and so on, as one about the media of messages; any other as it is."""
-    for words in WORDS.values():
-        if error.param == words.field:
+    for kind in MediaKind:
+        if error.param == kind.field:
             error.param = "messages"
             error.message = re.sub(
-                rf"^{words.field}\[(\d+)\]",
-                lambda found, one=words.one: f"{one} {int(found[1]) + 1} of the messages",  # type: ignore[misc]
+                rf"^{kind.field}\[(\d+)\]",
+                lambda found, one=kind.one: f"{one} {int(found[1]) + 1} of the messages",  # type: ignore[misc]
                 error.message,
             )
-            error.message = re.sub(rf"^{words.field}\b", "messages", error.message)
+            error.message = re.sub(rf"^{kind.field}\b", "messages", error.message)
             break
     return error
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from headrace.errors import RequestError
-from headrace.messages.media import NO_REFS, WORDS, MediaKind, MediaRefs
+from headrace.media_kinds import NO_REFS, MediaKind, MediaRefs
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import (
     ROLES,
@@ -38,7 +38,7 @@ _THINKING = ("enable_thinking", "thinking")
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """ids: of the rendered conversation. tail: the end of its text. marks: of the ids, those that mean something to the model's output format.
-    media: for each image token of the ids an image, and so on."""
+    media: an item for each of its media tokens."""
 
     ids: list[int]
     tail: str
@@ -112,8 +112,8 @@ def _with_media(
     """The prompt of messages with media: as the template writes them, or, of a template that does not, with a token in their place. Raises
     RequestError."""
     context.check_media(media)
-    kinds: list[MediaKind] = [kind for kind in WORDS if media.of(kind)]
-    tokens = {kind: context.model.senses.tokens[kind] for kind in kinds}
+    kinds = [kind for kind in MediaKind if media.of(kind)]
+    tokens = {kind: context.model.media_support.tokens[kind] for kind in kinds}
 
     def missing(prompt: ChatPrompt) -> tuple[MediaKind, int] | None:
         """A kind of which the prompt has not as many tokens as there are items, and how many it has."""
@@ -134,7 +134,7 @@ def _with_media(
     if (lost := missing(prompt)) is not None:
         kind, found = lost
         raise RequestError(
-            f"the chat template leaves {found} of the {len(media.of(kind))} {WORDS[kind].many}: it does not show all messages",
+            f"the chat template leaves {found} of the {len(media.of(kind))} {kind.many}: it does not show all messages",
             "messages",
         )
     return prompt

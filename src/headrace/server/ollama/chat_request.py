@@ -103,7 +103,7 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
     for name in ("audios", "videos"):
         if not is_empty(getattr(message, name)):
             raise RequestError(
-                f"{where}.{name} is not supported: /v1/chat/completions takes sounds and videos",
+                f"{where}.{name} is not supported: /v1/chat/completions takes audio and videos",
                 f"{where}.{name}",
                 "unsupported_parameter",
             )

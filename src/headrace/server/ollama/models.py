@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.config.names import LATEST
 from headrace.errors import NotFoundError, RequestError
+from headrace.media_kinds import MediaKind
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.notes import HeaderNotes
@@ -164,7 +165,7 @@ class OllamaModelsAPI:
             return ["embedding"] if model.pooling.task == "embed" else []
         has_chat = found is not None and model.chat_template is not None
         tools = ["tools"] if has_chat and found is not None and found.has_tools else []
-        vision = ["vision"] if "image" in model.senses.tokens else []
+        vision = ["vision"] if MediaKind.IMAGE in model.media_support.tokens else []
         fills = FillInMiddle.of(model.tokenizer) is not None
         return [
             "completion",

@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.frontend.prompts import refuse_routed_experts
 from headrace.frontend.sample_update import LogprobItem, PromptProgress, SampleUpdate
+from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Asker, ServingContext
@@ -77,9 +79,7 @@ class UsageCount:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    image_tokens: int = 0
-    audio_tokens: int = 0
-    video_tokens: int = 0
+    media_tokens: Counter[MediaKind] = field(default_factory=Counter)
     guessed: SpeculationCounts | None = None
 
     def add(self, update: SampleUpdate) -> None:
@@ -89,19 +89,17 @@ class UsageCount:
         if update.index % self.num_samples == 0:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
-            self.image_tokens += usage.image_tokens
-            self.audio_tokens += usage.audio_tokens
-            self.video_tokens += usage.video_tokens
+            self.media_tokens.update(usage.media_tokens)
         if update.speculation is not None:
             self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
         """The counts so far."""
         details = None
-        media = [count or None for count in (self.image_tokens, self.audio_tokens, self.video_tokens)]
-        if self.report_cached or any(media):
+        media = {kind.tokens_field: count for kind, count in self.media_tokens.items() if count}
+        if self.report_cached or media:
             cached = self.cached_tokens if self.report_cached else None
-            details = PromptTokensDetails(cached, *media)
+            details = PromptTokensDetails(cached, **media)
         guesses = None
         if self.guessed is not None:
             right = self.guessed.num_right

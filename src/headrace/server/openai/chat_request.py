@@ -6,6 +6,7 @@ Owns the checks of a chat request's messages and tools. Pure functions, run in t
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
+from headrace.media_kinds import PARTS, MediaKind
 from headrace.messages.neutral import asks_for_nothing, is_empty
 from headrace.server.chat.conversation import (
     Conversation,
@@ -25,7 +26,7 @@ from headrace.server.openai.media_parts import SERVED, media_part
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
 from headrace.server.openai.thinking import AskedThinking, asked_thinking
 
-_MESSAGE_FIELDS_NOT_YET = ("audio", "prefix", "partial", "images", "audios", "videos")
+_MESSAGE_FIELDS_NOT_YET = ("audio", "prefix", "partial", *(kind.plural for kind in MediaKind))
 _MAY_BE_EMPTY = ("assistant", "tool", "function")
 """Roles whose messages may say nothing: a tool returned nothing, or the model did."""
 
@@ -35,7 +36,7 @@ _ROLE_OF = {"developer": "system", "function": "tool"}
 OLD_CALL_ID = "call_0"
 """The id of every `function_call`, of which a message has only one."""
 
-_OTHER_PART_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "file")
+_OTHER_PART_FIELDS = (*PARTS, "file")
 
 
 def conversation_of(

@@ -1,53 +1,51 @@
-"""Parts of messages that are images, sounds or videos, in the shapes of OpenAI's chat completions and of other servers.
+"""Parts of messages that are media (`MediaKind.parts`), in the shapes of OpenAI's chat completions and of other servers.
 
-Owns the types `image_url`, `input_audio`, and of vLLM and SGLang `audio_url` and `video_url`. Pure functions; any thread.
+Owns how each type is read. Pure functions; any thread.
 """
 
 from collections.abc import Callable, Mapping
 
 from headrace.errors import RequestError
-from headrace.frontend.media import checked_video, video_of_url
-from headrace.messages.media import DEFAULT_FPS, ImageRef, VideoRef
+from headrace.media_kinds import DEFAULT_FPS, PARTS, REFS, ImageRef, VideoRef
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Message
-from headrace.server.chat.media import asks_for, audio_part, base64_audio, image_detail, image_part, video_part
+from headrace.server.chat.media import asks_for, base64_audio, image_detail, part_of
 from headrace.server.openai.protocol import ContentPart
 
-SERVED = "text, image_url, input_audio, audio_url, video_url, and file with a text"
+SERVED = f"text, {', '.join(PARTS)}, and file with a text"
 
 _OTHERS = ("text", "file", "refusal")
 
 
 def media_part(where: str, part: ContentPart) -> Message | None:
     """The part as the engine takes it; None = it is of another type. Raises RequestError."""
-    if (read := _READERS.get(part.type)) is None:
+    if (kind := PARTS.get(part.type)) is None:
         return None
-    for name in (*_OTHERS, *(_READERS.keys() - {part.type})):
+    for name in (*_OTHERS, *(PARTS.keys() - {part.type})):
         if not is_empty(getattr(part, name)):
             raise RequestError(f"{where}.{name} does not belong to a part of type {part.type}", f"{where}.{name}")
-    return read(f"{where}.{part.type}", getattr(part, part.type))
+    where, given = f"{where}.{part.type}", getattr(part, part.type)
+    if (read := _READERS.get(part.type)) is not None:
+        return read(where, given)
+    return part_of(REFS[kind].of_text(where, _url(where, given)[0]))
 
 
-def _image(where: str, given: object) -> Message:
+def _image(where: str, given: object) -> ImageRef:
     url, others = _url(where, given, "detail")
-    return image_part(url, image_detail(f"{where}.detail", others.get("detail")))
-
-
-def _audio(where: str, given: object) -> Message:
-    return audio_part(_url(where, given)[0])
+    return ImageRef(url=url, detail=image_detail(f"{where}.detail", others.get("detail")))
 
 
 def _video(where: str, given: object) -> Message:
     """Of frames: in one URL, or as images."""
     if not isinstance(given, Mapping) or "frames" not in given:
         url, others = _url(where, given, "fps")
-        return video_part(checked_video(where, video_of_url(where, url, _fps(where, others))))
+        return part_of(VideoRef.of_text(where, url, _fps(where, others)).checked(where))
     _check_names(where, given, "frames", "fps")
     frames = given["frames"]
     if not isinstance(frames, list):
         raise RequestError(f"{where}.frames must be a list of images", f"{where}.frames")
-    images = tuple(_frame(f"{where}.frames[{number}]", frame) for number, frame in enumerate(frames))
-    return video_part(checked_video(where, VideoRef(frames=images, fps=_fps(where, given))))
+    images = tuple(_image(f"{where}.frames[{number}]", frame) for number, frame in enumerate(frames))
+    return part_of(VideoRef(frames=images, fps=_fps(where, given)).checked(where))
 
 
 def _fps(where: str, given: Mapping[str, object]) -> float:
@@ -57,12 +55,6 @@ def _fps(where: str, given: Mapping[str, object]) -> float:
     if isinstance(fps, bool) or not isinstance(fps, int | float):
         raise RequestError(f"{where}.fps must be a number", f"{where}.fps")
     return float(fps)
-
-
-def _frame(where: str, given: object) -> ImageRef:
-    ref = _image(where, given)["image"]
-    assert isinstance(ref, ImageRef), "a part of an image"
-    return ref
 
 
 def _url(where: str, given: object, *names: str) -> tuple[str, Mapping[str, object]]:
@@ -87,8 +79,8 @@ def _check_names(where: str, given: Mapping[str, object], *names: str) -> None:
 
 
 _READERS: dict[str, Callable[[str, object], Message]] = {
-    "image_url": _image,
+    "image_url": lambda where, given: part_of(_image(where, given)),
     "input_audio": base64_audio,
-    "audio_url": _audio,
     "video_url": _video,
 }
+"""Of types whose value is more than a URL."""

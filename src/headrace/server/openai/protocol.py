@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
+from headrace.media_kinds import MediaParts
 from headrace.messages.neutral import asks_for_nothing
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
@@ -298,7 +299,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         return self.logprobs or 0
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ContentPart(MediaParts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of a message: text, or media (`media_parts`); others are refused by their type, with the fields they have.
 
     cache_control, prompt_cache_breakpoint: hints for caches that work by marks; accepted without effect.
@@ -306,10 +307,6 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     type: str
     text: str | None = None
-    image_url: object | None = None
-    input_audio: object | None = None
-    audio_url: object | None = None
-    video_url: object | None = None
     file: object | None = None
     refusal: object | None = None
     cache_control: object | None = None

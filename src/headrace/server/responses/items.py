@@ -7,10 +7,11 @@ serves HTTP.
 from collections.abc import Callable, Mapping, Sequence
 
 from headrace.errors import RequestError
+from headrace.media_kinds import ImageRef
 from headrace.messages.neutral import is_empty
 from headrace.server.chat.conversation import Message, calls_of, check_history, function_call
 from headrace.server.chat.custom_tools import custom_call
-from headrace.server.chat.media import base64_audio, image_detail, image_part
+from headrace.server.chat.media import base64_audio, image_detail, part_of
 from headrace.server.chat.written_items import file_text, written_out
 from headrace.server.responses.tools import shown_name
 
@@ -158,7 +159,7 @@ class _Messages:
             raise RequestError(f"{where}.role is missing", f"{where}.role")
         content = content_parts(f"{where}.content", item.get("content"), may_be_empty=role in _MAY_BE_EMPTY)
         if role != "user" and isinstance(content, list):
-            raise RequestError(f"{where}.content: images and sounds belong to the role user", f"{where}.content")
+            raise RequestError(f"{where}.content: images and audio belong to the role user", f"{where}.content")
         self.text("system" if role == "developer" else role, content)
 
     def _reasoning(self, where: str, item: Item) -> None:
@@ -221,7 +222,7 @@ def _joined_contents(contents: Sequence[str | list[Message]], between: str) -> s
 
 
 def content_parts(where: str, content: object, may_be_empty: bool = False) -> str | list[Message]:
-    """A content as one text or, with images and sounds, as parts. Raises RequestError for parts of other types."""
+    """A content as one text or, with images and audio, as parts. Raises RequestError for parts of other types."""
     if not isinstance(content, list) or not any(map(_is_media, content)):
         return content_text(where, content, may_be_empty)
     return [
@@ -252,7 +253,7 @@ def _image(where: str, part: Mapping[str, object]) -> Message:
     url = part.get("image_url")
     if not isinstance(url, str) or not url:
         raise RequestError(f"{where}.image_url must be a URL", f"{where}.image_url")
-    return image_part(url, image_detail(f"{where}.detail", part.get("detail")))
+    return part_of(ImageRef(url=url, detail=image_detail(f"{where}.detail", part.get("detail"))))
 
 
 def content_text(where: str, content: object, may_be_empty: bool = False) -> str:

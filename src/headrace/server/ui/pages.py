@@ -3,6 +3,8 @@
 Runs in the event loop that serves HTTP.
 """
 
+from functools import partial
+
 from headrace.errors import NotFoundError
 from headrace.server.http import Exchange, Headers, send_response
 from headrace.server.routes import RouteSpec
@@ -13,7 +15,7 @@ POLICY = (
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
 """Content-Security-Policy of every file: nothing from other hosts, no inline scripts or styles, no HTML from strings but
-DOMPurify's. data: is for the images and sounds that a user sends."""
+DOMPurify's. data: is for the images and audio that a user sends."""
 
 _HEADERS: Headers = [
     (b"cache-control", b"no-cache"),
@@ -32,13 +34,13 @@ class UiPages:
 
     def routes(self, has_docs: bool) -> list[RouteSpec]:
         """Their rows of the route table. has_docs: there is an /openapi.json to show."""
-        get = ("GET",)
+        get, row = ("GET",), partial(RouteSpec, in_schema=False, with_replicas=True)
         routes = [
-            RouteSpec("/ui", get, "public", redirect_to_ui, "Web pages: chat, dashboard and API", in_schema=False),
-            RouteSpec("/ui/{path:path}", get, "public", self.file, "A file of the web pages", in_schema=False),
+            row("/ui", get, "public", redirect_to_ui, "Web pages: chat, dashboard and API"),
+            row("/ui/{path:path}", get, "public", self.file, "A file of the web pages"),
         ]
         if has_docs:
-            routes.append(RouteSpec("/docs", get, "public", redirect_to_docs, "The API, to try it", in_schema=False))
+            routes.append(row("/docs", get, "public", redirect_to_docs, "The API, to try it"))
         return routes
 
     async def file(self, exchange: Exchange) -> None:

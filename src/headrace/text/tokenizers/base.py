@@ -190,7 +190,7 @@ class Tokenizer:
             return twin.post_process(first, second[0] if second else None, add_special_tokens=True)
         except Exception as error:  # the library raises bare Exception where the other text of a pair leaves no room
             raise RequestError(
-                f"the pair cannot be cut to {most_tokens} tokens: {error}", "truncate_prompt_tokens"
+                f"the pair cannot be truncated to {most_tokens} tokens: {error}", "truncate_prompt_tokens"
             ) from None
 
     def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:

@@ -256,7 +256,7 @@ def _word_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenize
         vocab[token] = index
     names = list(vocab)
     if len(names) != len(tokens):
-        raise ModelError(f"{file.path.name}: tokens of the tokenizer repeat")
+        raise ModelError(f"{file.path.name}: the tokenizer has duplicate tokens")
     special: dict[str, str] = {}
     for name, keys, usual in (
         ("cls", ("cls", "bos"), "[CLS]"),

@@ -3,7 +3,7 @@
 import { byId, h, say, toast } from './dom.js';
 import { EXTENSIONS, IMAGES, counted, kindOf, read, typeOf, view } from './media.js';
 
-const REFUSALS = { image: 'This model does not see images.', sound: 'This model does not hear sounds.' };
+const REFUSALS = { image: 'This model does not support images.', sound: 'This model does not support audio.' };
 const READ = { image: 'no PNG, JPEG, WEBP, GIF or BMP image', sound: 'no WAV, FLAC, OGG or MP3 sound' };
 const ACCEPTED = { image: IMAGES, sound: EXTENSIONS };
 const input = byId('input');

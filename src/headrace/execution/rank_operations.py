@@ -1,0 +1,69 @@
+"""Control operations that every rank answers (`at="ranks"` in `messages.operations`): a function of the row's name each.
+
+They only read: they run beside the steps of this rank. Also how an answer crosses a `Group`, which gathers numbers.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.attention.base import KvPool
+from headrace.child_pool.child_side import resident_bytes
+from headrace.errors import ExecutionError, HeadraceError, RequestError
+from headrace.messages.faults import fault_of
+from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered
+from headrace.models.spec import Model
+
+REPLY_BYTES = 1024
+"""Of an answer of one rank."""
+COLUMNS = 2 + REPLY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """What an operation may read. rank: its number."""
+
+    rank: int
+    model: Model
+    pool: KvPool
+
+
+def ranks(view: RankView, request: Nothing) -> RankInfo:
+    """The process of this rank, and what it keeps in memory."""
+    weight_bytes = round(sum(weight.num_bytes for weight in view.model.weights()))
+    return RankInfo(view.rank, os.getpid(), resident_bytes(), weight_bytes, view.pool.num_bytes)
+
+
+WORK: Mapping[str, Callable[[RankView, Any], object]] = {"ranks": ranks}
+"""The function of each operation, by its name."""
+
+
+def answer(view: RankView, message: OperationReq) -> OperationReply:
+    """What one rank replies to an operation, or why it does not."""
+    try:
+        if message.name not in WORK:
+            raise RequestError(f"ranks have no operation {message.name!r:.40}")
+        request = OPERATIONS[message.name].request_of(message)
+        return answered(message.id, WORK[message.name](view, request))
+    except HeadraceError as error:
+        return OperationReply(message.id, fault=fault_of(error))
+
+
+def row_of(reply: OperationReply) -> torch.Tensor:
+    """float32[1, COLUMNS], a byte in each, which a group can gather."""
+    data = msgspec.msgpack.encode(reply)
+    if len(data) > REPLY_BYTES:
+        too_long = ExecutionError(f"the answer of a rank has {len(data)} bytes, at most {REPLY_BYTES} are sent")
+        data = msgspec.msgpack.encode(OperationReply(reply.id, fault=fault_of(too_long)))
+    whole = len(data).to_bytes(2, "little") + data.ljust(REPLY_BYTES, b"\0")
+    return torch.frombuffer(bytearray(whole), dtype=torch.uint8).float()[None]
+
+
+def reply_of(row: torch.Tensor) -> OperationReply:
+    """The inverse of `row_of`."""
+    whole = bytes(row.int().tolist())
+    return msgspec.msgpack.decode(whole[2 : 2 + int.from_bytes(whole[:2], "little")], type=OperationReply)

@@ -1,0 +1,189 @@
+"""LLaVA 1.5, Pixtral and others with a CLIP, SigLIP or Pixtral tower; Mistral 3; LLaVA-NeXT (LLaVA 1.6) and LLaVA-OneVision (images)."""
+
+from typing import Any
+
+import msgspec
+
+from headrace.checkpoint.family import Family, Vision
+from headrace.checkpoint.image_processors import ImageSettings
+from headrace.checkpoint.media_config import MediaConfig, VisionConfig, clip, image_token, pixtral, siglip
+from headrace.checkpoint.media_keys import MediaKeys, NotServedError
+from headrace.errors import ModelError
+from headrace.multimodal.layout import ItemFacts, TokenLayout
+from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
+from headrace.multimodal.tokens import KindTokens, Tokens, check_side
+
+
+def _llava_tower(keys: MediaKeys, vision: MediaKeys) -> tuple[VisionConfig, bool]:
+    """The tower as far as it is computed, and whether its first token is dropped."""
+    kind = vision.name("model_type", "clip_vision_model")
+    towers = {"clip_vision_model": clip, "siglip_vision_model": siglip, "pixtral": pixtral}
+    if kind not in towers:
+        raise NotServedError(f"the vision tower {kind!r:.80} is not served; those of these are: {', '.join(towers)}")
+    tower = towers[kind](vision)
+    layer = keys.config.get(
+        "vision_feature_layer", -2 if keys.config.get("model_type") in ("llava", "llava_next") else -1
+    )
+    if not isinstance(layer, int):
+        raise NotServedError("vision_feature_layer names several layers; only one is served")
+    # hidden_states[0] is what the first layer takes, and the last one is what the last layer gives.
+    num_layers = layer if layer >= 0 else tower.num_layers + 1 + layer
+    if not 0 <= num_layers <= tower.num_layers:
+        raise ModelError(f"{keys.origin}: vision_feature_layer is {layer}, but the tower has {tower.num_layers} layers")
+    strategy = keys.name("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise ModelError(f"{keys.origin}: vision_feature_select_strategy is {strategy!r:.80}; expected default or full")
+    drops = strategy == "default"
+    if kind == "pixtral":
+        drops = False
+        if strategy == "default" and keys.config.get("model_type") == "llava":
+            raise NotServedError("the strategy 'default' drops a patch of a Pixtral tower; only 'full' is served")
+    return msgspec.structs.replace(tower, num_layers=num_layers), drops
+
+
+def _llava(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    tower, drops = _llava_tower(keys, vision)
+    return MediaConfig(
+        family="llava",
+        image_token_id=image_token(keys, 32000),
+        vision=tower,
+        drops_first=drops,
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", True),
+    )
+
+
+def _llava_next(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    vision.must_be("model_type", "clip_vision_model", "siglip_vision_model", default="clip_vision_model")
+    has_first = vision.name("model_type", "clip_vision_model") == "clip_vision_model"
+    keys.must_be("vision_feature_select_strategy", "default" if has_first else "full", default="default")
+    tower, drops = _llava_tower(keys, vision)
+    sizes = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+    return MediaConfig(
+        family="llava_next",
+        image_token_id=image_token(keys, 32000),
+        vision=tower,
+        drops_first=drops,
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", True),
+        pinpoints=_pinpoints(keys, tower.image_size, sizes),
+    )
+
+
+def _llava_onevision(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    vision.must_be("model_type", "siglip_vision_model", default="siglip_vision_model")
+    keys.must_be("vision_feature_select_strategy", "full", default="full")
+    tower, _ = _llava_tower(keys, vision)
+    aspect = keys.name("vision_aspect_ratio", "anyres_max_9")
+    digits = aspect.removeprefix("anyres_max_")
+    if digits == aspect or not digits.isdecimal() or int(digits) < 1:
+        raise NotServedError(f"vision_aspect_ratio is {aspect!r:.80} in {keys.origin}; only anyres_max_N is served")
+    sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
+    return MediaConfig(
+        family="llava_onevision",
+        image_token_id=image_token(keys, 151646),
+        vision=tower,
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", True),
+        pinpoints=_pinpoints(keys, tower.image_size, sizes),
+        max_tiles=int(digits),
+    )
+
+
+def _pinpoints(keys: MediaKeys, side: int, default: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    found = keys.config.get("image_grid_pinpoints")
+    if found is None:
+        found = list(map(list, default))
+    if not isinstance(found, list) or not found:
+        raise ModelError(f"{keys.origin}: image_grid_pinpoints is {found!r:.80}; expected a list of sizes")
+    for size in found:
+        if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
+            raise ModelError(f"{keys.origin}: image_grid_pinpoints holds {size!r:.80}; expected a height and a width")
+        if any(each % side for each in size):
+            raise NotServedError(f"image_grid_pinpoints holds {size}, which tiles of {side} pixels do not fill")
+    return tuple((height, width) for height, width in found)
+
+
+def _mistral3(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    vision.must_be("model_type", "pixtral", default="pixtral")
+    tower, _ = _llava_tower(keys, vision)
+    return MediaConfig(
+        family="mistral3",
+        image_token_id=image_token(keys, 10),
+        vision=msgspec.structs.replace(tower, merge_size=keys.count("spatial_merge_size", default=2)),
+        projector_act=keys.act("projector_hidden_act", "gelu"),
+        projector_bias=keys.says("multimodal_projector_bias", False),
+    )
+
+
+def _fixed_tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
+    if media.vision.tower == "pixtral":
+        return _pixtral_tokens(media, settings, tokens, config)
+    vision = media.vision
+    check_side(settings, vision.image_size)
+    num_tokens = (vision.image_size // vision.patch_size) ** 2
+    num_tokens += vision.tower == "clip"
+    num_tokens -= media.drops_first
+    layout = tokens.layout([tokens.row] * num_tokens)
+    return KindTokens(tokens.row, lambda facts: layout)
+
+
+def _pixtral_tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
+    """A token after each row of patches, and another one after the last."""
+    side = settings.patch_size * settings.merge_size
+    after_row, after_image = tokens.id("[IMG_BREAK]"), tokens.id("[IMG_END]")
+
+    def layout(facts: ItemFacts) -> TokenLayout:
+        rows, columns = facts.shape[2] // side, facts.shape[3] // side
+        ids = ([tokens.row] * columns + [after_row]) * rows
+        ids[-1] = after_image
+        return tokens.layout(ids)
+
+    return KindTokens(tokens.row, layout)
+
+
+def _anyres_tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
+    """The whole image, and a larger one without the black around it, with a token at the end of each row; or the former alone, with one token."""
+    vision = media.vision
+    if settings.recipe != "anyres" or settings.size.height != vision.image_size:
+        raise ModelError(f"the image processor does not make tiles of {vision.image_size} x {vision.image_size} pixels")
+    side = vision.image_size // vision.patch_size
+    if settings.pinpoints != media.pinpoints:
+        raise ModelError("image_grid_pinpoints of the image processor are not those of the model")
+
+    def layout(facts: ItemFacts) -> TokenLayout:
+        if facts.shape[0] == 1:
+            return tokens.layout([tokens.row] * (side * side + 1))
+        _, height, width = facts.grid
+        tall, wide = best_resolution(height, width, settings.pinpoints)
+        rows, columns = (each // vision.image_size * side for each in (tall, wide))
+        rows, columns = shrunk(*without_border(height, width, rows, columns), media.max_tiles * side**2)
+        return tokens.layout([tokens.row] * (side * side + rows * columns + rows))
+
+    return KindTokens(tokens.row, layout)
+
+
+def _pixtral_settings(media: MediaConfig, settings: ImageSettings) -> ImageSettings:
+    """Patches that are merged are resized to as one: transformers' processor passes it so."""
+    if media.vision.tower != "pixtral":
+        return settings
+    if settings.recipe != "pixtral":
+        raise ModelError("a Pixtral tower needs a PixtralImageProcessor")
+    vision = media.vision
+    merge = vision.merge_size if media.family == "mistral3" else 1
+    return msgspec.structs.replace(settings, patch_size=vision.patch_size, merge_size=merge)
+
+
+FAMILY = Family(
+    vision={
+        "llava": Vision(read=_llava, tokens=_fixed_tokens, settings=_pixtral_settings, image_processor="CLIP"),
+        "mistral3": Vision(
+            read=_mistral3, tokens=_pixtral_tokens, settings=_pixtral_settings, image_processor="Pixtral", tied=True
+        ),
+        "llava_next": Vision(read=_llava_next, tokens=_anyres_tokens, image_processor="LlavaNext"),
+        # It was trained with tiles of an image that is the only one of its prompt, and with several as squares.
+        "llava_onevision": Vision(
+            read=_llava_onevision, tokens=_anyres_tokens, image_processor="LlavaOnevision", several_are_squares=True
+        ),
+    }
+)

@@ -1,0 +1,218 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the text models of Qwen2 and Qwen3 with positions in three parts."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from headrace.checkpoint.family import Decoder, Family, Vision
+from headrace.checkpoint.image_processors import ImageSettings
+from headrace.checkpoint.media_config import MediaConfig, VisionConfig, image_token, numbers, theta
+from headrace.checkpoint.media_keys import MediaKeys, NotServedError
+from headrace.errors import ModelError
+from headrace.families import qwen2, qwen3
+from headrace.multimodal.layout import ItemFacts, TokenLayout
+from headrace.multimodal.tokens import KindTokens, Tokens, Vocabulary, check_patches, token_of
+
+_QWEN2: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "attention_bias": True,
+}
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 128000,
+    "rope_theta": 5e5,
+}
+
+_QWEN2_TEXT = Decoder(name="qwen2", options=qwen2.OPTIONS, sliding="upper", defaults=_QWEN2, is_inner=True)
+
+
+def _qwen2_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    size = vision.count("embed_dim", default=1280)
+    tower = VisionConfig(
+        tower="qwen2_vl",
+        hidden_size=size,
+        num_layers=vision.count("depth", default=32),
+        **vision.heads(size, "num_heads", 16, 4),
+        intermediate_size=int(size * vision.positive("mlp_ratio", 4)),
+        hidden_act=vision.act("hidden_act", "quick_gelu"),
+        norm_eps=1e-6,
+        patch_size=vision.count("patch_size", default=14),
+        num_channels=vision.count("in_channels", default=3),
+        rope_theta=theta(vision),
+        temporal_patch_size=vision.count("temporal_patch_size", default=2),
+        merge_size=vision.count("spatial_merge_size", default=2),
+        out_size=vision.count("hidden_size", default=3584),
+    )
+    return MediaConfig(
+        family="qwen2_vl", image_token_id=image_token(keys, 151655), vision=tower, rope_sections=_sections(keys)
+    )
+
+
+def _qwen2_5_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    size = vision.count("hidden_size", default=3584)
+    tower = VisionConfig(
+        tower="qwen2_5_vl",
+        hidden_size=size,
+        num_layers=vision.count("depth", default=32),
+        **vision.heads(size, "num_heads", 16, 4),
+        intermediate_size=vision.count("intermediate_size", default=3420),
+        hidden_act=vision.act("hidden_act", "silu", gated=True),
+        norm_eps=1e-6,
+        patch_size=vision.count("patch_size", default=14),
+        num_channels=vision.count("in_channels", default=3),
+        rope_theta=theta(vision),
+        temporal_patch_size=vision.count("temporal_patch_size", default=2),
+        merge_size=vision.count("spatial_merge_size", default=2),
+        window_size=vision.count("window_size", default=112),
+        full_layers=numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        places_per_second=vision.positive("tokens_per_second", 4),
+        out_size=vision.count("out_hidden_size", default=3584),
+    )
+    return MediaConfig(
+        family="qwen2_5_vl", image_token_id=image_token(keys, 151655), vision=tower, rope_sections=_sections(keys)
+    )
+
+
+def _qwen3_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    size = vision.count("hidden_size", default=1152)
+    depth = vision.count("depth", default=27)
+    deep = numbers(vision, "deepstack_visual_indexes", (8, 16, 24))
+    if list(deep) != sorted(set(deep)) or any(not 0 <= layer < depth for layer in deep):
+        raise NotServedError(f"deepstack_visual_indexes {list(deep)} of {depth} layers do not ascend")
+    num_text_layers = (keys.optional_object("text_config") or {}).get("num_hidden_layers", 32)
+    if isinstance(num_text_layers, int) and len(deep) >= num_text_layers:
+        raise NotServedError(
+            f"images add to {len(deep)} layers of a text model of {num_text_layers}; to the last none can be added"
+        )
+    tower = VisionConfig(
+        tower="qwen3_vl",
+        hidden_size=size,
+        num_layers=depth,
+        **vision.heads(size, "num_heads", 16, 4),
+        intermediate_size=vision.count("intermediate_size", default=4304),
+        hidden_act=vision.act("hidden_act", "gelu_pytorch_tanh"),
+        norm_eps=1e-6,
+        patch_size=vision.count("patch_size", default=16),
+        num_channels=vision.count("in_channels", default=3),
+        rope_theta=theta(vision),
+        temporal_patch_size=vision.count("temporal_patch_size", default=2),
+        merge_size=vision.count("spatial_merge_size", default=2),
+        out_size=vision.count("out_hidden_size", default=3584),
+        num_positions=vision.count("num_position_embeddings", default=2304),
+        deep_layers=deep,
+    )
+    return MediaConfig(
+        family="qwen3_vl",
+        image_token_id=image_token(keys, 151655),
+        vision=tower,
+        rope_sections=_sections(keys, (24, 20, 20)),
+        rope_interleaved=_text_rope(keys).says("mrope_interleaved", True),
+    )
+
+
+def _sections(keys: MediaKeys, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Pairs of a head that turn by time, height and width."""
+    sections = numbers(_text_rope(keys), "mrope_section", default)
+    if len(sections) != 3 or min(sections) < 0:
+        raise ModelError(f"{keys.origin}: mrope_section is {list(sections)!r:.80}; expected three numbers")
+    return sections
+
+
+def _text_rope(keys: MediaKeys) -> MediaKeys:
+    """How the text model rotates."""
+    text = MediaKeys(keys.optional_object("text_config") or keys.config, keys.origin)
+    rope = text.optional_object("rope_parameters") or text.optional_object("rope_scaling") or {}
+    return MediaKeys(rope, keys.origin)
+
+
+def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
+    check_patches(media, settings, "image")
+    merged = media.vision.merge_size**2
+
+    def layout(facts: ItemFacts) -> TokenLayout:
+        return tokens.layout([tokens.row] * (math.prod(facts.grid) // merged))
+
+    return KindTokens(tokens.row, layout)
+
+
+def _video_tokens(
+    media: MediaConfig, settings: ImageSettings, vocabulary: Vocabulary, config: dict[str, Any]
+) -> KindTokens:
+    """All rows one after the other, or, of Qwen3-VL, those of each step in time between two tokens, after its time in seconds."""
+    # Who reads a config needs neither.
+    import numpy as np
+
+    from headrace.messages.media import time_places
+
+    tokens = Tokens(vocabulary, token_of(config, "video_token_id", 151656))
+    check_patches(media, settings, "video")
+    merged = media.vision.merge_size**2
+    tokens.text(tokens.row)
+    if media.family != "qwen3_vl":
+
+        def plain(facts: ItemFacts) -> TokenLayout:
+            layout = tokens.layout([tokens.row] * (math.prod(facts.grid) // merged))
+            last = np.array([facts.grid[0] - 1])
+            num_places = int(time_places(last, media.vision.places_per_second * facts.step_s or 1.0)[0]) + 1
+            return replace(layout, extra_places=max(0, num_places - layout.num_rows))
+
+        return KindTokens(tokens.row, plain)
+    begin, end = tokens.id("<|vision_start|>"), tokens.id("<|vision_end|>")
+
+    def layout(facts: ItemFacts) -> TokenLayout:
+        steps, height, width = facts.grid
+        together = media.vision.temporal_patch_size
+        fps = together / facts.step_s
+        ids: list[int] = []
+        for first in range(0, steps * together, together):
+            last = min(first + together, facts.num_frames) - 1
+            ids += tokens.ids(f"<{(first / fps + last / fps) / 2:.1f} seconds>")
+            ids += [begin, *[tokens.row] * (height * width // merged), end]
+        return tokens.layout(ids)
+
+    return KindTokens(tokens.row, layout)
+
+
+FAMILY = Family(
+    decoders={
+        "qwen2_vl_text": _QWEN2_TEXT,
+        "qwen2_5_vl_text": _QWEN2_TEXT,
+        "qwen3_vl_text": Decoder(name="qwen3", options=qwen3.OPTIONS, sliding="upper", defaults=_QWEN3, is_inner=True),
+    },
+    vision={
+        "qwen2_vl": Vision(
+            read=_qwen2_vl,
+            tokens=_tokens,
+            image_processor="Qwen2VL",
+            video_processor="Qwen2VL",
+            video_tokens=_video_tokens,
+            flat_text="qwen2_vl_text",
+        ),
+        "qwen2_5_vl": Vision(
+            read=_qwen2_5_vl,
+            tokens=_tokens,
+            image_processor="Qwen2VL",
+            video_processor="Qwen2VL",
+            video_tokens=_video_tokens,
+            flat_text="qwen2_5_vl_text",
+        ),
+        "qwen3_vl": Vision(
+            read=_qwen3_vl,
+            tokens=_tokens,
+            image_processor="Qwen2VL",
+            video_processor="Qwen3VL",
+            video_tokens=_video_tokens,
+        ),
+    },
+)
