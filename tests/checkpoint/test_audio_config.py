@@ -66,7 +66,7 @@ def test_both_spellings_of_the_token_are_read(key: str):
     ("model_type", "inner", "why"),
     [
         ("qwen2_audio", {"activation_function": "swish"}, "activation_function is 'swish'"),
-        ("voxtral", {}, "sounds of model type 'voxtral' are not served; those of these are: qwen2_audio"),
+        ("voxtral", {}, "audio of model type 'voxtral' is not supported; supported: qwen2_audio"),
     ],
 )
 def test_a_model_whose_ears_are_not_served_is_read_without_them(model_type: str, inner: dict[str, Any], why: str):
@@ -100,4 +100,4 @@ def test_a_model_with_eyes_and_ears_that_are_not_served_has_both_reasons():
 
     assert (model.media, model.audio) == (None, None)
     assert "images of model type 'gemma3n'" in model.vision_unsupported_reason
-    assert "sounds of model type 'gemma3n'" in model.audio_unsupported_reason
+    assert "audio of model type 'gemma3n'" in model.audio_unsupported_reason

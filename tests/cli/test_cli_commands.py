@@ -12,7 +12,7 @@ from headrace.cli.app import main
 from headrace.cli.arguments import with_model
 from headrace.cli.command_group import OTHER_COMMANDS
 from headrace.cli.running_servers import address, is_server
-from headrace.config.help_pages import asked_page
+from headrace.config.cli import asked_page
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.kernels import cpu

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from headrace.distributed.base import Group, Shard
-from headrace.distributed.network import Address, Member, NetworkGroup
+from headrace.distributed.network import Address, Member, NetworkGroup, NetworkReceiver, NetworkSender
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
-from headrace.distributed.network_links import NetworkReceiver, NetworkSender
 from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.layers.embedding import VOCABULARY_UNIT
 from headrace.layers.logits import LogitsHead

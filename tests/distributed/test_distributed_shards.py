@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from headrace.distributed.base import Shard, length
-from headrace.distributed.heads import head_share
+from headrace.distributed.base import Shard, head_share, length
 from headrace.errors import ModelError
 
 

@@ -212,7 +212,7 @@ async def test_an_adapter_that_a_new_life_cannot_read_leaves_the_others_and_is_a
         await call
 
 
-async def test_nobody_is_asked_while_nobody_lives(pair):
+async def test_no_replica_is_asked_while_none_is_live(pair):
     for replica in (0, 1):
         pair.manager.parts.down(f"scheduler {replica}", replica)
     with pytest.raises(CapacityError):

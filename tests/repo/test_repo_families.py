@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from headrace.config.least_memory import least_weight_bytes
 
 import headrace.families
 from headrace.checkpoint import families
 from headrace.checkpoint.model_config import parse_hf_config
+from headrace.config.machine import least_weight_bytes
 from headrace.config.resolve import refuse_early
 from headrace.config.server_args import ServerArgs
 from headrace.models.registry import model_class_for

@@ -11,7 +11,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *so
 
 READS_WELL = {
     r"\bguess": "draft tokens, to draft",
-    r"\bhears\b|\b(models?|famil\w+) that hear\b": "audio model, supports audio",
+    r"\bhears?\b|\bmodels? do(es)? not see\b": "audio model, does not support images",
+    r"(?<![#./-])\bsounds?\b(?!\.(py|json))": "audio",
     r"\b(models?|famil\w+) that (see|make|read|pool)s?\b": "vision model, embedding model",
     r"\bthoughts\b": "reasoning",
     r"\bfamilies of formats\b": "output formats",

@@ -34,7 +34,7 @@ def read_audio(config: dict[str, Any], origin: str = "config.json") -> tuple[Aud
         return None, ""
     own = audio().get(family) if isinstance(family, str) else None
     if own is None:
-        return None, f"sounds of model type {family!r:.80} are not served; those of these are: {', '.join(audio())}"
+        return None, f"audio of model type {family!r:.80} is not supported; supported: {', '.join(audio())}"
     try:
         return own.read(MediaKeys(config, origin), MediaKeys(inner, f"{origin}: audio_config")), ""
     except NotServedError as reason:

@@ -54,7 +54,7 @@ def read_audio_settings(folder: Path) -> AudioSettings:
     if isinstance(nested, dict):
         return audio_settings(nested)
     if not (folder / "preprocessor_config.json").is_file():
-        raise ModelError("preprocessor_config.json is missing: it says how sounds are prepared")
+        raise ModelError("preprocessor_config.json is missing: it says how audio is prepared")
     return audio_settings(read_json_object(folder / "preprocessor_config.json"))
 
 
@@ -62,7 +62,7 @@ def audio_settings(config: dict[str, Any]) -> AudioSettings:
     """The settings of such a file. Raises ModelError."""
     kind = config.get("feature_extractor_type")
     if kind != _KIND:
-        raise ModelError(f"sounds for the feature extractor {kind!r:.80} cannot be prepared; those for {_KIND} can")
+        raise ModelError(f"audio for the feature extractor {kind!r:.80} cannot be prepared; those for {_KIND} can")
     given = {key: value for key, value in config.items() if value is not None and key not in _OF_NO_EFFECT}
     settings = AudioSettings(
         sampling_rate=_count(given, "sampling_rate", 16000, least=4000, most=96000),

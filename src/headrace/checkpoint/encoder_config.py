@@ -54,7 +54,8 @@ def read_encoder(keys: ConfigKeys, num_layers: int) -> EncoderConfig:
     """Raises ModelError that names the invalid key."""
     own = encoders()[keys.config["model_type"]]
     if own.read is not None:
-        return own.read(keys, num_layers)
+        config: EncoderConfig = own.read(keys, num_layers)
+        return config
     kind = keys.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise ModelError(f"{keys.origin}: position_embedding_type {kind!r:.80} is not supported; only absolute is")

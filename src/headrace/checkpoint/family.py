@@ -5,16 +5,18 @@ Owns the types of these facts, not the facts. Imports neither torch nor transfor
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.audio_config import AudioConfig
-    from headrace.checkpoint.config_keys import ConfigKeys
-    from headrace.checkpoint.encoder_config import EncoderConfig
     from headrace.checkpoint.gguf import GgufFile
-    from headrace.checkpoint.image_processors import ImageSettings
-    from headrace.checkpoint.media_config import MediaConfig
-    from headrace.checkpoint.media_keys import MediaKeys
+
+# What the functions of a family take and give. Their classes are in files that look families up, which are above this one: Any, but with a name.
+ConfigKeys: TypeAlias = Any
+EncoderConfig: TypeAlias = Any
+ImageSettings: TypeAlias = Any
+MediaConfig: TypeAlias = Any
+AudioConfig: TypeAlias = Any
+MediaKeys: TypeAlias = Any
 
 SlidingRule = Literal["all", "even", "pattern", "upper"]
 """Which layers slide where a config has no list: all of them, every other one from the first, all but each n-th by `sliding_window_pattern`, or those
@@ -124,7 +126,7 @@ class Encoder:
     unused: tuple[str, ...] = ()
     norm_eps: float | None = None
     after_padding: bool = False
-    read: "Callable[[ConfigKeys, int], EncoderConfig] | None" = None
+    read: Callable[[ConfigKeys, int], EncoderConfig] | None = None
 
 
 def _nothing(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
@@ -162,12 +164,12 @@ class Vision:
     image begins and ends with line ends, which join those of the text. several_are_squares: of several images in a prompt, each is one square.
     """
 
-    read: "Callable[[MediaKeys, MediaKeys], MediaConfig]"
-    tokens: "Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any]"
+    read: Callable[[MediaKeys, MediaKeys], MediaConfig]
+    tokens: Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any]
     image_processor: str
-    settings: "Callable[[MediaConfig, ImageSettings], ImageSettings] | None" = None
+    settings: Callable[[MediaConfig, ImageSettings], ImageSettings] | None = None
     video_processor: str = ""
-    video_tokens: "Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any] | None" = None
+    video_tokens: Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any] | None = None
     tied: bool | None = None
     flat_text: str = ""
     text_prefix: str = "model.language_model."
@@ -182,8 +184,8 @@ class Audio:
     read: as of `Vision`, with the audio_config. tokens: what stands for a sound: gives a `KindTokens` of the config and the `Tokens`.
     """
 
-    read: "Callable[[MediaKeys, MediaKeys], AudioConfig]"
-    tokens: "Callable[[AudioConfig, Any], Any]"
+    read: Callable[[MediaKeys, MediaKeys], AudioConfig]
+    tokens: Callable[[AudioConfig, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

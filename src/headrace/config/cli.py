@@ -1,6 +1,7 @@
 """The command-line spelling of `ServerArgs`: one option per field, made from the field itself.
 
-Owns how a field becomes an option (name, type, default, help, panel) and how parsed options become a `ServerArgs`.
+Owns how a field becomes an option (name, type, default, help, panel), how parsed options become a `ServerArgs`, and which options `--help`,
+`--help all` and `--help WORD` show; how a page looks is typer's.
 Does not own the options (server_options.py), those of other servers (translate.py) or the commands (headrace.cli). Runs in the main process,
 before anything else.
 `python -m headrace.config.cli` prints the table of options that docs/cli.md contains.
@@ -20,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from headrace import log
-from headrace.config.help_pages import asked_page, page
+from headrace.config.other_servers import Alias, Already, find
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import PREFIX, Settings, from_environment, from_file
 from headrace.config.translate import Translation, translate
@@ -44,6 +45,28 @@ ENGINE_GROUPS = ("Model", "Adapters", "Memory and schedule", "Kernels")
 ENGINE_FIELDS = frozenset(
     [f.name for f in fields(ServerArgs) if f.metadata["group"] in ENGINE_GROUPS] + ["single_process", "log_level"]
 )
+
+HELP = ("--help", "-h")
+ALL = "all"
+
+FIRST = (
+    "model_path",
+    "config",
+    "served_model_name",
+    "host",
+    "port",
+    "api_key",
+    "context_length",
+    "quantization",
+    "kv_cache_dtype",
+    "device",
+    "tp_size",
+    "num_threads",
+    "max_total_tokens",
+    "max_running_requests",
+    "log_level",
+)
+"""The options of ServerArgs that matter first. Those that only one command has are on its first page, too."""
 
 
 def flag(name: str) -> str:
@@ -303,6 +326,81 @@ def _help_text(f: Field[Any]) -> str:
     off = f" `{_off_flag(f)}` turns it off." if _is_on(f) else ""
     env = f" Also from the environment: `{ENV_VARS[f.name]}`." if f.name in ENV_VARS else ""
     return str(f.metadata["help"]).replace("|", "\\|") + off + env
+
+
+def asked_page(words: Sequence[str], own: Mapping[str, bool]) -> str | None:
+    """What a command line asks help for: a word, "all", "" for the first page; None if it asks for none.
+
+    own: the command's options as typed, and whether each takes a value, which is never a request for help.
+    """
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return None
+        if word in HELP:
+            return next(rest, "").lstrip("-")
+        if own.get(word.replace("_", "-")):
+            next(rest, None)
+    return None
+
+
+def page(params: Sequence[Any], server_options: Sequence[str], word: str) -> tuple[list[Any], str]:
+    """The parameters of a page, and the line below it. Raises ConfigError if no option has the word.
+
+    params: click's, of which that of --help itself is left out. server_options: names of those that come from ServerArgs.
+    """
+    shown = [param for param in params if not getattr(param, "hidden", False) and param.name != "help"]
+    if word == ALL:
+        return shown, ""
+    num_options = sum(param.param_type_name == "option" for param in shown)
+    below = f"`--help all` shows all {num_options} options, `--help WORD` those that a word fits, e.g. `--help cache`."
+    if word == "":
+        known = sorted((param for param in shown if param.name in FIRST), key=lambda param: FIRST.index(param.name))
+        own = [param for param in shown if param.name not in (*FIRST, *server_options)]
+        return [_without_panel(param) for param in known + own], below
+    entry = find("--" + word.replace("_", "-"))
+    same = entry.sets if isinstance(entry, Alias) else ()
+    found = [param for param in shown if param.name in same or _fits(param, word)]
+    if note := _of_other_servers(word):
+        below = f"{note} {below}"
+    elif not found:
+        raise ConfigError(f"no option has the word {word!r:.80}; --help all shows all {num_options} options")
+    return found, below
+
+
+def _fits(param: Any, word: str) -> bool:
+    flags = " ".join(param.opts)
+    texts = (
+        flags,
+        flags.replace("-", "_"),
+        getattr(param, "help", None) or "",
+        getattr(param, "rich_help_panel", None) or "",
+    )
+    return any(word.lower() in text.lower() for text in texts)
+
+
+def _without_panel(param: Any) -> Any:
+    plain = copy.copy(param)
+    plain.rich_help_panel = None
+    return plain
+
+
+def _of_other_servers(word: str) -> str:
+    """What an option of SGLang or vLLM is called here."""
+    name = "--" + word.replace("_", "-")
+    match find(name):
+        case Alias() as entry:
+            ours = (
+                f"--{field.replace('_', '-')}{f' {value}' if value not in (None, 'true') else ''}"
+                for field, value in entry.sets.items()
+            )
+            return f"{name} is {' '.join(ours)} here{f': {entry.says}' if entry.says else ''}."
+        case Already() as entry:
+            return f"{name} is accepted: {entry.says}."
+        case None:
+            return ""
+        case entry:
+            return f"{name} is not an option here: {entry.says}."
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ made twice: when one is lost, the group is broken, the others are told, and all 
 Beside the calls, a rank sends hidden states to one of the next stage (`send_hidden`), through the leader unless one of the two is the
 leader. They wait in a queue of their own, so they may come before, within and after any call.
 
-Owns what both sides share; network_leader.py and network_follower.py are the sides. One call at a time; `break_up`, `failure` and `close`
-may be called by any thread.
+Owns what both sides share, and the ends of such links; network_leader.py and network_follower.py are the sides. One call at a time; `break_up`,
+`failure` and `close` may be called by any thread.
 """
 
 import socket
@@ -293,6 +293,41 @@ class NetworkGroup(ABC):
                 f"to rank {self.rank}, which is at call {self._num_calls} of kind {kind}"
             )
         return payload
+
+
+class NetworkSender:
+    """The sending end of a link between two stages on different hosts, through the connections of their group. rank: the receiver's number."""
+
+    def __init__(self, group: NetworkGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """See `Sender.send`. It is not copied here: ZeroMQ's thread sends it from where it lies."""
+        self._group.send_hidden(self._rank, hidden)
+
+    def close(self) -> None:
+        """See `Sender.close`. The connection is the group's."""
+
+
+class NetworkReceiver:
+    """The receiving end. A rank has one, since only the stage before it sends to it."""
+
+    def __init__(self, group: NetworkGroup) -> None:
+        self._group = group
+
+    def receive(self, rows: int) -> torch.Tensor:
+        """See `Receiver.receive`. Waits as long as the group is whole."""
+        found = self._group.receive_hidden()
+        if found.rows != rows:
+            raise ExecutionError(f"the stage before sent {found.rows} rows in place of {rows}")
+        # Copied because a frame may begin anywhere, and kernels want their tensors aligned.
+        hidden = torch.empty(rows, found.columns)
+        bytes_of(hidden.numpy())[:] = found.values
+        return hidden
+
+    def close(self) -> None:
+        """See `Receiver.close`. The connection is the group's."""
 
 
 def note_frame(note: GroupNote) -> bytes:

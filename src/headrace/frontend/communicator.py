@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from headrace.errors import ExecutionError, HeadraceError
-from headrace.frontend.replica import Replica, nobody_lives
+from headrace.frontend.replica import Replica, no_live_replica
 from headrace.messages.channel import Message
 
 
@@ -74,7 +74,7 @@ class Communicator(Generic[R]):
             for request_id in asked:
                 self._waiting.pop(request_id, None)
         if not waiting.replies:
-            raise nobody_lives()
+            raise no_live_replica()
         return waiting.replies
 
     async def call_every(
@@ -86,7 +86,7 @@ class Communicator(Generic[R]):
             replies |= await self.call(missing, make, timeout_s)
         found = {replica: replies[replica] for replica in living()}
         if not found:
-            raise nobody_lives()
+            raise no_live_replica()
         return found
 
     def handle(self, reply: R) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from headrace.errors import ExecutionError
 from headrace.frontend.engine_link import EngineLink
-from headrace.frontend.replica import nobody_lives
+from headrace.frontend.replica import no_live_replica
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver
 from headrace.messages.dispatch import TypeBasedDispatcher
@@ -76,7 +76,7 @@ class EngineLoop:
         """
         self.check()
         if not self._link.is_serving:
-            raise nobody_lives()
+            raise no_live_replica()
         self.start()
 
     def is_here(self, method: Callable[..., None], *args: object) -> bool:

@@ -22,6 +22,6 @@ class Replica:
     is_lost: bool = False
 
 
-def nobody_lives() -> CapacityError:
+def no_live_replica() -> CapacityError:
     """The error while every scheduler is being restarted."""
     return CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)

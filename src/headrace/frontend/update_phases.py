@@ -23,7 +23,7 @@ import msgspec
 from headrace.errors import CapacityError
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.operation_log import OperationLog, Standing
-from headrace.frontend.replica import RESTART_RETRY_S, Replica, nobody_lives
+from headrace.frontend.replica import RESTART_RETRY_S, Replica, no_live_replica
 from headrace.log import get_logger
 from headrace.messages.weights import (
     CommitUpdate,
@@ -43,7 +43,7 @@ Replies = dict[Replica, WeightOpReply]
 
 REPLY_TIMEOUT_S = 24 * 3600.0
 """An upper bound only: the scheduler answers every operation, and its death ends the wait."""
-AGAIN_S = 0.01
+POLL_S = 0.01
 """Seconds between checks whether the requests that have begun have ended."""
 CANCELLED = "cancelled; nothing has changed"
 NOBODY = 0
@@ -156,7 +156,7 @@ class UpdatePhases:
                 raise undecided.refused(self._log.standing.version)
             up = self._fleet.replicas_up()
             if not up:
-                raise nobody_lives()
+                raise no_live_replica()
             self._check_nobody_is_left_behind(update, prepared)
             if missing := [replica for replica in up if replica not in prepared]:
                 prepared |= await self._ask_all(missing, PrepareUpdate(update_id, update), undecided)
@@ -165,7 +165,7 @@ class UpdatePhases:
             await self._ask_all(up, HoldForUpdate(update_id), undecided)
             if self._fleet.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
                 return {replica: prepared[replica] for replica in up}
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(POLL_S)
 
     def _must_wait(self) -> bool:
         """Whether a request that has begun must still end with the old weights; paused ones do not count."""

@@ -22,7 +22,7 @@ import msgspec
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelError, RequestError
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.operation_log import OperationLog, Standing, Weights
-from headrace.frontend.replica import RESTART_RETRY_S, Replica, nobody_lives
+from headrace.frontend.replica import RESTART_RETRY_S, Replica, no_live_replica
 from headrace.frontend.update_phases import NOBODY, REPLY_TIMEOUT_S, Fleet, Refused, Replies, Undecided, UpdatePhases
 from headrace.log import get_logger
 from headrace.messages.weights import (
@@ -331,7 +331,7 @@ class WeightControl:
     def _up(self) -> list[Replica]:
         replicas = self._fleet.replicas_up()
         if not replicas:
-            raise nobody_lives()
+            raise no_live_replica()
         return replicas
 
     async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:

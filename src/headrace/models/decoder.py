@@ -14,7 +14,7 @@ from headrace.attention.base import AttentionLayerSpec, OwnRows, PagedKv, ReadTo
 from headrace.checkpoint.family import DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.rope_config import RopeConfig
-from headrace.distributed.heads import head_share
+from headrace.distributed.base import head_share
 from headrace.errors import ModelError
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not

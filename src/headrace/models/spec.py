@@ -12,8 +12,7 @@ import torch
 
 from headrace.attention.base import KvShape, OwnRows, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.distributed.base import WHOLE, Shard
-from headrace.distributed.heads import head_share
+from headrace.distributed.base import WHOLE, Shard, head_share
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.logits import Peaks

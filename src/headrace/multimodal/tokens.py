@@ -40,7 +40,7 @@ class Tokens:
         """Raises ModelError."""
         text = self._vocabulary.id_to_token(token_id)
         if text is None:
-            raise ModelError(f"the tokenizer has no token {token_id}, which stands for an image, a sound or a video")
+            raise ModelError(f"the tokenizer has no token {token_id}, which stands for an image, audio or a video")
         return text
 
     def id(self, text: str) -> int:

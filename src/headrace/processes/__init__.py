@@ -7,7 +7,7 @@ Read first: parts.py (the parts of a running engine), child_main.py (where a chi
   environment), supervisor.py (notices a death), recovery.py (starts another), restarts.py (puts the two together),
   http_workers.py
 - The child's side: scheduler_process.py, share.py (its part of the machine), numa.py (binds it to a NUMA node),
-  ranks.py (its other ranks), rank_groups.py (how they are connected), node_facts.py (what all hosts must have),
+  ranks.py (its other ranks), rank_groups.py (how they are connected, and what all hosts must have),
   kv_event_publisher.py (tells routers what is cached), kv_event_history.py (replays it)
 - Both: handshake.py (what a child is given and reports), loading_bar.py, lifeline.py (the other's death), model_files.py
 """

@@ -2,15 +2,20 @@
 
 One group of all ranks for plans; with --pp-size, also a group for the ranks of each stage, and a link from each rank to the one with the same
 part of the next stage. Rank r is rank r % tp_size of stage r // tp_size. With --nnodes, ranks are numbered node by node, and a stage is on
-one node: its group is shared memory, and only links lead to other nodes. Without stages, the one group spans the nodes.
+one node: its group is shared memory, and only links lead to other nodes. Without stages, the one group spans the nodes. Nodes that join must have
+the same facts as node 0 (`node_facts`).
 """
 
 import contextlib
+import dataclasses
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.nodes import dist_secret, host_and_port
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import WHOLE, Group, Shard
@@ -18,11 +23,11 @@ from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
 from headrace.distributed.rank import Rank
 from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.distributed.stages import ALL_LAYERS, Receiver, Sender, Stage
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.log import get_logger
 from headrace.processes.handshake import RankStart
-from headrace.processes.node_facts import node_facts
 from headrace.processes.numa import Binding
+from headrace.version import VERSION
 
 if TYPE_CHECKING:
     from headrace.distributed.network import Address, NetworkGroup
@@ -31,6 +36,14 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NAME_S = 1.0
+
+_GROUPS = frozenset({"Model", "Adapters", "Memory and schedule", "Kernels"})
+_OF_EACH_HOST = frozenset({
+    "model_path", "tokenizer_path", "served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "sampling_defaults",
+    "disable_weight_cache", "lora_paths", "num_threads", "numa_bind", "mem_fraction_static", "skip_tokenizer_init",
+})  # fmt: skip
+"""Paths, shares of a machine, and what only node 0 reads."""
+_OF_ALL = ("tp_size", "ep_size", "pp_size", "nnodes", "rank_timeout_s")
 
 
 def ranks_here(args: ServerArgs) -> range:
@@ -132,7 +145,7 @@ def _receiver(args: ServerArgs, start: RankStart, network: "NetworkGroup | None"
     """From the stage before, on this host or another."""
     if start.before_fd is not None:
         return SocketReceiver(start.before_fd, args.rank_timeout_s)
-    from headrace.distributed.network_links import NetworkReceiver
+    from headrace.distributed.network import NetworkReceiver
 
     assert network is not None, start
     return NetworkReceiver(network)
@@ -142,7 +155,7 @@ def _sender(args: ServerArgs, start: RankStart, network: "NetworkGroup | None") 
     """To the next stage, on this host or another."""
     if start.after_fd is not None:
         return SocketSender(start.after_fd, args.rank_timeout_s)
-    from headrace.distributed.network_links import NetworkSender
+    from headrace.distributed.network import NetworkSender
 
     assert network is not None, start
     return NetworkSender(network, _following(args, start.rank))
@@ -194,3 +207,36 @@ def connect(args: ServerArgs, rank: int | None, facts: dict[str, str]) -> "Follo
         args.rank_timeout_s,
         args.dist_timeout,
     )
+
+
+def node_facts(args: ServerArgs) -> dict[str, str]:
+    """What must be the same on all hosts: the version, the options that change what is computed, and the model's files; by the name that people
+    know it by. Raises ModelError if the model cannot be read.
+    """
+    options = [
+        field.name
+        for field in dataclasses.fields(args)
+        if field.name in _OF_ALL or (field.metadata["group"] in _GROUPS and field.name not in _OF_EACH_HOST)
+    ]
+    return {
+        "the version of Headrace": VERSION,
+        "the byte order": sys.byteorder,
+        **{f"--{name.replace('_', '-')}": str(getattr(args, name)) for name in options},
+        "the model (a hash of its files)": _model(args),
+    }
+
+
+def _model(args: ServerArgs) -> str:
+    """Of its weights and its config, or of the config alone if the weights are random."""
+    from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
+
+    path = resolve_model(args.model_path)
+    is_random = args.load_format == "dummy"
+    checkpoint = dummy_checkpoint(path) if is_random else open_checkpoint(path)
+    try:
+        files = () if is_random else checkpoint.files()
+        return content_of(files_fingerprint(files, {"config": checkpoint.config.as_file()}))
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
+    finally:
+        checkpoint.release()
