@@ -22,6 +22,7 @@ SOURCES = DOCS.parent / "src" / "headrace"
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 ROOMS = ARCHITECTURE.split("## Rooms")[1].split("## ")[0]
 PACKAGES = sorted(init.parent for init in SOURCES.rglob("__init__.py"))
+BENCH = sorted(init.parent for init in (DOCS.parent / "bench").rglob("__init__.py"))
 
 
 def commands():
@@ -111,7 +112,7 @@ def test_the_architecture_names_every_package():
     assert sorted(name for name in packages if f"`{name}/`" not in ROOMS) == []
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(SOURCES)))
+@pytest.mark.parametrize("package", PACKAGES + BENCH, ids=lambda path: str(path.relative_to(DOCS.parent)))
 def test_the_docstring_of_a_package_names_its_modules_and_no_others(package):
     """By file name; a module of another package by its path."""
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
