@@ -1,10 +1,18 @@
 """Measurements of Headrace that users need not run; not part of the wheel. `python -m bench.NAME --help` in a checkout says what each does.
 
 What users measure (`headrace bench`) is in `headrace.benchmark`, which knows nothing of this package and lends it results, figures and clients.
+compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scripts/gpu_check`.
 
-- Shared: report.py (options, JSON), servers.py (a server for as long as it is measured)
-- Of `headrace bench` results: ratios.py (of two servers); compare/ (beside other runtimes); fleet/ (simulated replicas), replicas.py (real ones)
-- Kernels and steps: kernels.py, gpu/ (`scripts/gpu_check`), collectives.py, tower_parts.py, encoders.py, vision.py, sounds.py
+- Shared: program.py (command line, JSON), servers.py (a server for as long as it is measured), contest.py (calls in turns beside peers)
+- Of results: ratios.py (what the second server of one gives over the first)
+- Kernels and encoders: kernels.py, collectives.py, tower_parts.py, encoders.py, vision.py, sounds.py
+- The host: scheduler_turn.py, host_path.py, drafting.py, verifying.py
+- Grammars: constrained.py, maskbench.py, hostile_grammars.py
+- What others notice: cost.py (of large bodies), dashboard.py, images_beside_streams.py, recovery.py (of a part that is killed)
+- Replicas: replicas.py (real ones beside the simulated)
+- Equal output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py
 - A mix of clients for hours: soak.py (`scripts/soak`)
-- configs/: sizes of models that get random weights; results/: the newest of each kind, which docs quote; notes/: what was tried
+
+configs/ holds sizes of models that get random weights, results/ the newest result of each kind and machine, which docs quote, notes/ what was
+tried.
 """

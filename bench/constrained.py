@@ -11,8 +11,8 @@ is from a stream's first token to its last, the mean over the rows; the runs alt
 Prints JSON.
 """
 
-import json
 import shlex
+import shutil
 import statistics
 import tempfile
 import time
@@ -22,57 +22,19 @@ from typing import Any
 
 import tokenizers
 
-from bench.program import parser_of, write_report
+from bench.program import parser_of, words, write_report
 from headrace.api.engine import Engine
 from headrace.checkpoint.names import resolve_model
 from headrace.config.cli import parse
 from headrace.text.tokenizers import load_tokenizer
 
+GEMMA = Path(__file__).parent / "configs" / "gemma3-270m" / "config.json"
 GEMMA_VOCABULARY = 262_144
-GEMMA_CONFIG = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 640,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "sliding_window": 512,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "vocab_size": GEMMA_VOCABULARY,
-    "torch_dtype": "bfloat16",
-}
 
-WORDS = [
-    "name",
-    "title",
-    "city",
-    "street",
-    "country",
-    "code",
-    "price",
-    "amount",
-    "total",
-    "count",
-    "status",
-    "kind",
-    "color",
-    "size",
-    "weight",
-    "note",
-    "author",
-    "year",
-]
+WORDS = words(
+    "name, title, city, street, country, code, price, amount, total, count, status, kind, "
+    "color, size, weight, note, author, year"
+)
 KINDS: list[dict[str, object]] = [
     {"type": "string"},
     {"type": "integer"},
@@ -110,7 +72,7 @@ def large_vocabulary_model(folder: Path) -> None:
             new[pair] = None
     backend.add_tokens(list(new))
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(GEMMA_CONFIG))
+    shutil.copy(GEMMA, folder)
 
 
 def time_per_token_s(engine: Engine, num_rows: int, num_tokens: int, constrained: bool) -> float:
@@ -172,10 +134,7 @@ def main() -> None:
         args = parse(["--model-path", model, "--max-total-tokens", "65536", *serve])
         with Engine(**asdict(args)) as engine:
             results = [measure(engine, rows, options.tokens, options.repeat) for rows in options.rows]
-    found = {
-        "vocabulary": GEMMA_VOCABULARY if options.large_vocabulary else None,
-        "results": results,
-    }
+    found = {"vocabulary": GEMMA_VOCABULARY if options.large_vocabulary else None, "results": results}
     write_report(found, options.output)
 
 

@@ -12,7 +12,6 @@ process, which answers the page, in each kind of window.
 import argparse
 import asyncio
 import contextlib
-import json
 import shlex
 import statistics
 import time
@@ -20,8 +19,7 @@ import time
 import aiohttp
 
 from bench.program import parser_of, write_report
-from bench.servers import ServerProcess, own_server
-from headrace.benchmark.http_stream import post
+from bench.servers import ServerProcess, arrivals, own_server
 
 PERIOD_S = 1.0
 PATHS = ("/metrics", "/v1/loads", "/internal_state", "/v1/requests?limit=100")
@@ -38,18 +36,6 @@ async def watch(session: aiohttp.ClientSession, url: str, looks: list[int]) -> N
     while True:
         looks.append(sum(await asyncio.gather(*map(read, PATHS))))
         await asyncio.sleep(PERIOD_S)
-
-
-async def stream(url: str, number: int, num_tokens: int) -> list[float]:
-    """When each token came, by the monotonic clock. The reply is looked at when it has ended, so that the client takes little time."""
-    body = {
-        "text": f"Story {number}:",
-        "stream": True,
-        "sampling_params": {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True},
-    }
-    reply = await post(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}, 900)
-    assert (reply.status, reply.error) == (200, None), number
-    return [now_s for now_s, piece in reply.pieces for _ in range(piece.count(b"data: {"))]
 
 
 async def open_and_close(server: ServerProcess, window_s: float, looks: list[int], busy_s: list[float]) -> None:
@@ -75,17 +61,17 @@ async def measure(server: ServerProcess, options: argparse.Namespace) -> dict[st
     url = server.url
     looks: list[int] = []
     busy_s: list[float] = []
-    await asyncio.gather(*(stream(url, number, 8) for number in range(options.streams)))
-    streams = asyncio.gather(*(stream(url, number, options.tokens) for number in range(options.streams)))
+    await asyncio.gather(*(arrivals(url, f"Story {number}:", 8) for number in range(options.streams)))
+    streams = asyncio.gather(*(arrivals(url, f"Story {number}:", options.tokens) for number in range(options.streams)))
     await asyncio.sleep(options.window)  # the prompts
     begin = time.perf_counter()
     page = asyncio.create_task(open_and_close(server, options.window, looks, busy_s))
-    arrivals = await streams
+    found = await streams
     page.cancel()
     await asyncio.wait([page])
-    end = min(times[-1] for times in arrivals)
+    end = min(times[-1] for times in found)
     counts = [0] * int((end - begin) / options.window)
-    for times in arrivals:
+    for times in found:
         for now_s in times:
             window = int((now_s - begin) / options.window)
             if now_s >= begin and window < len(counts):

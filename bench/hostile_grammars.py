@@ -14,12 +14,13 @@ import shlex
 import statistics
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
 
 from bench.program import parser_of, write_report
-from bench.servers import ServerProcess, own_server
+from bench.servers import ServerProcess, arrivals, own_server
 from tests.reliability.hostile_grammars import HOSTILE
 
 STREAMS = 8
@@ -27,26 +28,9 @@ TOKENS = 200
 LIMIT_S = 60.0
 
 
-async def stream(session: aiohttp.ClientSession, number: int, gaps: list[float]) -> None:
-    """A plain stream; adds its worst gap between two chunks, the first excepted."""
-    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    worst, last = 0.0, 0.0
-    async with session.post(
-        "/generate", json={"text": f"Story {number}:", "stream": True, "sampling_params": params}
-    ) as reply:
-        async for line in reply.content:
-            if line.startswith(b"data: {"):
-                now = time.perf_counter()
-                if last:
-                    worst = max(worst, now - last)
-                last = now
-    gaps.append(worst)
-
-
-async def beside_streams(session: aiohttp.ClientSession, params: dict[str, Any] | None) -> dict[str, Any]:
+async def beside_streams(session: aiohttp.ClientSession, url: str, params: dict[str, Any] | None) -> dict[str, Any]:
     """8 streams, and once they run the request with `params`, if any."""
-    gaps: list[float] = []
-    streams = [asyncio.create_task(stream(session, number, gaps)) for number in range(STREAMS)]
+    streams = asyncio.gather(*(arrivals(url, f"Story {number}:", TOKENS) for number in range(STREAMS)))
     found: dict[str, Any] = {}
     if params is not None:
         await asyncio.sleep(0.5)
@@ -60,8 +44,8 @@ async def beside_streams(session: aiohttp.ClientSession, params: dict[str, Any] 
             found["output_tokens"] = answer["meta_info"]["completion_tokens"]
         else:
             found["message"] = answer["error"]["message"][:200]
-    await asyncio.gather(*streams)
-    return {"worst_gap_s": round(max(gaps), 4), **found}
+    worst = max(after - before for times in await streams for before, after in pairwise(times))
+    return {"worst_gap_s": round(worst, 4), **found}
 
 
 async def measure(server: ServerProcess, number: int) -> list[dict[str, Any]]:
@@ -69,11 +53,11 @@ async def measure(server: ServerProcess, number: int) -> list[dict[str, Any]]:
     results = []
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
-        await beside_streams(session, {"regex": "warm( up)?"})
+        await beside_streams(session, server.url, {"regex": "warm( up)?"})
         for name, params in HOSTILE.items():
-            alone = await beside_streams(session, None)
+            alone = await beside_streams(session, server.url, None)
             before_mib = server.memory_mib()
-            beside = await beside_streams(session, params)
+            beside = await beside_streams(session, server.url, params)
             await asyncio.sleep(2.0)
             found = {
                 "grammar": name,

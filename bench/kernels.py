@@ -42,10 +42,7 @@ class ModelShape:
     vocab: int
 
 
-SHAPES = {
-    "135m": ModelShape(576, 1536, 9, 3, 64, 49152),
-    "1b": ModelShape(2048, 8192, 32, 8, 64, 128256),
-}
+SHAPES = {"135m": ModelShape(576, 1536, 9, 3, 64, 49152), "1b": ModelShape(2048, 8192, 32, 8, 64, 128256)}
 
 
 @dataclass(frozen=True, slots=True)

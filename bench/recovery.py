@@ -54,10 +54,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=200)
     options = parser.parse_args()
-    with (
-        own_server(options.model) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
-    ):
+    with own_server(options.model) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         want, _, _ = run(client, options.streams, options.tokens, None)
         victim = server.part(options.kill)
         got, killed_s, times = run(client, options.streams, options.tokens, victim)

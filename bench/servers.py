@@ -1,7 +1,8 @@
-"""Servers that are measured: started as a process, waited for, asked how busy they are, and ended with all that they started."""
+"""Servers that are measured: started as a process, waited for, asked how busy they are, and ended with all that they started; streams of them."""
 
 import contextlib
 import http.client
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Self
 
 import psutil
 
+from headrace.benchmark.http_stream import post
 from headrace.errors import ConfigError
 
 _LOG_LINES = 20
@@ -127,6 +129,16 @@ def own_server(
     with ServerProcess("headrace serve", [*command, *options], port, environment=environment) as server:
         server.wait_until_ready("/ready", timeout_s=1800.0)
         yield server
+
+
+async def arrivals(url: str, text: str, num_tokens: int) -> list[float]:
+    """When each token of a greedy stream came. The reply is looked at when it has ended, so that the client takes little time."""
+    sampling = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"text": text, "stream": True, "sampling_params": sampling}).encode()
+    reply = await post(f"{url}/generate", body, {"Content-Type": "application/json"}, 900)
+    if reply.status != 200 or reply.error is not None:
+        raise ConfigError(f"{url} answered {reply.status}: {reply.error or reply.body[:200]!r}")
+    return [now_s for now_s, piece in reply.pieces for _ in range(piece.count(b"data: {"))]
 
 
 def free_port() -> int:

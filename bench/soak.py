@@ -22,6 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.program import words
 from headrace.api.runtime import Runtime
 from headrace.benchmark.results import header, write_json
 from headrace.benchmark.sse import DONE, EventParser
@@ -46,20 +47,7 @@ MAX_RESTARTS = 1_000_000
 REQUEST_TIMEOUT_S = 120.0
 MB = 1 << 20
 MAX_PROBLEMS = 50
-_WORDS = [
-    "river",
-    "stone",
-    "light",
-    "winter",
-    "engine",
-    "paper",
-    "garden",
-    "signal",
-    "orange",
-    "window",
-    "thunder",
-    "market",
-]
+_WORDS = words("river, stone, light, winter, engine, paper, garden, signal, orange, window, thunder, market")
 _BAD: tuple[dict[str, Any], ...] = (
     {"messages": []},
     {"messages": [{"role": "user", "content": "x"}], "temperature": -1},

@@ -7,28 +7,21 @@ Both run in this process on the same number of threads, in turns. transformers p
 medians over the turns, with their quartiles, and the mean cosine of each with transformers.
 """
 
-import sys
-from collections.abc import Callable
-from statistics import median, quantiles
-
 import torch
 from rich.progress import track
 from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
-from bench.encoders import in_turns
-from bench.program import parser_of, write_report
-from headrace import kernels
+from bench.contest import Call, contest_parser, in_turns, show, spread, torch_threads, use_threads
+from bench.program import words, write_report
 from headrace.checkpoint.audio_config import read_audio
 from headrace.families.qwen2_audio.audio import Qwen2AudioEncoder
 from headrace.layers.weight import Placement
 from headrace.models.media import MediaInput, encode
 
-Encode = Callable[[torch.Tensor], torch.Tensor]
-"""frames float32[3000, 80], of which those that are not silence are the sound -> rows float32[positions / 2, 768]."""
-
 HIDDEN = 768
 FRAMES = 3000
 FRAMES_PER_S = 100
+"""A call: frames float32[3000, 80], of which those that are not silence are the sound -> rows float32[positions / 2, 768]."""
 
 
 def reference() -> Qwen2AudioForConditionalGeneration:
@@ -56,7 +49,7 @@ def positions_of(num_frames: int) -> int:
     return (num_frames - 1) // 2 + 1
 
 
-def ours(model: Qwen2AudioForConditionalGeneration, num_frames: int, dtype: torch.dtype, quantization: str) -> Encode:
+def ours(model: Qwen2AudioForConditionalGeneration, num_frames: int, dtype: torch.dtype, quantization: str) -> Call:
     """Our encoder with the same weights."""
     audio, reason = read_audio(model.config.to_dict())
     assert audio is not None, reason
@@ -74,38 +67,31 @@ def ours(model: Qwen2AudioForConditionalGeneration, num_frames: int, dtype: torc
     return run
 
 
-def theirs(model: Qwen2AudioForConditionalGeneration, num_frames: int, dtype: torch.dtype, threads: int) -> Encode:
+def theirs(model: Qwen2AudioForConditionalGeneration, num_frames: int, dtype: torch.dtype, threads: int) -> Call:
     """transformers, whose threads sleep while others compute."""
     tower, projector = model.model.audio_tower.to(dtype), model.model.multi_modal_projector.to(dtype)
     length = positions_of(num_frames)
     mask = torch.zeros(1, 1, FRAMES // 2, FRAMES // 2, dtype=dtype)
     mask[..., length:] = torch.finfo(dtype).min
 
-    @torch.inference_mode()
     def run(frames: torch.Tensor) -> torch.Tensor:
-        torch.set_num_threads(threads)
-        try:
+        with torch_threads(threads):
             hidden = tower(frames.T[None].to(dtype), attention_mask=mask).last_hidden_state
             return projector(hidden)[0, : length // 2].float()
-        finally:
-            torch.set_num_threads(1)
 
     return run
 
 
 def main() -> None:
     """See the module docstring."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seconds", default="3,10,30", help="lengths of the sound")
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = contest_parser(__doc__, turns=9)
+    parser.add_argument("--seconds", type=words, default="3,10,30", help="lengths of the sound")
     args = parser.parse_args()
-    kernels.set_num_threads(args.threads)
-    torch.set_num_threads(1)  # as the runtime does: its OpenMP threads spin, and take cores from the kernels' threads
+    use_threads(args.threads)
     results = []
-    for seconds in track([float(each) for each in args.seconds.split(",")], description="lengths"):
+    for seconds in track([float(each) for each in args.seconds], description="lengths"):
         num_frames = int(seconds * FRAMES_PER_S)
-        encodes: dict[str, Encode] = {
+        encodes: dict[str, Call] = {
             "headrace float32": ours(reference(), num_frames, torch.float32, "none"),
             "headrace bfloat16": ours(reference(), num_frames, torch.bfloat16, "bfloat16"),
             "headrace int8": ours(reference(), num_frames, torch.bfloat16, "int8"),
@@ -116,28 +102,15 @@ def main() -> None:
         frames[:num_frames] = torch.randn(num_frames, 80, generator=torch.Generator().manual_seed(1)) * 0.5
         want = encodes["transformers float32"](frames)
         taken = in_turns(encodes, frames, args.turns)
-        results.append(
-            {
-                "seconds": seconds,
-                "rows": len(want),
-                "ms": {name: round(1000 * median(found), 1) for name, found in taken.items()},
-                "quartiles": {
-                    name: [round(1000 * ms, 1) for ms in quantiles(found, n=4)] for name, found in taken.items()
-                },
-                "cosine": {
-                    name: round(float(torch.cosine_similarity(run(frames).float(), want, dim=-1).mean()), 6)
-                    for name, run in encodes.items()
-                },
-            }
-        )
-        print(results[-1], file=sys.stderr, flush=True)
-    report = {
-        "model": "Qwen2-Audio's encoder in the size of Whisper small (12 layers of 768), random weights",
-        "threads": args.threads,
-        "turns": args.turns,
-        "results": results,
-    }
-    write_report(report, args.output)
+        cosines = {
+            name: round(float(torch.cosine_similarity(run(frames).float(), want, dim=-1).mean()), 6)
+            for name, run in encodes.items()
+        }
+        ms = {name: [1000 * each for each in found] for name, found in taken.items()}
+        results.append({"seconds": seconds, "rows": len(want), "ms": spread(ms, 1), "cosine": cosines})
+        show(results[-1])
+    model = "Qwen2-Audio's encoder in the size of Whisper small (12 layers of 768), random weights"
+    write_report({"model": model, "threads": args.threads, "turns": args.turns, "results": results}, args.output)
 
 
 if __name__ == "__main__":

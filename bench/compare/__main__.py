@@ -168,11 +168,7 @@ def check_idle(servers: Sequence[ComparedServer]) -> None:
 
 
 def start_and_run_class(
-    precision: Precision,
-    options: "Options",
-    tokenizer: Tokenizer,
-    reference: Greedy,
-    console: Console,
+    precision: Precision, options: "Options", tokenizer: Tokenizer, reference: Greedy, console: Console
 ) -> ClassRun:
     """Start every server, one after the other, run the class, stop them."""
     with ExitStack() as stack:

@@ -131,7 +131,7 @@ def main() -> None:
     found = {
         "results": [
             result for streams in options.streams for result in measure(options.precision, options.repeat, streams)
-        ],
+        ]
     }
     write_report(found, options.output)
 

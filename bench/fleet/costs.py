@@ -39,13 +39,7 @@ class StepSeconds:
         return self.token_s * tokens + self.attended_s * attended + self.row_s * sampled + self.step_s
 
 
-DEFAULT_COSTS = StepSeconds(
-    token_s=3.904e-4,
-    attended_s=7.192e-7,
-    row_s=2.155e-4,
-    step_s=6.579e-3,
-    error=0.0655,
-)
+DEFAULT_COSTS = StepSeconds(token_s=3.904e-4, attended_s=7.192e-7, row_s=2.155e-4, step_s=6.579e-3, error=0.0655)
 """SmolLM2-135M in bfloat16 on 2 cores of an AMD EPYC (Zen 4): bench/results/2026-11-23-step-fleet.json."""
 
 

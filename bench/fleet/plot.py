@@ -5,12 +5,7 @@ from typing import Any
 
 from headrace.benchmark.results import save_figure
 
-_COLOURS = {
-    "round_robin": "#8c8c8c",
-    "shortest_queue": "#4878a8",
-    "total_tokens": "#55a868",
-    "cache_aware": "#c44e52",
-}
+_COLOURS = {"round_robin": "#8c8c8c", "shortest_queue": "#4878a8", "total_tokens": "#55a868", "cache_aware": "#c44e52"}
 _MS = 1000
 
 

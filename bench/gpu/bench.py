@@ -23,10 +23,15 @@ class Rows:
         self._keep = keep
         self._known: list[dict[str, Any]] = []
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a row, made by `row`."""
+    def add(self, what: str, value: str, ok: bool = True, expected: str = "", **figures: float | str) -> None:
+        """One line of the results. ok: whether the value is as expected."""
+        row = {"what": what, "value": value, "ok": ok, "expected": expected, **figures}
         self._known.append(row)
         self._keep(row)
+
+    def add_at_least(self, what: str, value: str, got: float, least: float, **figures: float | str) -> None:
+        """One line, whose figure must be at least `least`; 0: anything is as expected."""
+        self.add(what, value, ok=not least or got >= least, expected=f">= {least:g}" if least else "", **figures)
 
     def figure(self, what: str, key: str) -> float:
         """A figure of a row; NaN when there is none."""
@@ -64,11 +69,6 @@ class Sizes:
 
 
 SMALL = Sizes(batches=(1, 3), context=32, prompts=(64,), steps=3, copy=1 << 20, product=128, requests=4, new_tokens=6)
-
-
-def row(what: str, value: str, ok: bool = True, expected: str = "", **figures: float | str) -> dict[str, Any]:
-    """One line of a piece's results. ok: whether the value is as expected."""
-    return {"what": what, "value": value, "ok": ok, "expected": expected, **figures}
 
 
 class Clock(Protocol):
@@ -113,6 +113,10 @@ class Bench:
     def device(self) -> torch.device:
         """The device to measure."""
         return torch.device(self.options.device)
+
+    def least(self, expected: float) -> float:
+        """What is expected of a figure: nothing, where the run is only tried."""
+        return expected if self.options.device == "cuda" and not self.options.tiny else 0.0
 
     @property
     def clock(self) -> Clock:

@@ -1,7 +1,7 @@
 """`python -m bench.gpu.check`: tests and times everything on a GPU, in one command.
 
-Owns the order of the pieces, the time they may take, the results as they come and the document with their table. Does not measure
-(`pieces`). Every piece runs in a process of its own: one that fails, hangs or runs out of memory says so in the results, and the next one
+Owns the order of the pieces, the time they may take, the results as they come and the document with their table. Does not measure.
+Every piece runs in a process of its own: one that fails, hangs or runs out of memory says so in the results, and the next one
 begins with an empty device. What a piece has found when its time is up is kept. Needs torch and the packages that the runtime imports; neither
 a network nor the native CPU kernels. Exit code 1 when a piece failed or an expectation was missed.
 """
@@ -17,32 +17,76 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.gpu.options import MODELS, Options
 from bench.program import report_of
 from headrace.benchmark.results import write_json
 
+
+class Piece(NamedTuple):
+    """What it is, the seconds that it may take, and the function that measures it, in a module here."""
+
+    what: str
+    limit_s: float
+    module: str
+    function: str
+
+
 PIECES = {
-    "device": ("which device and versions", 40),
-    "kernels": ("every op and attention backend against the reference on the CPU, graphs against eager steps", 120),
-    "rates": ("copy bandwidth of the memory and rate of bfloat16 products", 40),
-    "shapes": ("the kernels that decode, in several shapes of tiles", 60),
-    "decode": ("decode steps at 1k tokens of context beside the floors, and their kernels", 120),
-    "prefill": ("2k and 8k tokens of prompt beside the floors, and their kernels", 60),
-    "serving": ("64 requests at once through the scheduler: throughput, and the gap between steps", 60),
-    "server": ("the whole server over HTTP: start, presets B8, B32 and C", 120),
-    "tokens": ("tokens of a small model: GPU and CPU, graphs, overlap, retraction, prefix hits, batches", 120),
-    "quantized": ("decode and prefill in fp8 and int4", 120),
-    "deterministic": ("decode and prefill with bits that do not depend on the batch", 60),
-    "speculation": ("drafts from n-grams and from a draft model: tokens and speed", 60),
-    "experts": ("decode steps of a mixture of experts beside the floors", 80),
-    "offline": ("256 requests of 100 to 1,024 tokens in and out, beside the floors of their steps", 120),
-    "transformers": ("generate of transformers: one request, and 64 batched continuously", 150),
-    "features": ("adapters, grammars, penalties, embeddings, images on the device", 120),
+    "device": Piece("which device and versions", 40, "rates", "device_facts"),
+    "kernels": Piece(
+        "every op and attention backend against the reference on the CPU, graphs against eager steps",
+        120,
+        "kernels",
+        "check_kernels",
+    ),
+    "rates": Piece("copy bandwidth of the memory and rate of bfloat16 products", 40, "rates", "measure_rates"),
+    "shapes": Piece("the kernels that decode, in several shapes of tiles", 60, "shapes", "measure_shapes"),
+    "decode": Piece(
+        "decode steps at 1k tokens of context beside the floors, and their kernels", 120, "steps", "measure_decode"
+    ),
+    "prefill": Piece("2k and 8k tokens of prompt beside the floors, and their kernels", 60, "steps", "measure_prefill"),
+    "serving": Piece(
+        "64 requests at once through the scheduler: throughput, and the gap between steps",
+        60,
+        "serving",
+        "measure_serving",
+    ),
+    "server": Piece("the whole server over HTTP: start, presets B8, B32 and C", 120, "server", "measure_server"),
+    "tokens": Piece(
+        "tokens of a small model: GPU and CPU, graphs, overlap, retraction, prefix hits, batches",
+        120,
+        "equality",
+        "compare_tokens",
+    ),
+    "quantized": Piece("decode and prefill in fp8 and int4", 120, "steps", "measure_quantized"),
+    "deterministic": Piece(
+        "decode and prefill with bits that do not depend on the batch", 60, "steps", "measure_deterministic"
+    ),
+    "speculation": Piece(
+        "drafts from n-grams and from a draft model: tokens and speed", 60, "equality", "measure_speculation"
+    ),
+    "experts": Piece("decode steps of a mixture of experts beside the floors", 80, "steps", "measure_experts"),
+    "offline": Piece(
+        "256 requests of 100 to 1,024 tokens in and out, beside the floors of their steps",
+        120,
+        "serving",
+        "measure_offline",
+    ),
+    "transformers": Piece(
+        "generate of transformers: one request, and 64 batched continuously",
+        150,
+        "against_transformers",
+        "measure_transformers",
+    ),
+    "features": Piece(
+        "adapters, grammars, penalties, embeddings, images on the device", 120, "features", "try_features"
+    ),
 }
-"""By name, in order of worth: what a piece is, and the seconds that it may take."""
+"""In order of worth. A module that cannot be imported fails its own pieces only."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +142,7 @@ def _run_all(
     begin = time.monotonic()
     results = []
     for name in names:
-        what, own_limit_s = PIECES[name]
+        what, own_limit_s, *_ = PIECES[name]
         left = limit_s - (time.monotonic() - begin)
         print(f"== [{time.monotonic() - begin:3.0f} s] {name}: {what}", file=sys.stderr, flush=True)
         started = time.monotonic()
@@ -149,11 +193,17 @@ def _run(name: str, options: Options, earlier: dict[str, Any], out: Path) -> str
     """Run one piece in this process; its rows go to results.jsonl. An exception that it raises becomes its status, and goes no further."""
     import traceback
 
-    from bench.gpu import pieces
-    from bench.gpu.bench import Rows
+    import torch
+
+    from bench.gpu.bench import SMALL, Bench, Rows, Sizes
 
     try:
-        pieces.run(name, options, earlier, Rows(lambda row: _write_line(out, {"piece": name, **row})), out)
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch finds no GPU here")
+        piece = PIECES[name]
+        measure = getattr(import_module(f"bench.gpu.{piece.module}"), piece.function)
+        rows = Rows(lambda row: _write_line(out, {"piece": name, **row}))
+        measure(Bench(options, SMALL if options.tiny else Sizes(), earlier, out), rows)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         status = f"failed: {type(error).__name__}: {error}"[:500]

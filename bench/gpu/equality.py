@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.bench import TINY, Bench, Rows, row
+from bench.gpu.bench import TINY, Bench, Rows
 from bench.gpu.options import CONFIGS
 from bench.gpu.tokens import save_small
 from headrace.api.engine import Engine
@@ -52,21 +52,19 @@ def compare_tokens(bench: Bench, rows: Rows) -> None:
     with TemporaryDirectory() as name:
         save_small(Path(name))
         want, seconds = answers(name, on)
-        rows.append(row("engine by default", f"{sum(map(len, want))} tokens in {seconds:.1f} s"))
+        rows.add("engine by default", f"{sum(map(len, want))} tokens in {seconds:.1f} s")
         for what, options in ways.items():
             try:
                 got, seconds = answers(name, options)
             except Exception as error:  # the boundary of a way: the others go on
-                rows.append(row(f"tokens: {what}", f"failed: {type(error).__name__}: {error}"[:300], ok=False))
+                rows.add(f"tokens: {what}", f"failed: {type(error).__name__}: {error}"[:300], ok=False)
                 continue
             differ = sum(a != b for a, b in zip(want, got, strict=True))
-            rows.append(
-                row(
-                    f"tokens: {what}",
-                    f"{differ} of {len(want)} requests differ, {seconds:.1f} s",
-                    ok=differ == 0,
-                    expected="0",
-                )
+            rows.add(
+                f"tokens: {what}",
+                f"{differ} of {len(want)} requests differ, {seconds:.1f} s",
+                ok=differ == 0,
+                expected="0",
             )
 
 
@@ -119,6 +117,6 @@ def measure_speculation(bench: Bench, rows: Rows) -> None:
             begin = time.perf_counter()
             ids = engine.generate(input_ids=prompt, sampling_params=sampling)["output_ids"]
             got[what] = ids, len(ids) / (time.perf_counter() - begin)
-        rows.append(row(f"one stream, drafts {what}", f"{got[what][1]:.1f} tok/s", tokens_per_s=got[what][1]))
+        rows.add(f"one stream, drafts {what}", f"{got[what][1]:.1f} tok/s", tokens_per_s=got[what][1])
     same = next((i for i, (a, b) in enumerate(zip(got["off"][0], got["ngram"][0], strict=True)) if a != b), new)
-    rows.append(row("tokens with drafts", f"equal up to {same} of {new} (bfloat16: a near tie may differ)"))
+    rows.add("tokens with drafts", f"equal up to {same} of {new} (bfloat16: a near tie may differ)")

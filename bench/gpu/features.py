@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from bench.gpu.bench import Bench, Rows, row
+from bench.gpu.bench import Bench, Rows
 from bench.gpu.equality import GREEDY, answers, small_engine
 from bench.gpu.tokens import save_small
 
@@ -34,9 +34,9 @@ def try_features(bench: Bench, rows: Rows) -> None:
         }
         for what, feature in features.items():
             try:
-                rows.append(row(f"feature: {what}", feature(bench, name)))
+                rows.add(f"feature: {what}", feature(bench, name))
             except Exception as error:  # the boundary of a feature: the others go on
-                rows.append(row(f"feature: {what}", f"failed: {type(error).__name__}: {error}"[:300], ok=False))
+                rows.add(f"feature: {what}", f"failed: {type(error).__name__}: {error}"[:300], ok=False)
     root = Path(__file__).resolve().parents[2]
     for what, tests in _TESTS:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *tests]
@@ -44,7 +44,7 @@ def try_features(bench: Bench, rows: Rows) -> None:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         lines = (done.stdout + done.stderr).strip().splitlines()
         (bench.out / f"profile-tests-{what.replace(' ', '-')}.txt").write_text("\n".join(lines[-400:]))
-        rows.append(row(f"tests: {what}", lines[-1] if lines else "nothing said", ok=done.returncode == 0))
+        rows.add(f"tests: {what}", lines[-1] if lines else "nothing said", ok=done.returncode == 0)
 
 
 def _replaced(bench: Bench, folder: str) -> str:

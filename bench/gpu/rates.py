@@ -6,27 +6,27 @@ from functools import partial
 
 import torch
 
-from bench.gpu.bench import Bench, Clock, Rows, row
+from bench.gpu.bench import Bench, Clock, Rows
 from headrace import kernels
 
 
 def device_facts(bench: Bench, rows: Rows) -> None:
     """Names and versions."""
-    rows.append(row("python", platform.python_version()))
-    rows.append(row("torch", str(torch.__version__)))
+    rows.add("python", platform.python_version())
+    rows.add("torch", str(torch.__version__))
     for module in ("triton", "transformers"):
         try:
-            rows.append(row(module, str(__import__(module).__version__)))
+            rows.add(module, str(__import__(module).__version__))
         except ImportError:
-            rows.append(row(module, "not installed", ok=module != "triton" or bench.options.device == "cpu"))
+            rows.add(module, "not installed", ok=module != "triton" or bench.options.device == "cpu")
     if bench.options.device == "cuda":
         facts = torch.cuda.get_device_properties(0)
-        rows.append(row("device", facts.name))
-        rows.append(row("compute capability", f"{facts.major}.{facts.minor}"))
-        rows.append(row("memory", f"{facts.total_memory / 2**30:.1f} GiB", bytes=facts.total_memory))
-        rows.append(row("CUDA of torch", str(torch.version.cuda)))
+        rows.add("device", facts.name)
+        rows.add("compute capability", f"{facts.major}.{facts.minor}")
+        rows.add("memory", f"{facts.total_memory / 2**30:.1f} GiB", bytes=facts.total_memory)
+        rows.add("CUDA of torch", str(torch.version.cuda))
     for entry in kernels.report(bench.options.device):
-        rows.append(row(f"op {entry.op} is run by", entry.implementation))
+        rows.add(f"op {entry.op} is run by", entry.implementation)
 
 
 def measure_rates(bench: Bench, rows: Rows) -> None:
@@ -35,12 +35,12 @@ def measure_rates(bench: Bench, rows: Rows) -> None:
     source = torch.zeros(sizes.copy, dtype=torch.uint8, device=bench.device)
     seconds = _best(clock, partial(torch.empty_like(source).copy_, source))
     rate = 2 * sizes.copy / seconds
-    rows.append(row("copy bandwidth", f"{rate / 1e9:.0f} GB/s, read and write", bytes_per_s=rate))
+    rows.add("copy bandwidth", f"{rate / 1e9:.0f} GB/s, read and write", bytes_per_s=rate)
     size = (sizes.product, sizes.product)
     a, b = (torch.randn(size, device=bench.device).to(torch.bfloat16) for _ in range(2))
     seconds = _best(clock, lambda: torch.mm(a, b))
     rate = 2 * sizes.product**3 / seconds
-    rows.append(row("bfloat16 products", f"{rate / 1e12:.1f} TFLOP/s", flops_per_s=rate))
+    rows.add("bfloat16 products", f"{rate / 1e12:.1f} TFLOP/s", flops_per_s=rate)
 
 
 def _best(clock: Clock, work: Callable[[], object], repeat: int = 20) -> float:

@@ -161,11 +161,9 @@ def _modules(there: Iterable[str]) -> set[str]:
     for wheel in WHEELS.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             modules |= {re.split(r"[/.]", name)[0] for name in archive.namelist() if ".dist-info/" not in name}
-    return (
-        modules
-        | set(sys.stdlib_module_names)
-        | {"headrace", "bench", "sitecustomize", "__mp_main__", "_distutils_hack"}
-    )
+    modules |= {path.stem for path in (ROOT / "tests").rglob("*.py")}  # what tests import of their own folders
+    modules |= {"headrace", "bench", "sitecustomize", "__mp_main__", "_distutils_hack"}
+    return modules | set(sys.stdlib_module_names)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
-from bench.gpu.bench import Bench
-from bench.gpu.marked_worker import MarkedWorker
+from bench.gpu.bench import Bench, Clock
 from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
 from headrace.messages.packing import pack_int32
@@ -17,8 +17,53 @@ from headrace.messages.requests import (
     SampleTask,
     TokenizedGenerateReqInput,
 )
-from headrace.messages.step import Worker
+from headrace.messages.step import ModelWorkerBatch, StepResult, Worker
 from headrace.sampling.params import ResolvedSamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedStep:
+    """How large a step was, and its marks on the clock. num_cached: tokens before it, of all rows. num_pairs: of a query and a key that it sees."""
+
+    num_rows: int
+    num_tokens: int
+    num_logits: int
+    num_cached: int
+    num_pairs: int
+    begin: Any
+    end: Any
+
+
+class MarkedWorker:
+    """A `Worker` that marks the beginning and the end of each step in the queue of the device."""
+
+    def __init__(self, worker: Worker, clock: Clock) -> None:
+        self._worker = worker
+        self._clock = clock
+        self.weights = worker.weights
+        self.loras = worker.loras
+        self.profiler = worker.profiler
+        self.experts = worker.experts
+        self.steps: list[MarkedStep] = []
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        begin = self._clock.mark()
+        self._worker.submit(batch)
+        starts, counts = batch.starts.astype(np.int64), batch.counts.astype(np.int64)
+        pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
+        num_logits, num_cached = int(batch.num_logits.sum()), int(starts.sum())
+        self.steps.append(
+            MarkedStep(len(batch.seqs), batch.num_tokens, num_logits, num_cached, pairs, begin, self._clock.mark())
+        )
+
+    def collect(self) -> StepResult:
+        return self._worker.collect()
+
+    def rest(self, left: tuple[int, ...]) -> None:
+        self._worker.rest(left)
+
+    def close(self) -> None:
+        self._worker.close()
 
 
 class Scheduled:

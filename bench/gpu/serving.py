@@ -5,7 +5,7 @@ import random
 from itertools import pairwise
 from statistics import median
 
-from bench.gpu.bench import Bench, Rows, row
+from bench.gpu.bench import Bench, Rows
 from bench.gpu.floor import Work
 from bench.gpu.scheduled import Scheduled
 
@@ -25,7 +25,7 @@ def measure_serving(bench: Bench, rows: Rows) -> None:
     text = (
         f"{rate:.0f} output tok/s: {sizes.requests} requests, {sizes.context} -> {sizes.new_tokens} tokens of {model}"
     )
-    rows.append(row("serving throughput", text, tokens_per_s=rate))
+    rows.add("serving throughput", text, tokens_per_s=rate)
     _add_gap(bench, rows, scheduled)
     # As the preset B32 of `headrace bench serving` sends them.
     draw = random.Random(1)
@@ -35,7 +35,7 @@ def measure_serving(bench: Bench, rows: Rows) -> None:
     scheduled.run([(num_in, 4) for num_in, _ in lengths])
     elapsed = scheduled.run(lengths)
     rate = sum(out for _, out in lengths) / elapsed
-    rows.append(row("throughput of B32's requests, all at once", f"{rate:.0f} output tok/s", tokens_per_s=rate))
+    rows.add("throughput of B32's requests, all at once", f"{rate:.0f} output tok/s", tokens_per_s=rate)
     scheduled.close()
 
 
@@ -56,7 +56,7 @@ def measure_offline(bench: Bench, rows: Rows) -> None:
         chunked_prefill_size=8192, max_prefill_tokens=8192,
     )  # fmt: skip
     scheduled = Scheduled(bench, model, args)
-    rows.append(row("KV cache", f"{scheduled.info.max_total_tokens} tokens"))
+    rows.add("KV cache", f"{scheduled.info.max_total_tokens} tokens")
     scheduled.run([(lengths[0][0], 4)] * len(lengths))
     work = Work.of(bench.config(model))
     for what, chosen in (("offline throughput", lengths), ("the first 64 alone", lengths[:64])):
@@ -66,18 +66,9 @@ def measure_offline(bench: Bench, rows: Rows) -> None:
             for step in scheduled.marked.steps
         )
         rate = sum(out for _, out in chosen) / elapsed
-        share, check = floor / elapsed, bench.options.device == "cuda" and not tiny
+        share = floor / elapsed
         text = f"{rate:.0f} output tok/s in {elapsed:.1f} s, {len(scheduled.marked.steps)} steps, {share:.1%} of the sum of their floors"
-        rows.append(
-            row(
-                what,
-                text,
-                ok=not check or share >= 0.6,
-                expected=">= 60 %" if check else "",
-                tokens_per_s=rate,
-                share=share,
-            )
-        )
+        rows.add_at_least(what, text, share, bench.least(0.6), tokens_per_s=rate, share=share)
     scheduled.close()
 
 
@@ -89,18 +80,16 @@ def _add_gap(bench: Bench, rows: Rows, scheduled: Scheduled) -> None:
         if a.num_rows == a.num_tokens == b.num_rows == b.num_tokens == requests
     ]
     if not full:
-        rows.append(row("gap between decode steps", "no two full decode steps in a row", ok=False))
+        rows.add("gap between decode steps", "no two full decode steps in a row", ok=False)
         return
     gap = median(clock.seconds(a.end, b.begin) for a, b in full)
     step = median(clock.seconds(a.begin, a.end) for a, _ in full)
     limit = 0.05 if bench.options.device == "cuda" else math.inf
-    rows.append(
-        row(
-            "gap between decode steps",
-            f"{gap * 1e6:.0f} us of {(gap + step) * 1e3:.2f} ms, {gap / (gap + step):.1%}",
-            ok=gap < limit * (gap + step),
-            expected="< 5%" if limit < 1 else "",
-            gap_s=gap,
-            step_s=step,
-        )
+    rows.add(
+        "gap between decode steps",
+        f"{gap * 1e6:.0f} us of {(gap + step) * 1e3:.2f} ms, {gap / (gap + step):.1%}",
+        ok=gap < limit * (gap + step),
+        expected="< 5%" if limit < 1 else "",
+        gap_s=gap,
+        step_s=step,
     )

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from bench.gpu.bench import Bench, Rows, row
+from bench.gpu.bench import Bench, Rows
 from headrace.kernels import PackedExperts, pack_experts
 from headrace.kernels.packing import PackedLinear
 from headrace.kernels.torch_fallback import linear as torch_linear
@@ -62,10 +62,10 @@ class _Tries:
         try:
             seconds = self._seconds(run, inputs)
         except Exception as error:  # such as a tile that does not fit into the processor's memory: the others go on
-            self.rows.append(row(what, f"does not run: {type(error).__name__}"))
+            self.rows.add(what, f"does not run: {type(error).__name__}")
             return
         rate = f"{flops / seconds / 1e12:.0f} TFLOP/s" if flops else f"{num_bytes / seconds / 1e9:.0f} GB/s"
-        self.rows.append(row(what, f"{seconds * 1e6:.1f} us, {rate}", seconds=seconds))
+        self.rows.add(what, f"{seconds * 1e6:.1f} us, {rate}", seconds=seconds)
 
     def _seconds(self, run: Callable[[Any], object], inputs: Sequence[Any], repeat: int = 5) -> float:
         def all_of_them() -> None:
@@ -140,7 +140,7 @@ def _invariant(tries: _Tries, n: int, k: int) -> None:
         name = f"invariant [{n}, {k}], 64 rows {astuple(tile)}"
         tries.add(name, partial(_invariant_rows, x[:64], tile), weights, num_bytes)
         same = torch.equal(invariant_linear(x[:64], weights[0], None, False, tile)[:1], want)
-        tries.rows.append(row(f"bits of {name}", "the same" if same else "others", ok=same))
+        tries.rows.add(f"bits of {name}", "the same" if same else "others", ok=same)
     flops = 2.0 * n * k * many
     tries.add(f"torch [{n}, {k}], {many} rows", partial(_torch, x), weights[:1], 0, flops)
     for tile in tries.few(_MANY_INVARIANT) if tries.bench.options.device == "cuda" else ():
@@ -148,7 +148,7 @@ def _invariant(tries: _Tries, n: int, k: int) -> None:
         tries.add(name, partial(_described, x, out, tile), weights[:1], 0, flops)
         described_linear(x, weights[0], out, False, tile)
         same = torch.equal(out[:1], want)
-        tries.rows.append(row(f"bits of {name}", "the same" if same else "others", ok=same))
+        tries.rows.add(f"bits of {name}", "the same" if same else "others", ok=same)
 
 
 def _experts(tries: _Tries) -> None:

@@ -1,7 +1,7 @@
 """Decode and prefill steps beside their floors. Weights and the KV cache are random, in the shapes of real models."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -9,14 +9,46 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.bench import Bench, Rows, row
+from bench.gpu.bench import Bench, Rows
 from bench.gpu.floor import Work
 from bench.gpu.plans import check_result, decode_plans, sequence
-from bench.gpu.profile import add_kernel_times
 from headrace.attention.triton import TritonAttention
 from headrace.execution.build import build_worker
 from headrace.execution.device_worker import DeviceWorker
 from headrace.messages.step import ModelWorkerBatch, Worker
+
+_SHOWN = 14
+
+
+def add_kernel_times(bench: Bench, rows: Rows, what: str, steps: Callable[[], int]) -> None:
+    """Profile `steps`, which gives the number of steps it ran, and add the kernels that take the most time of one. Nothing without a GPU."""
+    if bench.options.device != "cuda":
+        steps()
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        num_steps = steps()
+        torch.cuda.synchronize()
+    kernels = [event for event in profiled.key_averages() if event.self_device_time_total > 0]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    lines = [
+        f"{event.self_device_time_total / num_steps:10.1f} us {event.count / num_steps:6.1f}x {event.key}"
+        for event in kernels
+    ]
+    (bench.out / f"profile-{what.replace(' ', '-')}.txt").write_text("\n".join(lines) + "\n")
+    rows.add(
+        f"profile {what}", f"kernels take {total / num_steps / 1e3:.3f} ms a step", seconds=total / num_steps / 1e6
+    )
+    for event in kernels[:_SHOWN]:
+        each = event.self_device_time_total / num_steps
+        rows.add(
+            f"  {event.key[:60]}",
+            f"{each:.1f} us, {event.count / num_steps:.1f} launches, {each * num_steps / total:.1%}",
+        )
+
 
 _ROOM = 64  # tokens behind the context of a measured sequence
 _LEAST_SHARE = {1: 0.85, 16: 0.75, 64: 0.75, 256: 0.7}
@@ -109,7 +141,7 @@ def _decode(
     room = sizes.context + _ROOM
     fitting = [batch for batch in batches if work.fits(bench, batch * room, batch, room)]
     for batch in set(batches) - set(fitting):
-        rows.append(row(f"{decode_name(model, batch)}{what}", "not measured: weights and KV cache do not fit"))
+        rows.add(f"{decode_name(model, batch)}{what}", "not measured: weights and KV cache do not fit")
     if not fitting:
         return
     largest = max(fitting)
@@ -121,13 +153,12 @@ def _decode(
     begin = time.perf_counter()
     worker, _ = build_worker(args)
     _fill_cache(worker)
-    rows.append(row(f"weights and graphs of {model}{what}", f"{time.perf_counter() - begin:.1f} s"))
+    rows.add(f"weights and graphs of {model}{what}", f"{time.perf_counter() - begin:.1f} s")
     for batch in fitting:
         name = f"{decode_name(model, batch)}{what}"
         seconds = _decode_seconds(bench, worker, batch, room, config.vocab_size)
         floor = work.floor_s(bench, batch, 1, sizes.context)
-        expected = least.get(batch, 0.0) if on_gpu and not bench.options.tiny else 0.0
-        rows.append(_share_row(name, seconds, floor, batch, expected))
+        _add_share(rows, name, seconds, floor, batch, bench.least(least.get(batch, 0.0)))
     for batch in profiled if on_gpu else ():
         if batch in fitting:
             add_kernel_times(
@@ -166,33 +197,24 @@ def _prefill(bench: Bench, rows: Rows, model: str, prompt: int, what: str, least
     for number in range(5):
         step(number)
     name = f"{prefill_name(model, prompt)}{what}"
-    expected = least if bench.options.device == "cuda" and not bench.options.tiny else 0.0
-    best = min(seconds)
-    floor = work.floor_s(bench, 1, prompt, 0)
-    rows.append(_share_row(name, best, floor, prompt, expected))
+    _add_share(rows, name, min(seconds), work.floor_s(bench, 1, prompt, 0), prompt, bench.least(least))
     if prompt > 4096:
         add_kernel_times(bench, rows, name, lambda: step(9))
     worker.close()
 
 
-def _share_row(what: str, seconds: float, floor: float, tokens: int, expected: float) -> dict[str, Any]:
+def _add_share(rows: Rows, what: str, seconds: float, floor: float, tokens: int, least: float) -> None:
     share = floor / seconds
     text = f"{seconds * 1e3:.2f} ms, {tokens / seconds:.0f} tok/s, {share:.0%} of the floor {floor * 1e3:.2f} ms"
-    return row(
-        what, text, ok=not expected or share >= expected, expected=f">= {expected:.0%} of the floor" if expected else "",
-        step_s=seconds, floor_s=floor, share=share, tokens_per_s=tokens / seconds,
-    )  # fmt: skip
+    rows.add_at_least(
+        what, text, share, least, step_s=seconds, floor_s=floor, share=share, tokens_per_s=tokens / seconds
+    )
 
 
 def _add_ratio(bench: Bench, rows: Rows, what: str, least: float, piece: str, before: str, after: str) -> None:
     own = rows.figure(after, "step_s")
     ratio = bench.figure(piece, before, "step_s") / own
-    check = bench.options.device == "cuda" and not bench.options.tiny
-    rows.append(
-        row(
-            what, f"{ratio:.2f}x", ok=not check or ratio >= least, expected=f">= {least}x" if check else "", ratio=ratio
-        )
-    )
+    rows.add_at_least(what, f"{ratio:.2f}x", ratio, bench.least(least), ratio=ratio)
 
 
 def _fill_cache(worker: Worker) -> None:

@@ -7,8 +7,8 @@ from importlib import import_module
 
 import pytest
 
-from bench.gpu import kernels, pieces, rates
-from bench.gpu.bench import SMALL, Bench, row
+from bench.gpu import kernels, rates
+from bench.gpu.bench import SMALL, Bench
 from bench.gpu.check import PIECES, main
 from bench.gpu.floor import Work
 from bench.gpu.options import CONFIGS, MODELS, Options
@@ -28,9 +28,8 @@ def test_every_model_has_a_config_that_our_own_code_serves(name):
 
 
 def test_every_piece_has_its_measure():
-    assert list(pieces.MEASURES) == list(PIECES)
-    for module, function in pieces.MEASURES.values():
-        assert callable(getattr(import_module(f"bench.gpu.{module}"), function))
+    for piece in PIECES.values():
+        assert callable(getattr(import_module(f"bench.gpu.{piece.module}"), piece.function))
 
 
 # All that a GPU will be asked for, as `scripts/gpu_check --rehearse` does it; features only names its tests, shapes interprets for half a minute.
@@ -73,12 +72,12 @@ def test_all_pieces_run_and_leave_their_results(tmp_path, capsys):
 
 
 def broken(bench, rows):
-    rows.append(row("before", "1"))
+    rows.add("before", "1")
     raise RuntimeError("out of luck")
 
 
 def endless(bench, rows):
-    rows.append(row("before", "1"))
+    rows.add("before", "1")
     time.sleep(1000)
 
 
@@ -115,7 +114,7 @@ def test_a_piece_in_a_process_of_its_own_reports_and_may_run_out_of_time(monkeyp
     assert "rates: failed: RuntimeError: out of luck" in shown
 
     monkeypatch.setattr(rates, "measure_rates", endless)
-    monkeypatch.setitem(PIECES, "rates", ("endless", 1.5))
+    monkeypatch.setitem(PIECES, "rates", PIECES["rates"]._replace(limit_s=1.5))
     assert main([*DRY, "--only", "rates"]) == 1
     shown = capsys.readouterr().out
     assert "not done after" in shown

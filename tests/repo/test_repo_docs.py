@@ -24,6 +24,7 @@ ROOMS = ARCHITECTURE.split("## Rooms")[1].split("## ")[0]
 FAMILIES = SOURCES / "families"
 """Its modules are found by their names: a new one needs no line anywhere."""
 PACKAGES = sorted(init.parent for init in SOURCES.rglob("__init__.py") if FAMILIES not in init.parents[1:])
+BENCH = sorted(init.parent for init in (DOCS.parent / "bench").rglob("__init__.py"))
 
 
 def commands():
@@ -114,7 +115,9 @@ def test_the_architecture_names_every_package():
 
 
 @pytest.mark.parametrize(
-    "package", [package for package in PACKAGES if package != FAMILIES], ids=lambda path: str(path.relative_to(SOURCES))
+    "package",
+    [package for package in PACKAGES + BENCH if package != FAMILIES],
+    ids=lambda path: str(path.relative_to(DOCS.parent)),
 )
 def test_the_docstring_of_a_package_names_its_modules_and_no_others(package):
     """By file name; a module of another package by its path."""
