@@ -1,12 +1,12 @@
 """Runs a model: loading, memory, the step, and the worker that the scheduler uses.
 
-Read first: build.py (start-up; setup.py is what it decides before weights are loaded), model_runner.py (one step), worker.py (`TpModelWorker`).
+Read first: build.py (start-up; setup.py is what it decides before weights are loaded), model_runner.py (one step), worker.py (`ModelWorker`:
+how steps run beside the scheduler).
 
 - A step: forward_batch.py (as tensors), verify.py (rows that sample several tokens), sequence_table.py (tokens and slots of
-  sequences), lora.py (adapters in memory, rows of a step by adapter), overlap_worker.py (the model in a thread of its own),
-  ranks.py (steps of several ranks), pipeline_worker.py (several steps in flight, where the layers are in stages), rank_jobs.py
-  (what they do beside the steps)
-- On a GPU: device_worker.py, device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
+  sequences), lora.py (adapters in memory, rows of a step by adapter), ranks.py (steps of several ranks), rank_jobs.py (what
+  they do beside the steps)
+- On a GPU: device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
   (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), verify_queue.py (steps that
   verify guesses in graphs), device.py (the seam), device_ranks.py (queued steps of several ranks), watched_device.py (waits
   that end when a rank has stopped), warm_up.py (steps before the first request)

@@ -1,4 +1,4 @@
-"""Handlers of control messages: abort, flush, state, health, faults. One function each; `Scheduler` dispatches."""
+"""Handlers of control messages: abort, flush, state, health. One function each; `Scheduler` dispatches."""
 
 from collections.abc import Callable
 from dataclasses import replace
