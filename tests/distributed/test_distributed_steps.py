@@ -124,7 +124,7 @@ def test_the_leader_measures_with_the_others_and_all_have_the_kv_precision_that_
         others = Other([])
         others.wait_loaded = lambda: waited.append("leader")  # type: ignore[method-assign]
         rank = Rank(Shard(0, 2, group), group=group)
-        worker, info = build_worker(args, rank=rank, others=others, encode=lambda text: prompt(200, 0))
+        worker, info = build_worker(args, rank=rank, others=others, tokenize=lambda text: prompt(200, 0))
         worker.close()
         follower = running.result(LIMIT_S).runner.attention.paged_kv()
 

@@ -116,7 +116,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         context_length=room,
         max_total_tokens=rows * room,
     )
-    worker, info = build_worker(args, encode=partial(tokens_of, args))
+    worker, info = build_worker(args, tokenize=partial(tokens_of, args))
     assert isinstance(worker, ModelWorker), type(worker)
     try:
         if info.device != "cpu":

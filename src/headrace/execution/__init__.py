@@ -10,7 +10,7 @@ how steps run beside the scheduler).
   (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), verify_queue.py (steps that
   verify guesses in graphs), device.py (the seam), device_ranks.py (queued steps of several ranks), watched_device.py (waits
   that end when a rank has stopped), warm_up.py (steps before the first request)
-- Vectors instead of tokens: build_encoder.py, encoder_runner.py (steps of an encoder), pooling.py (results of encoders and decoders)
+- Vectors instead of tokens: build_embedding.py, embedding_runner.py (steps of an encoder), pooling.py (results of encoders and decoders)
 - Images: media.py (what the encoder makes of them, in slices, and where it goes)
 - Guesses by a model: build_draft.py, draft_model.py, eagle.py, device_eagle.py (where steps are queued), draft_steps.py (what
   they share)

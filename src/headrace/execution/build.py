@@ -25,7 +25,7 @@ from headrace.distributed.rank import ALONE, Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build_draft import LoadedDraft, load_draft
-from headrace.execution.build_encoder import build_encoder_worker
+from headrace.execution.build_embedding import build_embedding_worker
 from headrace.execution.device import CudaDevice, Device
 from headrace.execution.device_ranks import FollowerQueue, LeaderFollowers, received_ids
 from headrace.execution.device_runner import DeviceRunner
@@ -33,7 +33,7 @@ from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.faults import FaultyRunner, FaultySampler
 from headrace.execution.graphs import GraphPool, verifying_sizes
-from headrace.execution.kv_precision import Encode, settle_kv_cache, unmeasured
+from headrace.execution.kv_precision import Tokenize, settle_kv_cache, unmeasured
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
@@ -119,19 +119,19 @@ def build_worker(
     progress: Progress = lambda done, total: None,
     rank: Rank = ALONE,
     others: OtherRanks = NO_OTHER_RANKS,
-    encode: Encode = lambda text: (),
+    tokenize: Tokenize = lambda text: (),
 ) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
     progress: called with (bytes loaded, total bytes). rank: the leader's; the others are built meanwhile (`build_follower`), and are ready, too,
-    when this returns. encode: see `settle_kv_cache`. Raises ConfigError or ModelError, and the errors of the others.
+    when this returns. tokenize: see `settle_kv_cache`. Raises ConfigError or ModelError, and the errors of the others.
     """
     begin = time.perf_counter()
     checkpoint = open_model(args)
     if checkpoint.config.encoder is not None:
-        return build_encoder_worker(args, checkpoint, progress)
+        return build_embedding_worker(args, checkpoint, progress)
     with ExitStack() as resources:
-        built = _build(args, checkpoint, progress, rank, others, resources, encode, others.wait_loaded)
+        built = _build(args, checkpoint, progress, rank, others, resources, tokenize, others.wait_loaded)
         if built.leader is not None:
             built.leader.on_broken = others.give_up
             resources.callback(built.leader.stop)
@@ -183,12 +183,12 @@ def _build(
     rank: Rank,
     others: OtherRanks,
     resources: ExitStack,
-    encode: Encode,
+    tokenize: Tokenize,
     wait_loaded: Callable[[], None],
 ) -> _Built:
     """Everything up to the runner, for a decoder.
 
-    resources: get what must end with it. encode, wait_loaded: see `settle_kv_cache`. Raises ConfigError or ModelError.
+    resources: get what must end with it. tokenize, wait_loaded: see `settle_kv_cache`. Raises ConfigError or ModelError.
     """
     fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, rank)
@@ -204,13 +204,13 @@ def _build(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
         model, cache = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, of_load)
-    checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, encode, wait_loaded)
+    checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, tokenize, wait_loaded)
     if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
         check_asked_pool(setup, rank)
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions, *of_load]
     if args.enable_torch_compile:
         _compile(model, setup.spec.name)
-    draft = load_draft(setup, model, resources, decisions, encode)
+    draft = load_draft(setup, model, resources, decisions, tokenize)
     memory = _allocate(setup, model, rank, others, decisions, draft)
     link = None if setup.is_cpu else _link(setup, rank, others)
     table = _sequence_table(setup, memory, link, rank)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headrace.errors import ExecutionError
-from headrace.execution.encoder_runner import EncoderRunner
+from headrace.execution.embedding_runner import EmbeddingRunner
 from headrace.execution.model_runner import ModelRunner
 from headrace.log import get_logger
 from headrace.messages.control import FaultReq
@@ -82,11 +82,11 @@ class FaultyRunner(ModelRunner):
         return not plan.faults and super().needs_only_logits(plan)
 
 
-class FaultyEncoderRunner(EncoderRunner):
+class FaultyEmbeddingRunner(EmbeddingRunner):
     """Does the faults of stage forward."""
 
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """See `EncoderRunner.run`."""
+        """See `EmbeddingRunner.run`."""
         _forward_faults(plan)
         return super().run(plan, on_layers)
 

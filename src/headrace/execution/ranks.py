@@ -40,11 +40,11 @@ from headrace.messages.rank_step import (
     RankStop,
     SampledTokens,
     StepKind,
-    decode,
-    encode,
+    pack,
     places_of,
     plan_of,
     rank_step,
+    unpack,
 )
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
 
@@ -129,7 +129,7 @@ class LeaderRunner:
             self._is_sent = True
             if self._shares_logits:
                 self.only_peaks = self._needs_only_peaks(begun.plan)
-                self._group.send(encode(RankFinish(self.only_peaks)))
+                self._group.send(pack(RankFinish(self.only_peaks)))
             return self.runner.finish(begun)
 
     def rest(self, left: Iterable[int]) -> None:
@@ -164,7 +164,7 @@ class LeaderRunner:
     def stop(self) -> None:
         """Let the followers end."""
         with contextlib.suppress(ExecutionError), self._turn:
-            self._group.send(encode(RankStop()))
+            self._group.send(pack(RankStop()))
 
     def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
         """Let the followers begin a step that runs in this way; only their tables change if it has failed here already."""
@@ -179,12 +179,12 @@ class LeaderRunner:
         finally:
             sampled, self._sampled = self._sampled, SampledTokens()
             self._is_sent = found != "none"
-            self._group.send(encode(rank_step(plan, sampled, found, self.only_peaks)))
+            self._group.send(pack(rank_step(plan, sampled, found, self.only_peaks)))
 
     def tell(self, message: RankLateRows | RankCapture) -> None:
         """Send what belongs to queued steps, within a turn."""
         self._is_sent = True
-        self._group.send(encode(message))
+        self._group.send(pack(message))
 
     def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
         """See `Peers`: the followers are told with the next step."""
@@ -253,7 +253,7 @@ class FollowerRunner:
 
     def follow(self) -> None:
         """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
-        while not isinstance(message := decode(self._group.receive()), RankStop):
+        while not isinstance(message := unpack(self._group.receive()), RankStop):
             match message:
                 case RankStep():
                     with self._profiler.step(message.step):

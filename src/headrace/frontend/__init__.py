@@ -3,8 +3,8 @@
 Read first: tokenizer_manager.py (one call, and the parts it needs), request_state.py (a sample and its call),
 engine_link.py (to the schedulers).
 
-- A call: prompts.py (its shape), inputs.py (what its prompts contain), encode.py (tokens and parameters), engine_request.py, embeddings.py,
-  pooled_prompts.py and encode_pooled.py (the same for models that make vectors),
+- A call: prompts.py (its shape), inputs.py (what its prompts contain), tokenize.py (tokens and parameters), engine_request.py, embeddings.py,
+  pooled_prompts.py and tokenize_pooled.py (the same for models that make vectors),
   media.py (images, sounds and videos of its prompts), no_tokenizer.py, sessions.py, tenants.py (limits of keys)
 - Its samples: sample_table.py (the live ones), sample_queue.py (limit of waiting ones), logprob_lists.py, outputs.py
   (messages applied to them), sample_update.py (new output of one), endings.py, aborts.py, failures.py, native_answer.py

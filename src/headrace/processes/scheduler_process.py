@@ -85,11 +85,11 @@ def run_scheduler(
         ends = functools.cache(lambda: end_tokens(args, model, tokenizer.get()))
         grammars = _grammars(args, tokenizer, model, ends)
         preparation = run_in_lasting_thread(grammars.prepare)  # beside the weights
-        encode = functools.partial(tokens_of, args)
+        tokenize = functools.partial(tokens_of, args)
         if ranks is None:
-            worker, ready = build_worker(args, on_progress, encode=encode)
+            worker, ready = build_worker(args, on_progress, tokenize=tokenize)
         else:
-            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, encode)
+            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
         preparation.result()
         on_admission = _no_fault
         if args.enable_fault_injection:
@@ -138,7 +138,7 @@ def _grammars(
         return NO_GRAMMARS
     return GrammarCompiler(
         lambda: Vocabulary.of(tokenizer.get(), model.vocab_size, ends().eos | ends().turn),
-        encode=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
+        tokenize=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
     )
 
 

@@ -1,6 +1,6 @@
-"""Encodes the inputs of a call of a model that pools: the tokens of each input, as the scheduler gets them.
+"""Tokenizes the inputs of a call of a model that pools: the tokens of each input, as the scheduler gets them.
 
-Owns the checks that need the number of tokens. Runs in the tokenizer manager's event loop. `encode` does the same for calls that generate.
+Owns the checks that need the number of tokens. Runs in the tokenizer manager's event loop. `tokenize` does the same for calls that generate.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from headrace.messages.requests import EmbeddingReqInput, PoolTask, PromptConten
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 
 
-class PooledEncoder:
+class PooledTokenizer:
     """See the module docstring. pooling: of the served model."""
 
     def __init__(
@@ -45,7 +45,7 @@ class PooledEncoder:
             return split_pooled_call(*arguments)
         return await asyncio.get_running_loop().run_in_executor(None, split_pooled_call, *arguments)
 
-    async def encode(
+    async def tokenize(
         self, call: Call[PooledPrompt], obj: EmbeddingReqInput, state: CallState
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every input. Returns a request for each sample of `state`. Raises RequestError; then nothing is to be sent."""

@@ -37,7 +37,7 @@ class NoAdapters:
         """There is none."""
 
 
-class EncoderRunner:
+class EmbeddingRunner:
     """See the module docstring. device: of the model."""
 
     def __init__(self, model: EncoderModel, attention: AttentionBackend, device: torch.device) -> None:

@@ -12,8 +12,8 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import ALONE
 from headrace.errors import ConfigError
-from headrace.execution.encoder_runner import EncoderRunner
-from headrace.execution.faults import FaultyEncoderRunner
+from headrace.execution.embedding_runner import EmbeddingRunner
+from headrace.execution.faults import FaultyEmbeddingRunner
 from headrace.execution.memory import naming_memory
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.setup import (
@@ -37,7 +37,7 @@ _STEPS_OF_SLOTS = 4
 """The scheduler has slots for the texts of so many steps, two of which may be in flight."""
 
 
-def build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
+def build_embedding_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
     """A worker for the encoder in `checkpoint`, ready for its first step, and its description.
 
     progress: called with (bytes loaded, total bytes). Raises ConfigError or ModelError.
@@ -62,7 +62,7 @@ def build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Pro
         )
         page_size = setup.config.page_size
         weights = updatable_weights(setup, model, attention, KvPool([], [], 0, page_size))
-        make_runner = FaultyEncoderRunner if args.enable_fault_injection else EncoderRunner
+        make_runner = FaultyEmbeddingRunner if args.enable_fault_injection else EmbeddingRunner
         runner = make_runner(model, attention, setup.placement.device)
         ready = _ready_info(setup, model, decisions, fingerprint, time.perf_counter() - begin)
         lane = ThreadedLane if setup.config.overlap else InlineLane
