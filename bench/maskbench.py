@@ -28,7 +28,6 @@ from typing import Any
 import jsonschema_rs
 import llguidance
 import numpy as np
-from headrace.grammar.probe import probe
 
 from bench.program import parser_of, report_of, write_report
 from headrace.benchmark.figures import percentile
@@ -36,6 +35,7 @@ from headrace.benchmark.results import write_json
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
 from headrace.grammar import vocabulary as grammar_vocabulary
+from headrace.grammar.compile_child import probe
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.schema_walk import subschemas
 from headrace.grammar.source import explain, library_text

@@ -14,7 +14,8 @@ from bench.gpu.floor import Work
 from bench.gpu.plans import check_result, decode_plans, sequence
 from headrace.attention.triton import TritonAttention
 from headrace.execution.build import build_worker
-from headrace.execution.device_worker import DeviceWorker
+from headrace.execution.device_runner import DeviceRunner
+from headrace.execution.worker import ModelWorker
 from headrace.messages.step import ModelWorkerBatch, Worker
 
 _SHOWN = 14
@@ -219,7 +220,8 @@ def _add_ratio(bench: Bench, rows: Rows, what: str, least: float, piece: str, be
 
 def _fill_cache(worker: Worker) -> None:
     """Random keys and values, in place of zeros."""
-    if isinstance(worker, DeviceWorker) and isinstance(attention := worker.runner.runner.attention, TritonAttention):
+    runner = worker.runner if isinstance(worker, ModelWorker) else None
+    if isinstance(runner, DeviceRunner) and isinstance(attention := runner.runner.attention, TritonAttention):
         for cache in (*attention.pool.k, *attention.pool.v):
             cache.copy_(torch.randn(cache.shape, dtype=torch.bfloat16, device=cache.device))
 

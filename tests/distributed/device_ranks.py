@@ -75,7 +75,7 @@ class DeviceRanks:
         """The leader's and the follower's."""
         leader: Any = self.driver.worker
         follower: Any = self.follower
-        return leader.runner._device._device, follower.table.link
+        return leader.runner._device._device, follower.runner.table.link
 
 
 @contextlib.contextmanager

@@ -128,13 +128,13 @@ def test_a_greedy_step_is_one_graph_in_each_rank_and_leaves_the_same_tokens_in_b
         assert (ours.num_captures, theirs.num_captures) == (2, 2)
         assert driver.generate(0, A, NUM_TOKENS) == want[0]
         assert (ours.num_replays, theirs.num_replays) == (NUM_TOKENS - 1, NUM_TOKENS - 1)
-        tables = leader.runner.runner.table, ranks.follower.table
+        tables = leader.runner.runner.table, ranks.follower.runner.table
         end = len(A) + NUM_TOKENS
     assert [table.tokens[0, :end].tolist() for table in tables] == [[*A, *want[0]]] * 2
 
 
 def test_a_step_that_fails_before_its_layers_is_the_only_one(folder, want, sizes):
-    with device_ranks(folder, sizes) as ranks:
+    with device_ranks(folder, sizes, enable_fault_injection=True) as ranks:
         driver = ranks.driver
         driver.step([(0, 40, True), (1, 9, True)], (driver.new(0, A), driver.new(1, B)))
         driver.submit([(1, 1, True)], faults=(FaultReq(stage="forward", kind="raise", rid="r1", at_token=1),))
@@ -232,7 +232,7 @@ def test_the_kv_cache_is_as_large_as_the_rank_with_the_least_room_allows(folder,
         info = ranks.driver.info
         assert info.max_total_tokens < 4 * CONTEXT
         assert any("the GPU of rank 1 has room for no more" in decision for decision in info.decisions)
-        pools = [runner.attention._pool for runner in (ranks.driver.worker.runner.runner, ranks.follower)]
+        pools = [runner.attention._pool for runner in (ranks.driver.worker.runner.runner, ranks.follower.runner)]
         assert [len(pool.k[0]) for pool in pools] == [info.max_total_tokens] * 2
         assert ranks.driver.generate(0, A, 4) == want[0][:4]
 

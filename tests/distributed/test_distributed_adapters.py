@@ -20,7 +20,7 @@ from headrace.execution.lora import LoraPool, StagedAdapter
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.layers.weight import Placement
-from headrace.messages.rank_step import RankStep, RankStop, decode, encode
+from headrace.messages.rank_step import RankStep, RankStop, pack, unpack
 
 NO_WEIGHTS: Any = None
 # Float32 sums in another order.
@@ -79,10 +79,10 @@ def serve(shard: Shard, pool: LoraPool, act) -> list[int]:
     assert shard.group is not None
     if shard.leads:
         act(LeaderAdapters(pool, LeaderJobs(shard.group, Turn())))
-        shard.group.send(encode(RankStop()))
+        shard.group.send(pack(RankStop()))
     else:
         jobs = FollowerJobs(shard.group, pool, NO_WEIGHTS, StepProfiler(None))
-        while not isinstance(message := decode(shard.group.receive()), RankStop):
+        while not isinstance(message := unpack(shard.group.receive()), RankStop):
             assert not isinstance(message, RankStep), message
             jobs.handle(message)
     return [lora_id for lora_id in range(10) if lora_id in pool]

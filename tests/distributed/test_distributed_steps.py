@@ -72,6 +72,7 @@ def ranks(folder: Path) -> Iterator[tuple[Driver, list[str]]]:
         max_total_tokens=4 * CONTEXT,
         num_threads=1,
         disable_weight_cache=True,
+        enable_fault_injection=True,
     )
     broken: list[str] = []
     with new_group(2) as (group, fd), ThreadPoolExecutor(1) as other:
@@ -123,9 +124,9 @@ def test_the_leader_measures_with_the_others_and_all_have_the_kv_precision_that_
         others = Other([])
         others.wait_loaded = lambda: waited.append("leader")  # type: ignore[method-assign]
         rank = Rank(Shard(0, 2, group), group=group)
-        worker, info = build_worker(args, rank=rank, others=others, encode=lambda text: prompt(200, 0))
+        worker, info = build_worker(args, rank=rank, others=others, tokenize=lambda text: prompt(200, 0))
         worker.close()
-        follower = running.result(LIMIT_S).attention.paged_kv()
+        follower = running.result(LIMIT_S).runner.attention.paged_kv()
 
     assert info.kv_cache_dtype == str(dtype).removeprefix("torch.")
     assert follower is not None
@@ -137,7 +138,7 @@ def test_sequences_that_cannot_be_entered_end_with_their_steps_and_nothing_else(
     ranks: tuple[Driver, list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     driver, broken = ranks
-    sampler: Any = driver.worker.runner.sampler  # type: ignore[attr-defined]
+    sampler: Any = driver.worker.runner.runner.sampler  # type: ignore[attr-defined]
     add = sampler.add
 
     def failing(seq: int, new: Any) -> None:

@@ -31,7 +31,7 @@ from headrace.execution.update_weights import ModelWeights
 from headrace.execution.weight_cache import open_cache
 from headrace.kernels import cpu
 from headrace.layers.weight import Placement, Weight
-from headrace.messages.rank_step import RankStep, RankStop, decode, encode
+from headrace.messages.rank_step import RankStep, RankStop, pack, unpack
 from headrace.messages.weights import Prepared, UpdateFromTensors, WorkerOperation
 from headrace.models.registry import model_class_for
 
@@ -116,10 +116,10 @@ def serve(shard: Shard, weights: ModelWeights, act) -> list[torch.Tensor]:
     if shard.leads:
         jobs = LeaderJobs(shard.group, Turn())
         act(LeaderWeights(weights, jobs, shard.size))
-        shard.group.send(encode(RankStop()))
+        shard.group.send(pack(RankStop()))
     else:
         followers_jobs = FollowerJobs(shard.group, NO_ADAPTERS, weights, StepProfiler(None))
-        while not isinstance(message := decode(shard.group.receive()), RankStop):
+        while not isinstance(message := unpack(shard.group.receive()), RankStop):
             assert not isinstance(message, RankStep), message
             followers_jobs.handle(message)
     return parts_of(weights)

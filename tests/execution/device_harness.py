@@ -1,4 +1,4 @@
-"""A tiny model behind a `DeviceWorker`, on the CPU: a device whose queue runs at once."""
+"""A tiny model behind a `DeviceRunner`, on the CPU: a device whose queue runs at once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from headrace.checkpoint.source import open_checkpoint
 from headrace.execution import build
 from headrace.execution.device import Device
 from headrace.execution.device_runner import DeviceRunner
-from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.graphs import GraphPool
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.queued_step import Done
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.worker import ModelWorker, Pending, QueuedLane
 from headrace.layers.weight import Placement
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import ModelWorkerBatch
@@ -147,14 +147,15 @@ def queue_on(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, sizes: tuple[i
     monkeypatch.setattr(build, "_graph_sizes", lambda *arguments: sizes)
     monkeypatch.setattr(select, "make_backend", lambda *arguments, **named: TensorAttention())
     waits: list[int] = []
-    submit = DeviceWorker.submit
+    launch = DeviceRunner.launch
 
-    def noting(worker: DeviceWorker, batch: ModelWorkerBatch) -> None:
+    def noting(runner: DeviceRunner, plan: ModelWorkerBatch) -> Pending:
         before = device.num_waits
-        submit(worker, batch)
-        waits.append(0 if isinstance(worker._in_flight[-1][1], Done) else device.num_waits - before)
+        step = launch(runner, plan)
+        waits.append(0 if isinstance(step, Done) else device.num_waits - before)
+        return step
 
-    monkeypatch.setattr(DeviceWorker, "submit", noting)
+    monkeypatch.setattr(DeviceRunner, "launch", noting)
     return waits
 
 
@@ -167,6 +168,7 @@ def device_driver(
     attention: AttentionBackend | None = None,
     verifying: tuple[int, ...] = (),
     drafts: Drafts | None = None,
+    make_runner: type[ModelRunner] = ModelRunner,
 ) -> tuple[Driver, DeviceRunner, KvPool]:
     """A driver over the checkpoint in `folder`, float32; sizes: batches that have a graph; verifying: numbers of tokens of
     steps with drafts that have one."""
@@ -182,13 +184,13 @@ def device_driver(
     loras = LoraPool(model, placement, max_loras=2, max_rank=8)
     penalties = DevicePenalties(table.tokens, VOCAB_SIZE, device.upload)
     sampler = Sampler(VOCAB_SIZE, NUM_SEQS, where, {}, penalties)
-    runner = ModelRunner(model, attention, table, sampler, loras, drafts=drafts)
+    runner = make_runner(model, attention, table, sampler, loras, drafts=drafts)
     graphs = None
     if sizes:
         graphs = GraphPool(model, attention, table, device, sizes, VOCAB_SIZE, num_slots, verifying_sizes=verifying)
         graphs.capture()
     device_runner = DeviceRunner(runner, device, graphs)
-    worker = DeviceWorker(device_runner, cast(WeightExecutor, None))
+    worker = ModelWorker(device_runner, QueuedLane, cast(WeightExecutor, None))
     return Driver(worker, cast(ReadyInfo, None)), device_runner, pool
 
 

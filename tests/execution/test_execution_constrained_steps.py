@@ -296,7 +296,7 @@ def test_a_row_may_be_left_and_taken_over_before_its_last_token_is_known(make, e
 def test_a_step_is_forgotten_when_the_next_ones_are_collected(make):
     driver, _, _ = make()
     enter(driver, 1)
-    first = weakref.ref(driver.worker._in_flight[0][1])
+    first = weakref.ref(driver.worker.lane.in_flight[0][1])
     for _ in range(2):
         decode(driver, 1)
         collect(driver)
@@ -332,8 +332,8 @@ def test_sampling_asks_the_device_for_no_value(make, sizes):
         enter(driver, 0, 2)
         decode(driver, 0, 2)
         # The first step's token is not known; the mask of the second was not begun.
-        assert [pending._error for _, pending in driver.worker._in_flight] == [None, None]
-        assert [pending._unmasked is None for _, pending in driver.worker._in_flight] == [True, False]
+        assert [pending._error for _, pending in driver.worker.lane.in_flight] == [None, None]
+        assert [pending._unmasked is None for _, pending in driver.worker.lane.in_flight] == [True, False]
         driver.worker.close()
 
 

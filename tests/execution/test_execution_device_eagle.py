@@ -60,7 +60,7 @@ def test_no_value_is_asked_for(folder: Path, sampling: ResolvedSamplingParams) -
         driver.submit([(0, 1, True), (1, 1, True)])
         driver.submit([(0, 1, 1), (1, 1 + MOST, 1 + MOST)])
 
-        assert [type(pending.step).__name__ for _, pending in driver.worker._in_flight] == [  # type: ignore[attr-defined]
+        assert [type(pending.step).__name__ for _, pending in driver.worker.lane.in_flight] == [  # type: ignore[attr-defined]
             *["QueuedStep"] * 3,
             "QueuedVerification",
         ]

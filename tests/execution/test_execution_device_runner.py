@@ -12,6 +12,7 @@ from runner_harness import CONTEXT, DRAWN, GREEDY, WEARY, ids_by_row, int32, pro
 
 from headrace import kernels
 from headrace.errors import ExecutionError
+from headrace.execution.faults import FaultyRunner
 from headrace.kernels import triton
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec
@@ -295,7 +296,7 @@ def test_a_row_without_finite_logits_ends_alone(folder, expected, sizes):
 
 
 def test_a_step_that_fails_is_the_only_one(folder, expected, sizes):
-    driver, _, _ = device_driver(folder, sizes=sizes)
+    driver, _, _ = device_driver(folder, sizes=sizes, make_runner=FaultyRunner)
     driver.step([(0, 40, True), (1, 9, True)], (driver.new(0, A), driver.new(1, B)))
     driver.submit([(1, 1, True)], faults=(FaultReq(stage="forward", kind="raise", rid="r1", at_token=1),))
     driver.submit([(0, 1, True)])
@@ -340,7 +341,7 @@ def test_no_step_asks_the_device_for_a_value(folder, sizes):
         driver.submit([(0, 1, True), (1, 4, True)])
         for _ in range(2):
             driver.submit([(0, 1, True), (1, 1, True)])
-        assert [type(pending).__name__ for _, pending in driver.worker._in_flight] == ["QueuedStep"] * 4
+        assert [type(pending).__name__ for _, pending in driver.worker.lane.in_flight] == ["QueuedStep"] * 4
         for ask in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.nonzero, bool):
             with pytest.raises((RuntimeError, NotImplementedError)):
                 ask(runner.runner.table.tokens[0, 0])

@@ -82,9 +82,9 @@ def never(text: str) -> list[int]:
     raise AssertionError("it is measured again")
 
 
-def start(folder: Path, encode: kv_precision.Encode = ids_of, **options) -> ReadyInfo:
+def start(folder: Path, tokenize: kv_precision.Tokenize = ids_of, **options) -> ReadyInfo:
     worker, info = build_worker(
-        ServerArgs(model_path=str(folder), max_total_tokens=256, max_running_requests=2, **options), encode=encode
+        ServerArgs(model_path=str(folder), max_total_tokens=256, max_running_requests=2, **options), tokenize=tokenize
     )
     worker.close()
     return info
@@ -242,7 +242,7 @@ def test_the_first_update_of_random_weights_warns_that_nothing_was_measured(
 def test_an_update_of_a_measured_model_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = save_model(tmp_path / "model", "qwen2", unchanged)
     args = ServerArgs(model_path=str(folder), quantization="int8", max_total_tokens=256)
-    worker, info = build_worker(args, encode=ids_of)
+    worker, info = build_worker(args, tokenize=ids_of)
     worker.weights.start(UpdateFromDisk(str(folder), "safetensors")).result().install()
     worker.close()
 

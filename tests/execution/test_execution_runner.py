@@ -40,7 +40,7 @@ def driver_of(checkpoint, **options: object) -> Iterator[Driver]:
 
 @pytest.fixture(params=["sync", "overlap"])
 def driver(request, checkpoint):
-    with driver_of(checkpoint, disable_overlap_schedule=request.param == "sync") as driver:
+    with driver_of(checkpoint, disable_overlap_schedule=request.param == "sync", enable_fault_injection=True) as driver:
         yield driver
 
 
@@ -282,7 +282,7 @@ def test_a_fault_in_sampling_ends_its_row_alone(driver, kind: str, message: str)
 
 def test_an_unforeseen_exception_becomes_that_steps_execution_error(driver, monkeypatch, caplog):
     worker = driver.worker
-    runner = worker.runner if hasattr(worker, "runner") else worker._worker.runner
+    runner = worker.runner
     with monkeypatch.context() as patch:
         patch.setattr(runner.attention, "prepare", lambda rows: 1 / 0)
         with pytest.raises(ExecutionError) as caught:

@@ -219,7 +219,7 @@ def test_no_value_is_asked_for(make, kinds):
         driver, runner, _ = make(Elsewhere(), on="meta")
         driver.submit([(0, 40, True)], (driver.new(0, A, **kinds[0]),))
         submit(driver, runner, {0: [1, 2, 3]})
-        assert [type(pending).__name__ for _, pending in driver.worker._in_flight] == [
+        assert [type(pending).__name__ for _, pending in driver.worker.lane.in_flight] == [
             "QueuedStep",
             "QueuedVerification",
         ]

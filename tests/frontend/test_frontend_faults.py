@@ -74,8 +74,8 @@ async def test_what_no_frame_can_hold_is_the_caller_s_error_and_leaves_nothing(m
         "headrace.messages.channel.LocalQueue.send", lambda self, message: (codec.encode(message), send(message))
     )
     monkeypatch.setattr("headrace.frontend.prompts.MAX_PRIORITY", 2**80)
-    encoder = frontend.manager.encoder
-    encoder.limits = dataclasses.replace(encoder.limits, uses_priority=True)
+    tokenizer = frontend.manager.prompt_tokenizer
+    tokenizer.limits = dataclasses.replace(tokenizer.limits, uses_priority=True)
 
     with pytest.raises(RequestError, match="cannot be sent"):
         await frontend.start("a", priority=2**70)

@@ -26,6 +26,7 @@ from headrace.messages.requests import LogprobSpec, PoolTask, PromptContent, Sam
 from headrace.messages.step import EncodeWork, ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
+from headrace.scheduler.faults import InjectedFaults
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.scheduler import Scheduler
@@ -517,7 +518,6 @@ class Rig:
             vocab_size=VOCAB,
             stream_interval=1,
             preemption_threshold=preemption,
-            accept_faults=True,
             whole_prompts=whole_prompts,
             encoder_rows=encoder_rows,
             encoder_slices=encoder_slices,
@@ -526,16 +526,18 @@ class Rig:
         self.worker.encoder.num_slices = encoder_slices
         self.worker.encoder.whole_images = whole_images
         self.grammars = FakeGrammars()
+        faults = InjectedFaults()
         self.scheduler = Scheduler(
             config,
             self.kv,
-            self.worker,
-            self.inbox,
+            faults.worker(self.worker),
+            faults.receiver(self.inbox, self.out),
             self.out,
             self.back,
             self.no_checker,
             clock=lambda: self.now,
             grammars=self.grammars,
+            on_admission=faults.on_admission,
         )
         self.ids: dict[str, list[int]] = {}
         self.finish: dict[str, object] = {}

@@ -465,6 +465,23 @@ def test_a_fault_at_admission_ends_that_request_alone():
     assert rig.finish["good"].type == "length"
 
 
+@pytest.mark.parametrize("guesses", [0, 3])
+def test_a_fault_reaches_the_worker_once_with_the_step_that_gives_its_token(guesses: int, monkeypatch):
+    rig = Rig(num_pages=100)
+    rig.worker.guesses = lambda step, row: (guesses, guesses)
+    plans, submit = [], rig.worker.submit
+    monkeypatch.setattr(rig.worker, "submit", lambda plan: (plans.append(plan), submit(plan)))
+    rig.inbox.send(FaultReq("forward", "sleep", "a", at_token=5))
+    rig.add("a", prompt(7), **LONG)
+    rig.drain()
+
+    (at,) = [index for index, plan in enumerate(plans) if plan.faults]
+    assert int(plans[at].starts[0] + plans[at].counts[0]) == 7 + 5
+    # Which token a step with drafts gives is not known before, so there are none while a fault waits.
+    assert [int(plan.num_logits.max()) for plan in plans[: at + 1]] == [1] * (at + 1)
+    assert max(int(plan.num_logits.max()) for plan in plans[at + 1 :]) == (4 if guesses else 1)
+
+
 def test_token_ids_outside_the_vocabulary_never_reach_the_worker():
     rig = Rig(num_pages=100)
     for rid, ids in (("high", [0, 2]), ("negative", [-1]), ("empty", [])):

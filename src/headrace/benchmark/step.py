@@ -34,7 +34,7 @@ from headrace.errors import ConfigError
 from headrace.execution.build import build_worker
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.setup import open_model
-from headrace.execution.worker import TpModelWorker
+from headrace.execution.worker import ModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.logits import Peaks
@@ -116,8 +116,8 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         context_length=room,
         max_total_tokens=rows * room,
     )
-    worker, info = build_worker(args, encode=partial(tokens_of, args))
-    assert isinstance(worker, TpModelWorker), type(worker)
+    worker, info = build_worker(args, tokenize=partial(tokens_of, args))
+    assert isinstance(worker, ModelWorker), type(worker)
     try:
         if info.device != "cpu":
             raise ConfigError(f"bench step measures the CPU; it does not support --device {info.device}")

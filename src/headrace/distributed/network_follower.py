@@ -38,7 +38,7 @@ from headrace.distributed.network import (
 from headrace.distributed.network_keys import GroupKeys, group_keys
 from headrace.errors import ConfigError, ExecutionError
 from headrace.log import get_logger
-from headrace.messages.rank_group import Broken, Ended, GroupNote, Hello, Refused, Welcome, decode_note
+from headrace.messages.rank_group import Broken, Ended, GroupNote, Hello, Refused, Welcome, unpack_note
 
 logger = get_logger(__name__)
 
@@ -331,6 +331,6 @@ def _is_welcome(link: _Link, member: Member, end_s: float, check: Callable[[], N
 
 def _decoded(note: memoryview) -> GroupNote:
     try:
-        return decode_note(note)
+        return unpack_note(note)
     except msgspec.DecodeError as error:
         raise Lost(f"a note came that this version does not know: {error}") from error

@@ -45,8 +45,8 @@ from headrace.messages.rank_group import (
     Hello,
     Refused,
     Welcome,
-    decode_note,
     difference,
+    unpack_note,
 )
 
 logger = get_logger(__name__)
@@ -240,7 +240,7 @@ class LeaderGroup(NetworkGroup):
                 self._arrived[rank].append(frame)
             return
         try:
-            decoded = decode_note(note)
+            decoded = unpack_note(note)
         except msgspec.DecodeError:
             self._say(connection, Refused("incompatible Headrace version"))
             return

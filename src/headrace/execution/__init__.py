@@ -1,16 +1,16 @@
 """Runs a model: loading, memory, the step, and the worker that the scheduler uses.
 
-Read first: build.py (start-up; setup.py is what it decides before weights are loaded), model_runner.py (one step), worker.py (`TpModelWorker`).
+Read first: build.py (start-up; setup.py is what it decides before weights are loaded), model_runner.py (one step), worker.py (`ModelWorker`:
+how steps run beside the scheduler).
 
 - A step: forward_batch.py (as tensors), verify.py (rows that sample several tokens), sequence_table.py (tokens and slots of
-  sequences), lora.py (adapters in memory, rows of a step by adapter), overlap_worker.py (the model in a thread of its own),
-  ranks.py (steps of several ranks), pipeline_worker.py (several steps in flight, where the layers are in stages), rank_jobs.py, rank_operations.py
+  sequences), lora.py (adapters in memory, rows of a step by adapter), ranks.py (steps of several ranks), rank_jobs.py, rank_operations.py
   (what they do beside the steps)
-- On a GPU: device_worker.py, device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
+- On a GPU: device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
   (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), verify_queue.py (steps that
   verify guesses in graphs), device.py (the seam), device_ranks.py (queued steps of several ranks), watched_device.py (waits
   that end when a rank has stopped), warm_up.py (steps before the first request)
-- Vectors instead of tokens: build_encoder.py, encoder_runner.py (steps of an encoder), pooling.py (results of encoders and decoders)
+- Vectors instead of tokens: build_embedding.py, embedding_runner.py (steps of an encoder), pooling.py (results of encoders and decoders)
 - Images: media.py (what the encoder makes of them, in slices, and where it goes)
 - Guesses by a model: build_draft.py, draft_model.py, eagle.py, device_eagle.py (where steps are queued), draft_steps.py (what
   they share)

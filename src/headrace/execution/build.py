@@ -25,21 +25,19 @@ from headrace.distributed.rank import ALONE, Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build_draft import LoadedDraft, load_draft
-from headrace.execution.build_encoder import build_encoder_worker
+from headrace.execution.build_embedding import build_embedding_worker
 from headrace.execution.device import CudaDevice, Device
-from headrace.execution.device_ranks import NO_FOLLOWERS, FollowerQueue, LeaderFollowers, received_ids
+from headrace.execution.device_ranks import FollowerQueue, LeaderFollowers, received_ids
 from headrace.execution.device_runner import DeviceRunner
-from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
+from headrace.execution.faults import FaultyRunner, FaultySampler
 from headrace.execution.graphs import GraphPool, verifying_sizes
-from headrace.execution.kv_precision import Encode, settle_kv_cache, unmeasured
+from headrace.execution.kv_precision import Tokenize, settle_kv_cache, unmeasured
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.overlap_worker import TpModelWorkerClient
-from headrace.execution.pipeline_worker import PipelineWorker
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
@@ -61,9 +59,8 @@ from headrace.execution.update_weights import ModelWeights
 from headrace.execution.warm_up import warm_up
 from headrace.execution.watched_device import WatchedDevice
 from headrace.execution.weight_cache import Progress
-from headrace.execution.worker import TpModelWorker
+from headrace.execution.worker import InlineLane, ModelWorker, QueuedLane, ThreadedLane
 from headrace.layers.embedding import vocabulary_part
-from headrace.layers.pooler import Pooler
 from headrace.log import get_logger
 from headrace.messages.control import EncoderInfo, ReadyInfo
 from headrace.messages.step import Worker
@@ -102,14 +99,16 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """A runner with its model loaded, and what was found on the way."""
+    """A runner with its model loaded, and what was found on the way. leader: over the runner, where it leads other ranks; weights: of its part."""
 
     setup: Setup
     rank: Rank
     memory: _Memory
     link: Device | None
     runner: ModelRunner
+    leader: LeaderRunner | None
     weights: ModelWeights
+    profiler: StepProfiler
     decisions: list[str]
     fingerprint: str
     lora_fingerprints: tuple[str, ...]
@@ -120,22 +119,22 @@ def build_worker(
     progress: Progress = lambda done, total: None,
     rank: Rank = ALONE,
     others: OtherRanks = NO_OTHER_RANKS,
-    encode: Encode = lambda text: (),
+    tokenize: Tokenize = lambda text: (),
 ) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
     progress: called with (bytes loaded, total bytes). rank: the leader's; the others are built meanwhile (`build_follower`), and are ready, too,
-    when this returns. encode: see `settle_kv_cache`. Raises ConfigError or ModelError, and the errors of the others.
+    when this returns. tokenize: see `settle_kv_cache`. Raises ConfigError or ModelError, and the errors of the others.
     """
     begin = time.perf_counter()
     checkpoint = open_model(args)
     if checkpoint.config.encoder is not None:
-        return build_encoder_worker(args, checkpoint, progress)
+        return build_embedding_worker(args, checkpoint, progress)
     with ExitStack() as resources:
-        built = _build(args, checkpoint, progress, rank, others, resources, encode, others.wait_loaded)
-        if isinstance(built.runner, LeaderRunner):
-            built.runner.on_broken = others.give_up
-            resources.callback(built.runner.stop)
+        built = _build(args, checkpoint, progress, rank, others, resources, tokenize, others.wait_loaded)
+        if built.leader is not None:
+            built.leader.on_broken = others.give_up
+            resources.callback(built.leader.stop)
         others.wait_ready()
         if built.link is None:
             worker = _cpu_worker(built, resources)
@@ -167,13 +166,13 @@ def build_follower(
             lambda text: (),
             on_loaded,
         )
-        runner, link, devices = built.runner, built.link, built.rank.devices
-        assert isinstance(runner, FollowerRunner), rank
+        link, devices = built.link, built.rank.devices
+        runner = FollowerRunner(built.runner, rank, built.weights, built.profiler)
         if link is not None:
             assert devices is not None, rank
             own_ids = length(vocabulary_part(built.setup.model_config.vocab_size, built.setup.placement))
             graphs = _graph_pool(built, link, own_ids, lambda logits: received_ids(devices, logits))
-            runner.queued = FollowerQueue(runner, link, graphs, devices)
+            runner.queued = FollowerQueue(built.runner, link, graphs, devices)
         return runner, resources.pop_all()
 
 
@@ -184,12 +183,12 @@ def _build(
     rank: Rank,
     others: OtherRanks,
     resources: ExitStack,
-    encode: Encode,
+    tokenize: Tokenize,
     wait_loaded: Callable[[], None],
 ) -> _Built:
     """Everything up to the runner, for a decoder.
 
-    resources: get what must end with it. encode, wait_loaded: see `settle_kv_cache`. Raises ConfigError or ModelError.
+    resources: get what must end with it. tokenize, wait_loaded: see `settle_kv_cache`. Raises ConfigError or ModelError.
     """
     fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, rank)
@@ -205,13 +204,13 @@ def _build(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
         model, cache = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, of_load)
-    checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, encode, wait_loaded)
+    checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, tokenize, wait_loaded)
     if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
         check_asked_pool(setup, rank)
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions, *of_load]
     if args.enable_torch_compile:
         _compile(model, setup.spec.name)
-    draft = load_draft(setup, model, resources, decisions, encode)
+    draft = load_draft(setup, model, resources, decisions, tokenize)
     memory = _allocate(setup, model, rank, others, decisions, draft)
     link = None if setup.is_cpu else _link(setup, rank, others)
     table = _sequence_table(setup, memory, link, rank)
@@ -224,22 +223,24 @@ def _build(
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, rank)
     profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))
-    runner = _runner(
-        rank,
+    make_runner = FaultyRunner if args.enable_fault_injection and rank.leads else ModelRunner
+    runner = make_runner(
         model,
         memory.attention,
         table,
         sampler,
         loras,
-        weights,
-        profiler,
-        _drafts(setup, model, memory, draft, table, sampler),
+        rank.stage,
+        _drafts(setup, model, memory, draft, table, sampler) if rank.leads else None,
         None if setup.pooling is None else model.pooler,
         _media(setup, model, memory.attention, rank),
     )
-    if isinstance(runner, LeaderRunner) and isinstance(link, WatchedDevice):
-        runner.settle = link.settle
-    return _Built(setup, rank, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
+    leader = LeaderRunner(runner, rank) if rank.group is not None and rank.leads else None
+    if leader is not None and isinstance(link, WatchedDevice):
+        leader.settle = link.settle
+    return _Built(
+        setup, rank, memory, link, runner, leader, weights, profiler, decisions, fingerprint, lora_fingerprints
+    )
 
 
 def _drafts(
@@ -260,27 +261,6 @@ def _link(setup: Setup, rank: Rank, others: OtherRanks) -> Device:
     if rank.devices is None or not rank.leads:
         return device
     return WatchedDevice(device, rank.devices, setup.args.rank_timeout_s, others.give_up)
-
-
-def _runner(
-    rank: Rank,
-    model: CausalLM,
-    attention: AttentionBackend,
-    table: SequenceTable,
-    sampler: Sampler,
-    loras: LoraPool,
-    weights: ModelWeights,
-    profiler: StepProfiler,
-    drafts: Drafts | None,
-    pooler: Pooler | None,
-    media: MediaRows | None,
-) -> ModelRunner:
-    """weights, profiler: of a follower; those of others are the worker's. drafts: of those who sample. pooler: of a model that does not."""
-    if rank.group is None:
-        return ModelRunner(model, attention, table, sampler, loras, drafts=drafts, pooler=pooler, media=media)
-    if rank.leads:
-        return LeaderRunner(model, attention, table, sampler, loras, rank, drafts)
-    return FollowerRunner(model, attention, table, sampler, loras, rank, weights, profiler)
 
 
 def _media(setup: Setup, model: CausalLM, attention: AttentionBackend, rank: Rank) -> MediaRows | None:
@@ -365,35 +345,36 @@ def _sampler(setup: Setup, table: SequenceTable, link: Device | None, processors
     """link: None = on the CPU."""
     vocab_size = setup.model_config.vocab_size
     penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
-    return Sampler(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
+    make = FaultySampler if setup.args.enable_fault_injection else Sampler
+    return make(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
 
 
 def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     """The worker takes over `resources`."""
-    setup, runner = built.setup, built.runner
+    runner, leader = built.runner, built.leader
     beside = _beside_steps(built, "" if runner.stage.is_whole else _NOT_OF_STAGES)
     held = resources.pop_all()
-    if isinstance(runner, LeaderRunner) and not runner.stage.is_whole:
-        return PipelineWorker(runner, beside.weights, held, beside.profiler, beside.experts)
-    worker = TpModelWorker(runner, beside.weights, held, beside.profiler, beside.experts)
-    return TpModelWorkerClient(worker) if setup.config.overlap else worker
+    if leader is not None and not runner.stage.is_whole:
+        return ModelWorker(leader, QueuedLane, beside.weights, held, beside.profiler, beside.experts)
+    lane = ThreadedLane if built.setup.config.overlap else InlineLane
+    return ModelWorker(leader or runner, lane, beside.weights, held, beside.profiler, beside.experts)
 
 
 def _device_worker(built: _Built, link: Device, resources: ExitStack) -> Worker:
     """The worker of a GPU, with its graphs captured, in every rank. It takes over `resources`. Raises ConfigError."""
-    runner, devices = built.runner, built.rank.devices
-    followers, greedy = NO_FOLLOWERS, greedy_ids
-    if isinstance(runner, LeaderRunner):
+    devices = built.rank.devices
+    followers, greedy = None, greedy_ids
+    if built.leader is not None:
         assert devices is not None, built.rank
-        followers = of_all = LeaderFollowers(runner, devices)
-        greedy = of_all.greedy_ids
+        followers = LeaderFollowers(built.leader, devices)
+        greedy = followers.greedy_ids
     graphs = _graph_pool(built, link, built.setup.model_config.vocab_size, greedy)
-    device_runner = DeviceRunner(runner, link, graphs, followers)
+    runner = DeviceRunner(built.runner, link, graphs, followers)
     if graphs is not None:
-        _capture(device_runner.capture, len(graphs.sizes) + len(graphs.verifying_sizes))
-        built.weights.moved = graphs.capture if devices is None else device_runner.capture_later
+        _capture(runner.capture, len(graphs.sizes) + len(graphs.verifying_sizes))
+        built.weights.moved = graphs.capture if devices is None else runner.capture_later
     beside = _beside_steps(built, "" if graphs is None else _NOT_IN_GRAPHS)
-    return DeviceWorker(device_runner, beside.weights, resources.pop_all(), beside.profiler, beside.experts)
+    return ModelWorker(runner, QueuedLane, beside.weights, resources.pop_all(), beside.profiler, beside.experts)
 
 
 def _graph_pool(
@@ -427,13 +408,13 @@ class _BesideSteps:
 
 def _beside_steps(built: _Built, refusal: str) -> _BesideSteps:
     """refusal: why the choice of experts cannot be recorded; "" if it can."""
-    runner, folder, device = built.runner, built.setup.args.profile_dir, built.setup.placement.device
-    counts = runner.model.expert_counts()
-    if not isinstance(runner, LeaderRunner):
+    leader, folder, device = built.leader, built.setup.args.profile_dir, built.setup.placement.device
+    counts = built.runner.model.expert_counts()
+    if leader is None:
         return _BesideSteps(built.weights, StepProfiler(folder), ExpertRecorder(counts, device, refusal))
-    weights = LeaderWeights(built.weights, runner.jobs, group_of(built.rank).size)
-    experts = LeaderExperts(counts, device, runner.jobs, refusal)
-    return _BesideSteps(weights, LeaderProfiler(folder, runner.jobs), experts)
+    weights = LeaderWeights(built.weights, leader.jobs, group_of(built.rank).size)
+    experts = LeaderExperts(counts, device, leader.jobs, refusal)
+    return _BesideSteps(weights, LeaderProfiler(folder, leader.jobs), experts)
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:

@@ -19,7 +19,7 @@ from headrace.execution.device_eagle import DeviceEagleDrafter
 from headrace.execution.draft_model import DraftModel
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.eagle import EagleDrafter
-from headrace.execution.kv_precision import Encode, settle_kv_cache
+from headrace.execution.kv_precision import Tokenize, settle_kv_cache
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory
 from headrace.execution.pool_plan import RankNeeds
@@ -70,9 +70,9 @@ class LoadedDraft:
 
 
 def load_draft(
-    target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str], encode: Encode
+    target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str], tokenize: Tokenize
 ) -> LoadedDraft | None:
-    """model: the target's, whose layers are not fused yet. encode: see `settle_kv_cache`. None: nothing guesses that has weights.
+    """model: the target's, whose layers are not fused yet. tokenize: see `settle_kv_cache`. None: nothing guesses that has weights.
 
     Raises ConfigError or ModelError that name the option.
     """
@@ -82,19 +82,19 @@ def load_draft(
     try:
         if algorithm == "eagle3":
             return _load_head(target, model, decisions)
-        return _load_model(target, resources, decisions, encode)
+        return _load_model(target, resources, decisions, tokenize)
     except (ConfigError, ModelError) as error:
         raise type(error)(f"{_OPTION}: {error.message}") from error
 
 
-def _load_model(target: Setup, resources: ExitStack, decisions: list[str], encode: Encode) -> LoadedDraft:
+def _load_model(target: Setup, resources: ExitStack, decisions: list[str], tokenize: Tokenize) -> LoadedDraft:
     args = _own_args(target)
     checkpoint = open_model(args)
     fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, ALONE)
     _check(target, setup)
     draft, cache = load_checkpoint(setup, checkpoint, fingerprint, lambda done, total: None, resources, decisions)
-    setup = settle_kv_cache(setup, draft, ALONE, cache, encode)
+    setup = settle_kv_cache(setup, draft, ALONE, cache, tokenize)
     most = target.args.speculative_num_draft_tokens
     shape = setup.kv_shape(ALL_LAYERS)
     decisions.append(

@@ -11,7 +11,7 @@ ranks at the same time, since their captures meet like their steps.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,21 +19,29 @@ import torch
 from headrace.distributed.device_group import DeviceGroup
 from headrace.execution.device import Device, upload_parts
 from headrace.execution.graphs import GraphPool
-from headrace.execution.ranks import FollowerRunner, LeaderRunner
+from headrace.execution.model_runner import ModelRunner
+from headrace.execution.ranks import LeaderRunner
 from headrace.execution.step_queue import StepQueue
+from headrace.messages.lora import Adapters
 from headrace.messages.rank_step import QueuedKind, RankCapture, late_rows
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 from headrace.sampling.draw import greedy_ids
 
 
 class Followers(Protocol):
-    """The other ranks, as the leader's queued steps see them. All but `turn` is called within a turn."""
+    """The other ranks, as the leader's queued steps see them. All but `turn` is called within a turn. adapters: of all ranks."""
+
+    @property
+    def adapters(self) -> Adapters: ...
 
     def turn(self) -> AbstractContextManager[None]:
         """What a step, and what comes between two steps, runs in: see `Turn`."""
 
-    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
-        """They queue the step, too. Its new sequences have been added here."""
+    def add(self, plan: ModelWorkerBatch) -> None:
+        """See `ModelRunner.add`."""
+
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
+        """See `ModelRunner.begin`; they queue the step, too, or run it whole."""
 
     def share(self, ids: torch.Tensor) -> None:
         """Queue the sending of the step's ids int64[R], those of constrained rows aside."""
@@ -45,15 +53,24 @@ class Followers(Protocol):
         """They capture their graphs, as the leader is about to."""
 
 
-class _NoFollowers:
-    """`Followers` of a model on one device."""
+class NoFollowers:
+    """`Followers` of a model on one device. runner: of it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.adapters = runner.adapters
+        self._runner = runner
 
     def turn(self) -> AbstractContextManager[None]:
         """See `Followers`."""
         return nullcontext()
 
-    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+    def add(self, plan: ModelWorkerBatch) -> None:
         """See `Followers`."""
+        self._runner.add(plan)
+
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
+        """See `Followers`."""
+        self._runner.begin(plan)
 
     def share(self, ids: torch.Tensor) -> None:
         """See `Followers`."""
@@ -65,23 +82,25 @@ class _NoFollowers:
         """See `Followers`."""
 
 
-NO_FOLLOWERS: Followers = _NoFollowers()
-
-
 class LeaderFollowers:
     """The `Followers` of a `LeaderRunner`."""
 
-    def __init__(self, runner: LeaderRunner, devices: DeviceGroup) -> None:
-        self._runner = runner
+    def __init__(self, leader: LeaderRunner, devices: DeviceGroup) -> None:
+        self.adapters = leader.adapters
+        self._leader = leader
         self._devices = devices
 
     def turn(self) -> AbstractContextManager[None]:
         """See `Followers`."""
-        return self._runner.in_turn()
+        return self._leader.in_turn()
 
-    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+    def add(self, plan: ModelWorkerBatch) -> None:
         """See `Followers`."""
-        self._runner.begin_as(plan, kind)
+        self._leader.add(plan)
+
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
+        """See `Followers`."""
+        self._leader.begin(plan, kind)
 
     def share(self, ids: torch.Tensor) -> None:
         """See `Followers`."""
@@ -90,15 +109,15 @@ class LeaderFollowers:
     def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
         """See `Followers`."""
         try:
-            self._runner.tell(late_rows(seqs, positions))
+            self._leader.tell(late_rows(seqs, positions))
             self._devices.broadcast(ids)
         except Exception as error:  # kept for the result of that step; but the ranks no longer agree
-            self._runner.give_up(error)
+            self._leader.give_up(error)
             raise
 
     def capture(self) -> None:
         """See `Followers`."""
-        self._runner.tell(RankCapture())
+        self._leader.tell(RankCapture())
 
     def greedy_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Like `draw.greedy_ids`, for a graph: in every rank."""
@@ -110,7 +129,7 @@ class LeaderFollowers:
 class FollowerQueue:
     """The `QueuedPart` of a follower on a device."""
 
-    def __init__(self, runner: FollowerRunner, device: Device, graphs: GraphPool | None, devices: DeviceGroup) -> None:
+    def __init__(self, runner: ModelRunner, device: Device, graphs: GraphPool | None, devices: DeviceGroup) -> None:
         self._device = device
         self._graphs = graphs
         self._devices = devices

@@ -11,32 +11,35 @@ it queues it (`device_ranks`).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from headrace.execution.device import Device
-from headrace.execution.device_ranks import NO_FOLLOWERS, Followers
+from headrace.execution.device_ranks import Followers, NoFollowers
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.queued_step import Busy, ConstrainedStep, Done, GuessingStep, Pending, QueuedStep, Unmasked
+from headrace.execution.queued_step import Busy, ConstrainedStep, Done, GuessingStep, QueuedStep, Unmasked
 from headrace.execution.step_queue import StepQueue
 from headrace.execution.verify_queue import VerifyQueue
+from headrace.execution.worker import Pending
 from headrace.messages.rank_step import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 
 
 class DeviceRunner:
-    """A `ModelRunner` on a device, and its graphs. graphs: None = every step runs eagerly. followers: the other ranks."""
+    """A `ModelRunner` on a device, and its graphs. graphs: None = every step runs eagerly. followers: the other ranks,
+    None = it is alone."""
 
     def __init__(
-        self, runner: ModelRunner, device: Device, graphs: GraphPool | None, followers: Followers = NO_FOLLOWERS
+        self, runner: ModelRunner, device: Device, graphs: GraphPool | None, followers: Followers | None = None
     ) -> None:
         self.runner = runner
         self.graphs = graphs
         self._device = device
-        self._followers = followers
+        self._followers = followers or NoFollowers(runner)
+        self.adapters = self._followers.adapters
         self._steps = StepQueue(runner, device, graphs, self._pick)
         self._busy = Busy()
         self._verify = None
@@ -46,6 +49,10 @@ class DeviceRunner:
         self._last = -1  # number of the step that was queued last
         # The last step with constrained rows.
         self._constrained: ConstrainedStep | None = None
+
+    def rest(self, left: Iterable[int]) -> None:
+        """See `ModelRunner.rest`."""
+        self.runner.rest(left)
 
     def capture(self) -> None:
         """Capture the graphs, with all ranks."""
@@ -73,7 +80,7 @@ class DeviceRunner:
             self._constrained.sample()
         if self._graphs_are_stale:
             self._capture()
-        runner.add(plan)
+        self._followers.add(plan)
         if runner.needs_host(plan):
             return self._launch_waiting(plan, begin)
         rows = np.flatnonzero(plan.num_logits).astype(np.int32)
@@ -112,7 +119,10 @@ class DeviceRunner:
             return verify.queue(plan, begin)
         if self._constrained is not None:
             self._constrained.read()
-        return Done(self.runner.compute(plan) if verify is None else verify.compute(plan, begin))
+        if verify is not None:
+            return Done(verify.compute(plan, begin))
+        self._followers.begin(plan, "whole")
+        return Done(self.runner.compute(plan))
 
     def _capture(self) -> None:
         self._graphs_are_stale = False

@@ -36,7 +36,7 @@ from headrace.models.spec import CausalLM
 
 _logger = get_logger(__name__)
 
-Encode = Callable[[str], Sequence[int]]
+Tokenize = Callable[[str], Sequence[int]]
 """The tokens of a text, as a prompt begins with them; none if the model has no tokenizer."""
 
 MOST_ADDED = 0.02
@@ -80,12 +80,12 @@ def settle_kv_cache(
     model: CausalLM,
     rank: Rank,
     cache: WeightCache | None,
-    encode: Encode,
+    tokenize: Tokenize,
     wait_loaded: Callable[[], None] = lambda: None,
 ) -> Setup:
     """`setup` with the KV precision that the model gets, the same in all ranks, and why.
 
-    model: with its weights. cache: of the packed weights; keeps what was measured. encode: called only where something is measured. wait_loaded:
+    model: with its weights. cache: of the packed weights; keeps what was measured. tokenize: called only where something is measured. wait_loaded:
     returns in the leader when every other rank has its weights, too; in a follower, tells the leader so.
     """
     if setup.args.kv_cache_dtype != "auto" or not setup.is_cpu:
@@ -97,7 +97,7 @@ def settle_kv_cache(
             _added(setup, model, rank, trial)
         config = setup.config
         return replace(setup, config=replace(config, kv_cache_dtype=rank.group.receive().decode()))
-    settled = _settled(setup, model, rank, cache, encode, wait_loaded)
+    settled = _settled(setup, model, rank, cache, tokenize, wait_loaded)
     if rank.group is not None:
         rank.group.send(settled.config.kv_cache_dtype.encode())
     return settled
@@ -108,7 +108,7 @@ def _settled(
     model: CausalLM,
     rank: Rank,
     cache: WeightCache | None,
-    encode: Encode,
+    tokenize: Tokenize,
     wait_loaded: Callable[[], None],
 ) -> Setup:
     """The leader's `settle_kv_cache`; the others know what to compute when it returns."""
@@ -117,7 +117,7 @@ def _settled(
     trial, is_random = _Trial(), setup.args.load_format == "dummy"
     added = None if cache is None or fallback is None else cache.measured(_name(setup, wanted, fallback))
     if fallback is not None and added is None and not is_random:
-        ids = [token for token in encode(TEXT) if token < setup.model_config.vocab_size]
+        ids = [token for token in tokenize(TEXT) if token < setup.model_config.vocab_size]
         if len(ids) > 1:
             ids = ids[: min(NUM_TOKENS, config.context_length)]
             trial = _Trial(tuple(dict.fromkeys((_REFERENCE, fallback, wanted))), tuple(ids))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ import torch
 from headrace.attention.base import AttentionBackend, ReadTokens
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.execution.device import upload_parts
-from headrace.execution.faults import do_fault
 from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
@@ -24,7 +24,6 @@ from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
-from headrace.messages.control import FaultReq
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import PoolTask, SampleTask
@@ -71,6 +70,33 @@ class Begun:
     begun_s: float
 
 
+class Peers(Protocol):
+    """The other ranks of a step, as the runner that samples for all of them meets them; see `ranks`.
+
+    only_peaks: whether they give the largest logits of the step that is finished, in place of all.
+    """
+
+    only_peaks: bool
+
+    def settle(self) -> None:
+        """Wait until nothing that is queued on a device waits for them: values are read next."""
+
+    def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
+        """These tokens were written to the token buffer: ids[i] at positions[i] of sequence seqs[i]."""
+
+
+class _NoPeers:
+    """`Peers` of a whole model."""
+
+    only_peaks = False
+
+    def settle(self) -> None:
+        """See `Peers`."""
+
+    def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
+        """See `Peers`."""
+
+
 def logits_shape(max_seqs: int, vocab_size: int) -> tuple[int, int]:
     """Rows and columns of the logits that are computed at once."""
     return max(max_seqs + MOST_VERIFIED, PROMPT_LOGIT_ROWS), vocab_size
@@ -81,7 +107,7 @@ class ModelRunner:
 
     stage: of the model. Without others, `start` is followed by `finish`; else several steps may be between the two.
     drafts: guesses of the tokens after those that a step samples, None = nothing is guessed. pooler: of a model that makes vectors. media: outputs of
-    the encoder of a model that has one.
+    the encoder of a model that has one. peers: the other ranks, if it samples for them.
     """
 
     def __init__(
@@ -104,7 +130,9 @@ class ModelRunner:
         self.stage = stage
         self.drafts = drafts
         self.media = media
+        self.peers: Peers = _NoPeers()
         self._pools = PooledRows(pooler) if pooler is not None else None
+        self._begun_s = 0.0
         self._finished_s = 0.0
         self._has_freed = False
         # Kept from step to step: malloc would map and unmap a block of more than 32 MiB every time, and each new page costs a fault.
@@ -124,6 +152,7 @@ class ModelRunner:
         on_layers: called when everything is prepared and the layers are about to run.
         """
         self.add(plan)
+        self.begin(plan)
         return self.compute(plan, on_layers)
 
     def add(self, plan: ModelWorkerBatch) -> None:
@@ -159,8 +188,8 @@ class ModelRunner:
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
         """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, images, an adapter, logit edits
-        other than penalties, drafts, or an injected fault, or there is work for the encoder. The plan's new sequences have been added."""
-        if plan.faults or plan.encode is not None or bool((plan.num_logits > 1).any()):
+        other than penalties, or drafts, or there is work for the encoder. The plan's new sequences have been added."""
+        if plan.encode is not None or bool((plan.num_logits > 1).any()):
             return True
         by_host = (self.table.special, self.table.adapted, self.sampler.edited)
         seqs = plan.seqs.tolist()
@@ -188,12 +217,11 @@ class ModelRunner:
         return self.model.forward(inputs, batch.rows.positions, self.attention, reads)
 
     def begin(self, plan: ModelWorkerBatch) -> None:
-        """What is done before anything is computed. Raises ExecutionError if the step fails here."""
-        if plan.faults:
-            self._forward_faults(plan)
+        """The step begins: its time counts from here. Raises ExecutionError if it fails before anything is computed."""
+        self._begun_s = time.perf_counter()
 
     def compute(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """Like `run`, for a plan whose new sequences have been added."""
+        """The rest of `run`, for a step that has begun."""
         if plan.encode is None:
             return self.finish(self.start(plan, on_layers))
         assert self.media is not None, "work for an encoder that there is not"
@@ -209,9 +237,7 @@ class ModelRunner:
         )
 
     def start(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> Begun:
-        """Run this stage's layers, for a plan whose new sequences have been added."""
-        begun_s = time.perf_counter()
-        self.begin(plan)
+        """Run this stage's layers, for a step that has begun."""
         seqs = plan.seqs.tolist()
         special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
         if self.drafts is not None:
@@ -220,15 +246,14 @@ class ModelRunner:
         reads = self._reads(plan, seqs, special)
         hidden = self._forward(plan, seqs, special, batch, reads, on_layers)
         starts = batch.row_starts if reads is None else reads.starts
-        return Begun(plan, seqs, special, batch, starts, starts[-1], hidden, begun_s)
+        return Begun(plan, seqs, special, batch, starts, starts[-1], hidden, self._begun_s)
 
     @torch.inference_mode()
     def finish(self, begun: Begun) -> StepResult:
         """What comes after the layers. Steps are finished in the order in which they were started."""
-        plan, seqs, batch, starts, hidden = begun.plan, begun.seqs, begun.batch, begun.starts, begun.hidden
-        if self.stage.before is not None:
-            self.begin_masks(plan)
-            hidden = self.stage.before.receive(begun.num_hidden)
+        self.peers.settle()
+        plan, seqs, batch, starts = begun.plan, begun.seqs, begun.batch, begun.starts
+        hidden = self.final_hidden(begun)
         outcome = Outcome([[] for _ in seqs])
         for row in begun.special:
             new = self.table.specs[seqs[row]].new
@@ -239,19 +264,40 @@ class ModelRunner:
             if new.task.return_hidden_states:
                 part = hidden[starts[row] : starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
-            positions = _logprob_positions(new, batch.starts[row], batch.counts[row])
+            positions, part = self.prompt_part(begun, row, hidden)
             if positions:
-                first = starts[row + 1] - (batch.starts[row] + batch.counts[row] - positions.start)
-                part = hidden[first : first + len(positions)]
-                logprobs = self._prompt_logprobs(new, seqs[row], positions, part)
-                if logprobs is not None:
-                    outcome.prompt_logprobs[row] = logprobs
+                outcome.prompt_logprobs[row] = self._prompt_logprobs(new, seqs[row], positions, part)
         if self._pools is not None:
             outcome.pooled, outcome.errors = self._pools.results()
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
-            self._sample(plan, seqs, batch, hidden, starts, sampled, outcome)
+            hidden = self.sampled_hidden(begun, hidden, sampled)
+            self._sample_places(self._rows_to_sample(plan, seqs, sampled), self._picker(hidden), outcome)
         return self._result(plan, outcome, begun.begun_s)
+
+    def final_hidden(self, begun: Begun) -> torch.Tensor:
+        """[num_hidden, hidden_size] after all layers; receives them if other stages have the last of these."""
+        if self.stage.before is None:
+            return begun.hidden
+        self.begin_masks(begun.plan)
+        return self.stage.before.receive(begun.num_hidden)
+
+    def prompt_part(self, begun: Begun, row: int, hidden: torch.Tensor) -> tuple[range, torch.Tensor]:
+        """The positions of a row that predict a prompt token whose logprob was asked for, and the part of `final_hidden` after them."""
+        batch = begun.batch
+        start, count = batch.starts[row], batch.counts[row]
+        positions = _logprob_positions(self.table.specs[begun.seqs[row]].new, start, count)
+        first = begun.starts[row + 1] - (start + count - positions.start)
+        return positions, hidden[first : first + len(positions)]
+
+    def sampled_hidden(self, begun: Begun, hidden: torch.Tensor, sampled: Sequence[int]) -> torch.Tensor:
+        """[sum of their num_logits, hidden_size], of `final_hidden`: that from which the rows `sampled` are sampled."""
+        num_logits = begun.plan.num_logits.tolist()
+        if sum(num_logits) == hidden.shape[0]:
+            return hidden
+        ends = ((begun.starts[row + 1], num_logits[row]) for row in sampled)
+        last = [place for end, count in ends for place in range(end - count, end)]
+        return hidden[torch.tensor(last, device=hidden.device)]
 
     @torch.inference_mode()
     def verify(self, plan: ModelWorkerBatch, logits: torch.Tensor, drafts: Sequence[int], begun_s: float) -> StepResult:
@@ -268,7 +314,7 @@ class ModelRunner:
             SampledRow(row, seq, place, first, drafts[place : end - 1])
             for row, (seq, first, place, end) in enumerate(places)
         ]
-        self._sample_places(rows, self._pick_from(plan, logits), outcome)
+        self._sample_places(rows, self._pick_from(logits), outcome)
         return self._result(plan, outcome, begun_s)
 
     def _result(self, plan: ModelWorkerBatch, outcome: Outcome, begun_s: float) -> StepResult:
@@ -375,11 +421,11 @@ class ModelRunner:
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, vocab_size] of hidden [rows, hidden_size]; on the CPU only until the next call."""
-        return self.model.logits(hidden, None if self._logits is None else self._logits[: hidden.shape[0]])
+        logits = self.model.logits(hidden, None if self._logits is None else self._logits[: hidden.shape[0]])
+        self.peers.settle()
+        return logits
 
-    def _prompt_logprobs(
-        self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor
-    ) -> LogprobBlock | None:
+    def _prompt_logprobs(self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor) -> LogprobBlock:
         """Logprobs of the prompt tokens after `positions`. hidden: [len(positions), hidden_size]."""
         assert isinstance(new.task, SampleTask), new.rid
         assert new.task.logprobs is not None, new.rid
@@ -390,36 +436,6 @@ class ModelRunner:
         joined = LogprobBlock.joined(blocks)
         assert joined is not None, positions
         return joined
-
-    def _sample(
-        self,
-        plan: ModelWorkerBatch,
-        all_seqs: list[int],
-        batch: ForwardBatch,
-        hidden: torch.Tensor,
-        hidden_starts: list[int],
-        sampled: list[int],
-        outcome: Outcome,
-    ) -> None:
-        """Sample the last positions of the rows `sampled` and write the tokens to the token buffer. hidden_starts: see `ReadTokens`."""
-        num_logits = plan.num_logits.tolist()
-        if sum(num_logits) < hidden.shape[0]:
-            ends = ((hidden_starts[row + 1], num_logits[row]) for row in sampled)
-            last = [place for end, count in ends for place in range(end - count, end)]
-            hidden = hidden[torch.tensor(last, device=hidden.device)]
-        self.sample_rows(plan, all_seqs, batch, hidden, sampled, outcome)
-
-    def sample_rows(
-        self,
-        plan: ModelWorkerBatch,
-        all_seqs: list[int],
-        batch: ForwardBatch,
-        hidden: torch.Tensor,
-        sampled: list[int],
-        outcome: Outcome,
-    ) -> None:
-        """Sample after the hidden states [sum of their num_logits, hidden_size] of the rows `sampled`."""
-        self._sample_places(self._rows_to_sample(plan, all_seqs, sampled), self._picker(plan, hidden), outcome)
 
     def _sample_places(self, rows: Sequence[SampledRow], pick: Picker, outcome: Outcome) -> None:
         """Sample the positions of these rows, in order."""
@@ -443,11 +459,15 @@ class ModelRunner:
             place += count
         return rows
 
-    def _picker(self, plan: ModelWorkerBatch, hidden: torch.Tensor) -> Picker:
+    def _picker(self, hidden: torch.Tensor) -> Picker:
         """What samples after hidden states [sum of num_logits, hidden_size] of a step."""
-        return self._pick_from(plan, self._logits_of(hidden))
+        if not self.peers.only_peaks:
+            return self._pick_from(self._logits_of(hidden))
+        peaks = self.model.peaks(hidden)
+        output = self.sampler.take_largest(torch.from_numpy(peaks.ids), peaks.values.tolist())
+        return lambda places: output  # none of these rows depends on its ids, so all are sampled at once
 
-    def _pick_from(self, plan: ModelWorkerBatch, logits: torch.Tensor) -> Picker:
+    def _pick_from(self, logits: torch.Tensor) -> Picker:
         """What samples from the logits float32[sum of num_logits, V] of a step."""
 
         def pick(places: Sequence[Place]) -> SamplerOutput:
@@ -458,9 +478,7 @@ class ModelRunner:
             specs = [self.table.specs[seq].new for seq in seqs]
             num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
             rids = [new.rid for new in specs]
-            failed = _sampling_faults(plan.faults, rids, num_outputs, own) if plan.faults else {}
-            output = self.sampler.sample(own, seqs, positions, num_outputs, rids)
-            return replace(output, errors={**output.errors, **failed}) if failed else output
+            return self.sampler.sample(own, seqs, positions, num_outputs, rids)
 
         return pick
 
@@ -528,21 +546,11 @@ class ModelRunner:
             tokens = self.table.host.tokens
             for seq, position, token_id in zip(seqs, positions, ids, strict=True):
                 tokens[seq, position] = token_id
-            return
-        assert self.table.link is not None, "tables of a device without a link to it"
-        parts = upload_parts(self.table.link, [np.array(part, np.int64) for part in (seqs, positions, ids)])
-        self.table.tokens.index_put_((parts[0], parts[1]), parts[2])
-
-    def _forward_faults(self, plan: ModelWorkerBatch) -> None:
-        """Test hook: inject faults of stage forward when their sample is about to generate output `at_token`."""
-        for fault in plan.faults:
-            if fault.stage != "forward":
-                continue
-            for row in range(len(plan.seqs)):
-                new = self.table.specs[int(plan.seqs[row])].new
-                num_outputs = int(plan.starts[row] + plan.counts[row]) - new.num_prompt_tokens
-                if new.rid == fault.rid and num_outputs == fault.at_token:
-                    do_fault(fault)
+        else:
+            assert self.table.link is not None, "tables of a device without a link to it"
+            parts = upload_parts(self.table.link, [np.array(part, np.int64) for part in (seqs, positions, ids)])
+            self.table.tokens.index_put_((parts[0], parts[1]), parts[2])
+        self.peers.note(seqs, positions, ids)
 
 
 def _logprob_positions(new: NewSequence, start: int, count: int) -> range:
@@ -551,23 +559,3 @@ def _logprob_positions(new: NewSequence, start: int, count: int) -> range:
     if spec is None:
         return range(0)
     return range(max(start, spec.prompt_start - 1), min(start + count, new.num_prompt_tokens - 1))
-
-
-def _sampling_faults(
-    faults: Iterable[FaultReq], rids: list[str], num_outputs: list[int], logits: torch.Tensor
-) -> dict[int, str]:
-    """Test hook: faults of stage sampling. Returns errors by row of `logits`; `nan` is left for the sampler to find."""
-    failed: dict[int, str] = {}
-    for fault in faults:
-        if fault.stage != "sampling" or fault.rid not in rids:
-            continue
-        row = rids.index(fault.rid)
-        if num_outputs[row] != fault.at_token:
-            continue
-        if fault.kind == "nan":
-            logits[row] = torch.nan
-        elif fault.kind == "raise":
-            failed[row] = "injected fault while sampling"
-        else:
-            do_fault(fault)
-    return failed

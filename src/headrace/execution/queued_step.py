@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +23,10 @@ from headrace.execution.device import Device, Download, upload_parts
 from headrace.execution.device_ranks import Followers
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.worker import Pending
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, one_id_a_row
 from headrace.sampling.grammar_rows import NO_MASKS, ReadyMasks
 from headrace.sampling.sampler import BAD_LOGITS, Sampler
-
-
-class Pending(Protocol):
-    """A queued step."""
-
-    def result(self) -> StepResult:
-        """Wait for the result. To be called once, in the order of the launches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from headrace.messages.rank_job import (
     RankWeights,
     RankWork,
 )
-from headrace.messages.rank_step import encode
+from headrace.messages.rank_step import pack
 from headrace.messages.safetensors_bytes import safetensors_parts
 from headrace.messages.weights import (
     CheckWeights,
@@ -146,7 +146,7 @@ class LeaderJobs:
         size = self._group.size
         out = torch.empty(1, size * rank_operations.COLUMNS)
         with self._turn:
-            self._group.send(encode(RankAsk(message)))
+            self._group.send(pack(RankAsk(message)))
             self._group.gather(rank_operations.row_of(own), [rank_operations.COLUMNS] * size, out)
         return [rank_operations.reply_of(row) for row in out.view(size, rank_operations.COLUMNS)]
 
@@ -167,7 +167,7 @@ class LeaderJobs:
     def tell(self, message: RankBesideSteps) -> None:
         """Send a message between two steps. Raises ExecutionError when the group is broken."""
         with self._turn:
-            self._group.send(encode(message))
+            self._group.send(pack(message))
 
     def _wait(self, job: int, prepared: Prepared, is_wanted: Callable[[], bool]) -> int:
         """The followers' num_bytes, once all are done. Raises ModelError or ExecutionError if a rank failed."""
@@ -192,7 +192,7 @@ class LeaderJobs:
         size = self._group.size
         out = torch.empty(1, size * _COLUMNS)
         with self._turn:
-            self._group.send(encode(RankPoll(job)))
+            self._group.send(pack(RankPoll(job)))
             self._group.gather(_Answer("done").row(), [_COLUMNS] * size, out)
         return [_Answer.of_row(row) for row in out.view(size, _COLUMNS)[1:]]
 
@@ -202,9 +202,9 @@ class LeaderJobs:
             try:
                 prepared.install()
             except BaseException:
-                self._group.send(encode(RankDrop(job)))
+                self._group.send(pack(RankDrop(job)))
                 raise
-            self._group.send(encode(RankInstall(job)))
+            self._group.send(pack(RankInstall(job)))
 
 
 class LeaderProfiler(StepProfiler):

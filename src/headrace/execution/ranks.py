@@ -1,8 +1,8 @@
 """A model that several ranks run together: the leader's runner, which plans arrive at and which samples, and the followers'.
 
-The leader sends each plan to the followers and runs it as if it were alone; the layers exchange what they need (`distributed`). A follower
-runs the same code up to its part of the logits. Both are called by one thread, in which the calls of the group are in the same order; what
-other threads of the leader tell the followers goes between two steps (`rank_jobs`).
+Each wraps the `ModelRunner` of its rank. The leader sends each plan to the followers and has it run as if it were alone; the layers exchange what
+they need (`distributed`). A follower runs the same steps up to its part of the logits. Both are called by one thread, in which the calls of the
+group are in the same order; what other threads of the leader tell the followers goes between two steps (`rank_jobs`).
 
 With stages the leader starts a step, and finishes it when the last stage has sent its hidden states; meanwhile it may start others:
 
@@ -14,25 +14,23 @@ On devices, steps are queued as `device_ranks` says, except those that need the 
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
-from headrace.attention.base import AttentionBackend
 from headrace.distributed.base import Group
 from headrace.distributed.rank import Rank
 from headrace.errors import ExecutionError, HeadraceError
-from headrace.execution.forward_batch import ForwardBatch
-from headrace.execution.lora import LoraPool
-from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, Begun, ModelRunner, Outcome, Picker
+from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, Begun, ModelRunner
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
-from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.update_weights import ModelWeights
+from headrace.execution.worker import Pending
 from headrace.log import get_logger
 from headrace.messages.lora import Adapters
-from headrace.messages.outputs import LogprobBlock
 from headrace.messages.rank_step import (
     QueuedKind,
     RankCapture,
@@ -42,16 +40,13 @@ from headrace.messages.rank_step import (
     RankStop,
     SampledTokens,
     StepKind,
-    decode,
-    encode,
+    pack,
     places_of,
     plan_of,
     rank_step,
+    unpack,
 )
-from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, StepResult
-from headrace.models.spec import CausalLM
-from headrace.sampling.sampler import Sampler
-from headrace.speculative.base import Drafts
+from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
 
 _logger = get_logger(__name__)
 
@@ -91,69 +86,55 @@ class _NoOtherRanks:
 NO_OTHER_RANKS: OtherRanks = _NoOtherRanks()
 
 
-class LeaderRunner(ModelRunner):
-    """Runs the steps of all ranks. rank: the leader's. on_broken: called with the reason when the ranks no longer agree on where they are.
+class LeaderRunner:
+    """Runs the steps of all ranks: tells the others of each before `runner` does this rank's part, and is the `Peers` of that runner.
 
-    settle: waits until nothing that is queued on a device waits for other ranks.
+    on_broken: called with the reason when the ranks no longer agree on where they are. settle: see `Peers`.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        table: SequenceTable,
-        sampler: Sampler,
-        loras: LoraPool,
-        rank: Rank,
-        drafts: Drafts | None = None,
-    ) -> None:
-        super().__init__(model, attention, table, sampler, loras, rank.stage, drafts)
+    def __init__(self, runner: ModelRunner, rank: Rank) -> None:
+        self.runner = runner
         self.on_broken: Callable[[str], None] = lambda reason: None
         self.settle: Callable[[], None] = lambda: None
+        self.only_peaks = False
         self._group = group = group_of(rank)
         self._shares_logits = not rank.shard.is_whole
         self._turn = Turn()
         self.jobs = LeaderJobs(group, self._turn)
+        self.adapters: Adapters = LeaderAdapters(runner.loras, self.jobs)
         self._sampled = SampledTokens()
         self._is_sent = False
-        self._only_peaks = False
         self._absent: set[int] = set()
+        runner.peers = self
 
-    @property
-    def adapters(self) -> Adapters:
-        """Those of all ranks."""
-        return LeaderAdapters(self.loras, self.jobs)
-
+    @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
         """See `ModelRunner.run`."""
         with self.in_turn():
-            return super().run(plan, on_layers)
+            self.add(plan)
+            self.begin(plan, "whole")
+            return self.runner.compute(plan, on_layers)
 
     @torch.inference_mode()
-    def start_step(self, plan: ModelWorkerBatch) -> Begun:
+    def launch(self, plan: ModelWorkerBatch) -> Pending:
         """The first part of `run`: up to what this stage sends to the next."""
         with self.in_turn():
             self.add(plan)
-            return self.start(plan)
+            self.begin(plan, "whole")
+            return _StartedStep(self, self.runner.start(plan))
 
-    def finish_step(self, begun: Begun) -> StepResult:
-        """The second part of `run`, for the oldest of the steps that were started."""
+    def finish(self, begun: Begun) -> StepResult:
+        """The second part of `run`, for the oldest of the steps that were launched."""
         with self.in_turn():
             self._is_sent = True
             if self._shares_logits:
-                self._only_peaks = self._needs_only_peaks(begun.plan)
-                self._group.send(encode(RankFinish(self._only_peaks)))
-            return self.finish(begun)
+                self.only_peaks = self._needs_only_peaks(begun.plan)
+                self._group.send(pack(RankFinish(self.only_peaks)))
+            return self.runner.finish(begun)
 
-    def finish(self, begun: Begun) -> StepResult:
-        """See `ModelRunner.finish`."""
-        self.settle()
-        return super().finish(begun)
-
-    def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super()._logits_of(hidden)
-        self.settle()
-        return logits
+    def rest(self, left: Iterable[int]) -> None:
+        """See `ModelRunner.rest`."""
+        self.runner.rest(left)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -177,57 +158,56 @@ class LeaderRunner(ModelRunner):
         self._is_sent = False  # what the followers were told before, they can do to its end
         entering = {new.seq for new in plan.new}
         self._absent |= entering
-        super().add(plan)
+        self.runner.add(plan)
         self._absent -= entering
 
     def stop(self) -> None:
         """Let the followers end."""
         with contextlib.suppress(ExecutionError), self._turn:
-            self._group.send(encode(RankStop()))
+            self._group.send(pack(RankStop()))
 
-    def begin(self, plan: ModelWorkerBatch) -> None:
-        """Let the followers begin the step, too."""
-        self.begin_as(plan, "whole")
-
-    def begin_as(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
         """Let the followers begin a step that runs in this way; only their tables change if it has failed here already."""
         found: StepKind = "none"
-        self._only_peaks = False
+        self.only_peaks = False
         try:
             if self._absent and not self._absent.isdisjoint(plan.seqs.tolist()):
                 raise ExecutionError("a sequence of this step could not be entered in the step before")
-            super().begin(plan)
-            self._only_peaks = kind == "whole" and self.stage.is_whole and self._needs_only_peaks(plan)
+            self.runner.begin(plan)
+            self.only_peaks = kind == "whole" and self.runner.stage.is_whole and self._needs_only_peaks(plan)
             found = kind
         finally:
             sampled, self._sampled = self._sampled, SampledTokens()
             self._is_sent = found != "none"
-            self._group.send(encode(rank_step(plan, sampled, found, self._only_peaks)))
+            self._group.send(pack(rank_step(plan, sampled, found, self.only_peaks)))
 
     def tell(self, message: RankLateRows | RankCapture) -> None:
         """Send what belongs to queued steps, within a turn."""
         self._is_sent = True
-        self._group.send(encode(message))
+        self._group.send(pack(message))
 
-    def _needs_only_peaks(self, plan: ModelWorkerBatch) -> bool:
-        """Whether the largest logits of the rows that are sampled say all that is needed. Sampling faults change logits."""
-        if self.table.host is None:  # a device's sampler takes all
-            return False
-        return not plan.faults and self.sampler.takes_largest(plan.seqs[plan.num_logits > 0].tolist())
-
-    def _picker(self, plan: ModelWorkerBatch, hidden: torch.Tensor) -> Picker:
-        """See `ModelRunner._picker`."""
-        if not self._only_peaks:
-            return super()._picker(plan, hidden)
-        peaks = self.model.peaks(hidden)
-        output = self.sampler.take_largest(torch.from_numpy(peaks.ids), peaks.values.tolist())
-        return lambda places: output  # none of these rows depends on its ids, so all are sampled at once
-
-    def write_tokens(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
-        """Write what was sampled to the token buffer, and note it for the followers."""
-        super().write_tokens(seqs, positions, ids)
+    def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
+        """See `Peers`: the followers are told with the next step."""
         before = self._sampled
         self._sampled = SampledTokens(before.seqs + seqs, before.positions + positions, before.ids + ids)
+
+    def _needs_only_peaks(self, plan: ModelWorkerBatch) -> bool:
+        """Whether the largest logits of the rows that are sampled say all that is needed."""
+        if self.runner.table.host is None:  # a device's sampler takes all
+            return False
+        return self.runner.sampler.takes_largest(plan.seqs[plan.num_logits > 0].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _StartedStep:
+    """A step that has left this stage."""
+
+    leader: LeaderRunner
+    begun: Begun
+
+    def result(self) -> StepResult:
+        """See `Pending`."""
+        return self.leader.finish(self.begun)
 
 
 class QueuedPart(Protocol):
@@ -259,33 +239,21 @@ class _NothingQueued:
         raise AssertionError("there is no device whose graphs could be captured")
 
 
-class FollowerRunner(ModelRunner):
-    """Runs its part of the leader's steps. weights: of its part of the model. profiler: of its steps. queued: on a device, its part of the steps
-    that are queued there."""
+class FollowerRunner:
+    """Runs this rank's part of the leader's steps, with `runner`. weights: of its part of the model. profiler: of its steps. queued: on a device,
+    its part of the steps that are queued there."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        table: SequenceTable,
-        sampler: Sampler,
-        loras: LoraPool,
-        rank: Rank,
-        weights: ModelWeights,
-        profiler: StepProfiler,
-    ) -> None:
-        super().__init__(model, attention, table, sampler, loras, rank.stage)
-        self._logits = None
+    def __init__(self, runner: ModelRunner, rank: Rank, weights: ModelWeights, profiler: StepProfiler) -> None:
+        self.runner = runner
         self.queued: QueuedPart = _NothingQueued()
         self._group = group_of(rank)
         self._profiler = profiler
-        self._only_peaks = False
-        self._jobs = FollowerJobs(self._group, loras, weights, profiler, table.tokens.device)
+        self._jobs = FollowerJobs(self._group, runner.loras, weights, profiler, runner.table.tokens.device)
         self._started: deque[Begun] = deque()
 
     def follow(self) -> None:
         """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
-        while not isinstance(message := decode(self._group.receive()), RankStop):
+        while not isinstance(message := unpack(self._group.receive()), RankStop):
             match message:
                 case RankStep():
                     with self._profiler.step(message.step):
@@ -295,52 +263,43 @@ class FollowerRunner(ModelRunner):
                 case RankCapture():
                     self.queued.capture()
                 case RankFinish():
-                    if self.stage.is_first:
-                        self._only_peaks = message.only_peaks
-                        self.finish(self._started.popleft())
+                    if self.runner.stage.is_first:
+                        self._finish(self._started.popleft(), message.only_peaks)
                 case _:
                     self._jobs.handle(message)
 
     @torch.inference_mode()
     def _run_step(self, step: RankStep) -> None:
-        plan = plan_of(step)
-        sampled = step.sampled
+        runner, plan, sampled = self.runner, plan_of(step), step.sampled
         if sampled.seqs:
-            super().write_tokens(sampled.seqs, sampled.positions, sampled.ids)
-        self.add(plan)
+            runner.write_tokens(sampled.seqs, sampled.positions, sampled.ids)
+        runner.add(plan)
         if step.kind == "none":
             return
         if step.kind != "whole":
             self.queued.run(plan, step.kind)
             return
-        begun = self.start(plan)
-        if self.stage.is_whole:
-            self._only_peaks = step.only_peaks
-            self.finish(begun)
-        elif self.stage.is_first:
+        begun = runner.start(plan)
+        if runner.stage.is_whole:
+            self._finish(begun, step.only_peaks)
+        elif runner.stage.is_first:
             self._started.append(begun)
 
-    def _prompt_logprobs(
-        self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor
-    ) -> LogprobBlock | None:
-        for part in hidden.split(PROMPT_LOGIT_ROWS):
-            self._logits_of(part)
-        return None
-
-    def sample_rows(
-        self,
-        plan: ModelWorkerBatch,
-        all_seqs: list[int],
-        batch: ForwardBatch,
-        hidden: torch.Tensor,
-        sampled: list[int],
-        outcome: Outcome,
-    ) -> None:
-        """Its part of the logits, or of their largest."""
-        if self._only_peaks:
-            self.model.peaks(hidden)
-        else:
-            self._logits_of(hidden)
+    @torch.inference_mode()
+    def _finish(self, begun: Begun, only_peaks: bool) -> None:
+        """This rank's part of the logits that the leader needs, in the leader's order. only_peaks: or of their largest."""
+        runner, model = self.runner, self.runner.model
+        hidden = runner.final_hidden(begun)
+        for row in begun.special:
+            _, part = runner.prompt_part(begun, row, hidden)
+            for rows in part.split(PROMPT_LOGIT_ROWS) if len(part) else ():
+                model.logits(rows)
+        if sampled := np.flatnonzero(begun.plan.num_logits).tolist():
+            rows = runner.sampled_hidden(begun, hidden, sampled)
+            if only_peaks:
+                model.peaks(rows)
+            else:
+                model.logits(rows)
 
 
 def group_of(rank: Rank) -> Group:

@@ -58,7 +58,7 @@ class VerifyQueue:
 
     def takes(self, plan: ModelWorkerBatch) -> bool:
         """Whether a graph can run this step: it has drafts, nothing else but known tokens of which each is the last, and is small enough."""
-        if plan.faults or not np.array_equal(plan.counts, plan.num_logits) or not (plan.num_logits > 1).any():
+        if not np.array_equal(plan.counts, plan.num_logits) or not (plan.num_logits > 1).any():
             return False
         return self._graphs.verifying_size_for(plan.num_tokens) is not None and self._runner.needs_only_logits(plan)
 

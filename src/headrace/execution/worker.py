@@ -1,15 +1,20 @@
-"""The model as the scheduler sees it, synchronous: a step runs inside `submit`.
+"""The model as the scheduler sees it: `ModelWorker`, a runner whose steps go through a lane.
 
-Owns the results that wait for `collect`, and the boundary at which any exception of a step becomes that step's ExecutionError.
-Runs in the scheduler's thread.
+Owns the results that wait for `collect`, and the boundary at which any exception of a step becomes that step's ExecutionError. A lane is chosen when
+the worker is built: `InlineLane` runs a step inside `submit`, `ThreadedLane` in a thread of its own, and `QueuedLane` begins it in `submit` and ends
+it in `collect`, on a GPU and where the layers are in stages.
 """
 
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from headrace.errors import ExecutionError
+import torch
+
+from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.expert_recorder import NO_EXPERTS, ExpertRecorder
 from headrace.execution.profiler import StepProfiler
 from headrace.log import get_logger
@@ -20,70 +25,262 @@ from headrace.messages.weights import WeightExecutor
 _logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
 
 
-class Runner(Protocol):
-    """What runs the steps of a worker, one after another; see `ModelRunner`."""
+class StepHost(Protocol):
+    """What every runner has beside its steps; see `ModelRunner`."""
 
     @property
     def adapters(self) -> Adapters:
         """What the scheduler loads adapters with."""
 
+    def rest(self, left: Iterable[int]) -> None:
+        """See `Worker.rest`."""
+
+
+class Runner(StepHost, Protocol):
+    """Runs steps one after another; see `ModelRunner`."""
+
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = ...) -> StepResult:
         """See `ModelRunner.run`."""
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.rest`."""
+
+class Pending(Protocol):
+    """A step that has begun."""
+
+    def result(self) -> StepResult:
+        """Wait for the result. To be called once, in the order of the launches."""
 
 
-class TpModelWorker:
-    """The `Worker` protocol over a runner. resources: closed by `close`."""
+class Launcher(StepHost, Protocol):
+    """Begins steps, of which several may not have ended."""
+
+    def launch(self, plan: ModelWorkerBatch) -> Pending:
+        """Begin a step. Raises what goes wrong before it waits for anything."""
+
+
+class Lane(Protocol):
+    """How steps run, in the order of `submit`. Used by the scheduler's thread."""
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """See `Worker.submit`."""
+
+    def collect(self) -> StepResult:
+        """See `Worker.collect`."""
+
+    def between(self, act: Callable[[], _Reply]) -> _Reply:
+        """Call `act` after the steps that were submitted, in their thread, and wait for what it returns. Raises its HeadraceError."""
+
+    def later(self, act: Callable[[], None]) -> None:
+        """Like `between`, without waiting."""
+
+    def close(self) -> None:
+        """Let the steps end. Idempotent."""
+
+
+class _SameThread:
+    """What a lane in the scheduler's thread does between steps."""
+
+    def between(self, act: Callable[[], _Reply]) -> _Reply:
+        """See `Lane`."""
+        return act()
+
+    def later(self, act: Callable[[], None]) -> None:
+        """See `Lane`."""
+        act()
+
+    def close(self) -> None:
+        """See `Lane`."""
+
+
+class InlineLane(_SameThread):
+    """A step runs inside `submit`; its result, or its failure, waits for `collect`."""
+
+    def __init__(self, runner: Runner, profiler: StepProfiler) -> None:
+        self._run = runner.run
+        self._profiler = profiler
+        self._done: deque[StepResult | ExecutionError] = deque()
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """See `Lane`."""
+        with self._profiler.step(batch.step):
+            self._done.append(_guarded(batch, lambda: self._run(batch)))
+
+    def collect(self) -> StepResult:
+        """See `Lane`."""
+        return _raised(self._done.popleft())
+
+
+class QueuedLane(_SameThread):
+    """`submit` begins a step, `collect` waits for the oldest.
+
+    With two of them a device computes one while the scheduler commits the previous one and plans the next; with stages, the other ones compute them.
+    A profile has the part of a step that is in `submit`. in_flight: the steps that have begun.
+    """
+
+    def __init__(self, runner: Launcher, profiler: StepProfiler) -> None:
+        self._launch = runner.launch
+        self._profiler = profiler
+        self.in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """See `Lane`."""
+        with self._profiler.step(batch.step):
+            self.in_flight.append((batch, _alive(_guarded(batch, lambda: self._launch(batch)))))
+
+    def collect(self) -> StepResult:
+        """See `Lane`."""
+        batch, pending = self.in_flight.popleft()
+        return _raised(pending if isinstance(pending, ExecutionError) else _alive(_guarded(batch, pending.result)))
+
+    def close(self) -> None:
+        """See `Lane`."""
+        self.in_flight.clear()
+
+
+_Todo = ModelWorkerBatch | Callable[[], None] | None
+"""A step; a function to call after the steps before it; None = stop."""
+
+
+class ThreadedLane:
+    """Steps run in a thread of their own, so that the scheduler plans while the model computes.
+
+    The next step may be submitted before this one is collected: it reads the tokens that this one samples from the runner's token buffer. If it has
+    been, a result is handed over only when that step's layers begin. If the scheduler were woken earlier, it would compete for the GIL with the
+    preparation of that step, while the cores wait for it.
+
+        worker      prepare n+1 | layers, logits of n+1 .................. | sample | prepare n+2 | layers ...
+        scheduler               | commit n, plan n+2 | (waits)                                    | commit n+1, ...
+    """
+
+    def __init__(self, runner: Runner, profiler: StepProfiler) -> None:
+        self._step = runner.run
+        self._profiler = profiler
+        self._todo: queue.SimpleQueue[_Todo] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()
+        self._num_in_flight = 0
+        self._finished: StepResult | ExecutionError | None = None
+        self._thread = threading.Thread(target=self._run, name="model-worker", daemon=True)
+        self._thread.start()
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """See `Lane`; returns at once."""
+        self._num_in_flight += 1
+        self._todo.put(batch)
+
+    def collect(self) -> StepResult:
+        """See `Lane`."""
+        assert self._num_in_flight > 0, "collect without a step in flight"
+        result = self._done.get()
+        self._num_in_flight -= 1
+        return _raised(result)
+
+    def between(self, act: Callable[[], _Reply]) -> _Reply:
+        """See `Lane`."""
+        done: queue.SimpleQueue[_Reply | HeadraceError] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put(act())
+            except HeadraceError as error:
+                done.put(error)
+
+        self._todo.put(run)
+        reply = done.get()
+        if isinstance(reply, HeadraceError):
+            raise reply
+        return reply
+
+    def later(self, act: Callable[[], None]) -> None:
+        """See `Lane`."""
+        self._todo.put(act)
+
+    def close(self) -> None:
+        """See `Lane`."""
+        if self._thread.is_alive():
+            self._todo.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (todo := self._todo.get()) is not None:
+            if not isinstance(todo, ModelWorkerBatch):
+                self._hand_over()  # no step follows that would do it
+                todo()
+                continue
+            with self._profiler.step(todo.step):
+                result = self._result_of(todo)
+            self._hand_over()  # the previous result, in case this step failed before its layers
+            self._finished = result
+            if self._todo.empty():
+                self._hand_over()
+        self._hand_over()
+
+    def _result_of(self, batch: ModelWorkerBatch) -> StepResult | ExecutionError:
+        return _guarded(batch, lambda: self._step(batch, self._hand_over))
+
+    def _hand_over(self) -> None:
+        if self._finished is not None:
+            result, self._finished = self._finished, None
+            self._done.put(result)
+
+
+class _Between(Generic[_Request, _Reply]):
+    """A part of the worker that is called between two steps."""
+
+    def __init__(self, lane: Lane, handle: Callable[[_Request], _Reply]) -> None:
+        self._lane = lane
+        self._handle = handle
+
+    def handle(self, request: _Request) -> _Reply:
+        """Wait for the reply. Raises its HeadraceError."""
+        return self._lane.between(lambda: self._handle(request))
+
+
+_Host = TypeVar("_Host", bound=StepHost)
+
+
+class ModelWorker(Generic[_Host]):
+    """The `Worker` protocol over a runner. lane: how its steps run. resources: closed by `close`."""
 
     def __init__(
         self,
-        runner: Runner,
+        runner: _Host,
+        lane: Callable[[_Host, StepProfiler], Lane],
         weights: WeightExecutor,
         resources: ExitStack | None = None,
         profiler: StepProfiler | None = None,
         experts: ExpertRecorder = NO_EXPERTS,
     ) -> None:
+        profiler = profiler or StepProfiler(None)
         self.runner = runner
         self.weights = weights
         self.loras = runner.adapters
-        self.profiler = profiler or StepProfiler(None)
-        self.experts = experts
+        self.lane = lane(runner, profiler)
+        self.profiler = _Between(self.lane, profiler.handle)
+        self.experts = _Between(self.lane, experts.handle)
         self._resources = resources or ExitStack()
-        self._done: deque[StepResult | ExecutionError] = deque()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
-        """Run the step; its result, or its failure, waits for `collect`."""
-        with self.profiler.step(batch.step):
-            self._done.append(run_guarded(self.runner, batch))
+        """See `Worker.submit`; errors are raised by `collect`."""
+        self.lane.submit(batch)
 
     def collect(self) -> StepResult:
         """See `Worker.collect`."""
-        result = self._done.popleft()
-        if isinstance(result, ExecutionError):
-            raise result
-        return result
+        return self.lane.collect()
 
     def rest(self, left: tuple[int, ...]) -> None:
         """See `Worker.rest`."""
-        self.runner.rest(left)
+        self.lane.later(lambda: self.runner.rest(left))
 
     def close(self) -> None:
-        """Release what the worker holds. Idempotent."""
+        """Let the steps in flight end and release what the worker holds. Idempotent."""
+        self.lane.close()
         self._resources.close()
 
 
-def run_guarded(
-    runner: Runner, batch: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None
-) -> StepResult | ExecutionError:
-    """`Runner.run` within `guarded`."""
-    return guarded(batch, lambda: runner.run(batch, on_layers))
-
-
-def guarded(batch: ModelWorkerBatch, act: Callable[[], _Result]) -> _Result | ExecutionError:
+def _guarded(batch: ModelWorkerBatch, act: Callable[[], _Result]) -> _Result | ExecutionError:
     """The boundary of a step: whatever goes wrong in it is logged once and becomes that step's ExecutionError."""
     try:
         return act()
@@ -95,3 +292,16 @@ def guarded(batch: ModelWorkerBatch, act: Callable[[], _Result]) -> _Result | Ex
         failure = ExecutionError("the model failed while computing this step; the server's log has the cause")
         failure.__cause__ = error
         return failure
+
+
+def _alive(result: _Result | ExecutionError) -> _Result | ExecutionError:
+    """`result`, unless it is an error of the device: that is raised and ends the process, since every later call would fail too."""
+    if isinstance(result, ExecutionError) and isinstance(result.__cause__, torch.AcceleratorError):
+        raise result.__cause__
+    return result
+
+
+def _raised(result: StepResult | ExecutionError) -> StepResult:
+    if isinstance(result, ExecutionError):
+        raise result
+    return result

@@ -3,7 +3,7 @@
 Read first: tokenizer_manager.py (one call, and the parts it needs), request_state.py (a sample and its call),
 engine_link.py (to the schedulers).
 
-- A call: prompts.py (its shape), inputs.py (what its prompts contain), encode.py (tokens and parameters), pooled.py
+- A call: prompts.py (its shape), inputs.py (what its prompts contain), tokenize.py (tokens and parameters), pooled.py
   (the same for embedding models and classifiers), media.py (media of its prompts),
   no_tokenizer.py, sessions.py, tenants.py (limits of keys)
 - Its samples: sample_table.py (the live ones, the limit of waiting ones, aborts), outputs.py (messages applied to them),

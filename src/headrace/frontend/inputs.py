@@ -1,7 +1,7 @@
-"""The prompts that a call gives, as text, token ids or embeddings, and what each of them contains once it is encoded.
+"""The prompts that a call gives, as text, token ids or embeddings, and what each of them contains once it is tokenized.
 
 Owns the fields of a call that hold prompts: their shape, their checks, and the `PromptContent` made of them. Does not own the other fields
-(`prompts`) or what is done with a prompt (`encode`). Used in the tokenizer manager's event loop; large calls are checked in a thread.
+(`prompts`) or what is done with a prompt (`tokenize`). Used in the tokenizer manager's event loop; large calls are checked in a thread.
 """
 
 import math
@@ -90,7 +90,7 @@ def _without_media(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> 
     return [PromptInput(embeds=rows) for rows in embeds], is_batch
 
 
-async def encode_inputs(
+async def tokenize_inputs(
     inputs: Sequence[PromptInput], tokenizer: AsyncDynamicBatchTokenizer, hidden_size: int
 ) -> list[PromptContent]:
     """What each prompt contains. Texts are tokenized together, in threads. Raises RequestError for one that is far too long."""

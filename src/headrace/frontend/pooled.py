@@ -1,6 +1,6 @@
 """A call of an embedding model or a classifier (`EmbeddingReqInput`): its inputs, and the tokens of each as the scheduler gets them.
 
-Owns the shape of such a call, and the checks that need the number of tokens; `prompts` and `encode` do the same for calls that generate. Runs in
+Owns the shape of such a call, and the checks that need the number of tokens; `prompts` and `tokenize` do the same for calls that generate. Runs in
 the tokenizer manager's event loop; large calls are split in a thread.
 """
 
@@ -184,7 +184,7 @@ def texts_of(prompts: Sequence[PooledPrompt]) -> list[str | tuple[str, str]]:
     ]
 
 
-class PooledEncoder:
+class PooledTokenizer:
     """Encodes the inputs of a call. pooling: of the served model."""
 
     def __init__(
@@ -209,7 +209,7 @@ class PooledEncoder:
             return split_pooled_call(*arguments)
         return await asyncio.get_running_loop().run_in_executor(None, split_pooled_call, *arguments)
 
-    async def encode(
+    async def tokenize(
         self, call: Call[PooledPrompt], obj: EmbeddingReqInput, state: CallState
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every input. Returns a request for each sample of `state`. Raises RequestError; then nothing is to be sent."""

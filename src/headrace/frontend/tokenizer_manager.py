@@ -5,7 +5,7 @@ server and `Engine` reach them as attributes (`control`, `settings`, `weights`, 
 (`detokenizer_manager`) or scheduling. Lives in the main process; everything here runs in one event loop, except where a method says that
 it may be called from any thread. No torch.
 
-    generate_request ── Encoder ──> EngineLink ──> schedulers
+    generate_request ── PromptTokenizer ──> EngineLink ──> schedulers
           │  ▲                                        │
           ▼  │ wakes                                  ▼
        SampleTable <── Endings <── Outputs <── EngineLoop
@@ -24,7 +24,6 @@ from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.balancers import make_balancer
 from headrace.frontend.control import Control
-from headrace.frontend.encode import AnyCall, Encoder
 from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.engine_link import NOWHERE, EngineLink
 from headrace.frontend.engine_loop import EngineLoop
@@ -43,6 +42,7 @@ from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
+from headrace.frontend.tokenize import AnyCall, PromptTokenizer
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.media_kinds import MediaRefs
@@ -161,7 +161,7 @@ class TokenizerManager:
         )
         replicas = AdapterReplicas(self.engine_loop, self.link)
         self.adapters = Adapters(args.max_loras, lora_paths(args), replicas, ready.lora_fingerprints)
-        self.encoder = Encoder(
+        self.prompt_tokenizer = PromptTokenizer(
             args,
             ready,
             tokenizer,
@@ -242,13 +242,13 @@ class TokenizerManager:
         """
         self.engine_loop.start()
         self._check_accepting()
-        call = await self.encoder.split(obj)
+        call = await self.prompt_tokenizer.split(obj)
         # A large call is split in a thread: the server may have stopped meanwhile.
         self._check_accepting()
         state = self._register(call, obj, caller)
         try:
             self.records.begin(state, caller.traceparent)
-            requests = await self.encoder.encode(call, obj, state, default_max_new_tokens, in_chat)
+            requests = await self.prompt_tokenizer.tokenize(call, obj, state, default_max_new_tokens, in_chat)
             self._send(state, requests)
             if not obj.stream:
                 await self._wait_for_all(state, is_disconnected)
@@ -470,7 +470,7 @@ class TokenizerManager:
         """Stop the loop and the threads and close the receiver; waiting calls end with an error. Idempotent."""
         self.fail_all(STOPPED)
         self.engine_loop.close()
-        self.encoder.close()
+        self.prompt_tokenizer.close()
 
     def _broken(self) -> None:
         """The engine's messages are no longer received."""

@@ -18,7 +18,7 @@ from headrace.grammar.compile_child import STACK_BYTES, Refused
 from headrace.grammar.compile_pool import PROGRAM, CompilePool
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.source import explain
-from headrace.grammar.vocabulary import Encode, Vocabulary
+from headrace.grammar.vocabulary import Tokenize, Vocabulary
 from headrace.log import get_logger
 from headrace.messages.grammar import CompiledGrammar, GrammarKind, GrammarSpec, GrammarStats
 
@@ -71,7 +71,7 @@ class _Tools:
 class GrammarCompiler:
     """See `Grammars`. Children and threads are started when the first grammar comes; the library's tokenizer is made then, or by `prepare`.
 
-    make_vocabulary: called once; a ConfigError that it raises refuses every grammar. encode: see `library_tokenizer`. cache_bytes: what
+    make_vocabulary: called once; a ConfigError that it raises refuses every grammar. tokenize: see `library_tokenizer`. cache_bytes: what
     remembered grammars may occupy. num_children: grammars that are compiled at the same time. limit_s, memory_bytes, program: see
     `CompilePool`.
     """
@@ -79,7 +79,7 @@ class GrammarCompiler:
     def __init__(
         self,
         make_vocabulary: Callable[[], Vocabulary],
-        encode: Encode | None = None,
+        tokenize: Tokenize | None = None,
         *,
         cache_bytes: int = CACHE_BYTES,
         num_children: int = 2,
@@ -88,7 +88,7 @@ class GrammarCompiler:
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self._make_vocabulary = make_vocabulary
-        self._encode = encode
+        self._tokenize = tokenize
         self._num_children = num_children
         self._limit_s = limit_s
         self._memory_bytes = memory_bytes
@@ -241,7 +241,7 @@ class GrammarCompiler:
         except ConfigError as error:
             return error
         pool = CompilePool(vocabulary, self._num_children, self._limit_s, self._memory_bytes, self._program)
-        return _Tools(MatcherTokens(vocabulary, self._encode), pool)
+        return _Tools(MatcherTokens(vocabulary, self._tokenize), pool)
 
 
 class _Cache:

@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from headrace.errors import ExecutionError
-from headrace.grammar.vocabulary import Encode, Vocabulary, library_tokenizer, parser_limits
+from headrace.grammar.vocabulary import Tokenize, Vocabulary, library_tokenizer, parser_limits
 from headrace.messages.grammar import MaskWords
 
 SLOW_S = 0.0005
@@ -38,11 +38,11 @@ class LibraryError(ExecutionError):
 class MatcherTokens:
     """The vocabulary as matchers need it: made once, shared by all."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary, tokenize: Tokenize | None = None) -> None:
         self.size = vocabulary.size
         self.eos_ids = frozenset(vocabulary.eos_ids)
         self.special_texts = vocabulary.special_texts()
-        self.library: LLTokenizer = library_tokenizer(vocabulary, encode)
+        self.library: LLTokenizer = library_tokenizer(vocabulary, tokenize)
         self.limits = parser_limits(vocabulary.size)
         self.possible = vocabulary.possible(with_eos=True)
         self.possible_before_end = vocabulary.possible(with_eos=False)

@@ -20,7 +20,7 @@ from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 from headrace.errors import ConfigError
 from headrace.messages.grammar import MaskWords
 
-Encode = Callable[[str], Sequence[int]]
+Tokenize = Callable[[str], Sequence[int]]
 """The model's own token ids of a text, without bos and with special tokens' texts read as ordinary characters."""
 
 MARK = 0xFF
@@ -90,13 +90,13 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def library_tokenizer(vocabulary: Vocabulary, encode: Encode | None = None) -> LLTokenizer:
+def library_tokenizer(vocabulary: Vocabulary, tokenize: Tokenize | None = None) -> LLTokenizer:
     """The library's tokenizer; takes 2 us a token.
 
-    encode: how the model itself would write a text. Where only one text can follow, a mask allows just the first token of that. Without it,
+    tokenize: how the model itself would write a text. Where only one text can follow, a mask allows just the first token of that. Without it,
     the longest token that fits: still the right text, in tokens that the model may not be used to.
     """
-    wrapper = _Wrapper(vocabulary, encode)
+    wrapper = _Wrapper(vocabulary, tokenize)
     tokenizer = LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=vocabulary.eos_ids)
     wrapper.tokens = ()  # the library has its own copy
     return tokenizer
@@ -105,7 +105,7 @@ def library_tokenizer(vocabulary: Vocabulary, encode: Encode | None = None) -> L
 class _Wrapper(TokenizerWrapper):
     """A tokenizer as the library takes it. Called with the text that must come next, from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, tokenize: Tokenize | None) -> None:
         self.is_tokenizer_wrapper = True
         self.tokens = vocabulary.tokens
         self.special_token_ids = vocabulary.special_ids
@@ -114,7 +114,7 @@ class _Wrapper(TokenizerWrapper):
         special = set(vocabulary.special_ids)
         self._texts = [b"" if index in special else token for index, token in enumerate(vocabulary.tokens)]
         self._longest = max(map(len, self._texts))
-        self._encode = encode
+        self._tokenize = tokenize
         self._remembered = functools.lru_cache(maxsize=4096)(self._ids)
 
     def __call__(self, s: str) -> list[int]:
@@ -133,9 +133,9 @@ class _Wrapper(TokenizerWrapper):
 
     def _tail(self, text: str, wanted: bytes) -> list[int] | None:
         """The last of the model's tokens of a text, which make up just `wanted`; None if no token begins where `wanted` does."""
-        if self._encode is None:
+        if self._tokenize is None:
             return None
-        ids = list(self._encode(text))
+        ids = list(self._tokenize(text))
         if max(ids, default=0) >= len(self._texts):
             return None  # a token that has no logit
         rest = [self._texts[index] for index in ids]

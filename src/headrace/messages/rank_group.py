@@ -44,12 +44,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GroupNote)
 
 
-def encode_note(note: GroupNote) -> bytes:
+def pack_note(note: GroupNote) -> bytes:
     """As it is sent."""
     return _encoder.encode(note)
 
 
-def decode_note(data: bytes | memoryview) -> GroupNote:
+def unpack_note(data: bytes | memoryview) -> GroupNote:
     """As it was sent. Raises msgspec.DecodeError."""
     note: GroupNote = _decoder.decode(data)
     return note

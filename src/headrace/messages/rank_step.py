@@ -89,12 +89,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
-def encode(message: RankMessage) -> bytes:
+def pack(message: RankMessage) -> bytes:
     """As it is sent."""
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> RankMessage:
+def unpack(data: bytes) -> RankMessage:
     """As it was sent. Raises msgspec.DecodeError."""
     message: RankMessage = _decoder.decode(data)
     return message

@@ -74,7 +74,7 @@ def run_scheduler(
         from headrace.execution.build import build_worker  # imports torch, which takes longest
         from headrace.scheduler.scheduler import Scheduler
 
-        receiver = channels.receiver("to_scheduler", replica)
+        receiver, to_detokenizer = channels.receiver("to_scheduler", replica), channels.sender("to_detokenizer")
         args = share_of_machine(args, places)
         to_tokenizer = channels.sender("to_tokenizer")
         model = read_model_config(args)
@@ -85,12 +85,19 @@ def run_scheduler(
         ends = functools.cache(lambda: end_tokens(args, model, tokenizer.get()))
         grammars = _grammars(args, tokenizer, model, ends)
         preparation = run_in_lasting_thread(grammars.prepare)  # beside the weights
-        encode = functools.partial(tokens_of, args)
+        tokenize = functools.partial(tokens_of, args)
         if ranks is None:
-            worker, ready = build_worker(args, on_progress, encode=encode)
+            worker, ready = build_worker(args, on_progress, tokenize=tokenize)
         else:
-            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, encode)
+            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
         preparation.result()
+        on_admission = _no_fault
+        if args.enable_fault_injection:
+            from headrace.scheduler.faults import InjectedFaults
+
+            faults = InjectedFaults()
+            receiver, worker = faults.receiver(receiver, to_detokenizer), faults.worker(worker)
+            on_admission = faults.on_admission
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
         events = _block_events(ready) if publisher is not None else None
         scheduler = Scheduler(
@@ -98,7 +105,7 @@ def run_scheduler(
             _kv_manager(args, ready, events),
             worker,
             receiver,
-            channels.sender("to_detokenizer"),
+            to_detokenizer,
             to_tokenizer,
             lambda request: _stop_checker(tokenizer.get(), request),
             on_turn=watchdog.feed
@@ -106,12 +113,17 @@ def run_scheduler(
             else _telling(watchdog.feed, events, publisher),
             source=source,
             grammars=grammars,
+            on_admission=on_admission,
         )
         watchdog.start()
         on_ready(ready)
         with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
             scheduler.run()
         watchdog.stop()
+
+
+def _no_fault(rid: str) -> None:
+    """Happens at the admission of a request."""
 
 
 def _grammars(
@@ -126,7 +138,7 @@ def _grammars(
         return NO_GRAMMARS
     return GrammarCompiler(
         lambda: Vocabulary.of(tokenizer.get(), model.vocab_size, ends().eos | ends().turn),
-        encode=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
+        tokenize=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
     )
 
 
@@ -203,7 +215,6 @@ def scheduler_config(
         clip_estimate_tokens=args.clip_max_new_tokens_estimate,
         weight_update_timeout_s=args.weight_update_timeout_s,
         decode_log_interval=args.decode_log_interval,
-        accept_faults=args.enable_fault_injection,
         speculates=args.speculative_algorithm != "off",
         whole_prompts=model.encoder is not None,
         encoder_rows=0 if ready.encoder is None else ready.encoder.num_rows,

@@ -11,4 +11,5 @@ Read first: scheduler.py (the only loop), request.py (`Req`), planner.py, commit
 - Images: encodings.py (which of them are encoded, and who waits for them)
 - Operations: control.py, lora.py (loads beside the steps), weights.py (pause, updates), drain.py (requests that an
   update waits for)
+- Tests: faults.py (injected ones)
 """

@@ -6,7 +6,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from headrace.messages.control import FaultReq
 from headrace.messages.step import EncodeWork, ModelWorkerBatch, NewSequence
 from headrace.scheduler.request import Req
 from headrace.scheduler.step_cost import StepWork
@@ -34,7 +33,6 @@ class ScheduleBatch:
     new: list[NewSequence] = field(default_factory=list)
     left: tuple[int, ...] = ()
     part_starts: tuple[int, ...] = ()
-    faults: list[FaultReq] = field(default_factory=list)
     encode: EncodeWork | None = None
     num_prompt_tokens: int = 0
     expected_s: float = 0.0
@@ -90,6 +88,5 @@ class ScheduleBatch:
             counts=np.array(counts, np.int32),
             num_logits=np.array(num_logits, np.int32),
             out_slots=np.array(self.out_slots, np.int32),
-            faults=tuple(self.faults),
             encode=self.encode,
         )

@@ -67,8 +67,6 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     batch.encode = state.encodings.take_work(decode_s, state.config.max_step_s)
     if not batch.rows and batch.encode is None:
         return None
-    if state.faults:
-        _arm_faults(state, batch)
     if num_parts > 1:
         batch.sort_by_part(num_parts)
     batch.left = state.kv.take_left()
@@ -102,8 +100,7 @@ def _add_decode_rows(
                 if req.num_sampling or not rows_left:
                     continue
                 rows_left -= 1
-            # Which of its tokens a step with drafts gives is not known: an injected fault might wait for one that it does not.
-            if req.num_drafts and not state.faults and (added := _add_drafts(state, batch, req, spare)):
+            if req.num_drafts and (added := _add_drafts(state, batch, req, spare)):
                 spare -= added - 1
                 continue
             num_tokens = req.num_scheduled + 1
@@ -470,14 +467,3 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
         grammar=req.grammar,
         namespace=req.asked.namespace,
     )
-
-
-def _arm_faults(state: SchedulerState, batch: ScheduleBatch) -> None:
-    """Test hook: move the faults that are due in this step into the plan."""
-    due = {
-        (req.rid, start + count - req.num_prompt_tokens)
-        for req, start, count, num_logits in batch.rows
-        if num_logits or req.is_prefill_only
-    }
-    batch.faults = [fault for fault in state.faults if (fault.rid, fault.at_token) in due]
-    state.faults = [fault for fault in state.faults if fault not in batch.faults]

@@ -16,7 +16,6 @@ from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
     ConfigureLoggingReq,
-    FaultReq,
     FreezeGCReq,
     InternalState,
     ResetReq,
@@ -54,7 +53,8 @@ class Scheduler:
     """Combines state, planner and commit around a worker; see the module docstring.
 
     stop_checkers: makes the checker of a request's stop strings. on_turn: called once per turn (watchdog).
-    source: signs the outputs, see `BatchTokenIDOut`. grammars: compiles those of requests.
+    source: signs the outputs, see `BatchTokenIDOut`. grammars: compiles those of requests. on_admission: called with each rid; what it raises ends
+    that request.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Scheduler:
         on_turn: Callable[[], None] = lambda: None,
         source: int = 0,
         grammars: Grammars = NO_GRAMMARS,
+        on_admission: Callable[[str], None] = lambda rid: None,
     ) -> None:
         self.worker = worker
         self.state = SchedulerState(
@@ -88,6 +89,7 @@ class Scheduler:
         self._operations = control.Operations(self.state, worker, self.internal_state)
         self._clock = clock
         self._on_turn = on_turn
+        self._on_admission = on_admission
         self._loras = LoraLoader(worker.loras, to_tokenizer, config.weight_update_timeout_s, clock)
         self._stopping = False
         self._idle = True
@@ -205,11 +207,6 @@ class Scheduler:
                 self._send(self._weights.handle(message))
             case OperationReq():
                 self._to_tokenizer.send(self._operations.answer(message))
-            case FaultReq() if self.config.accept_faults:
-                if message.stage == "detokenize":
-                    self._to_detokenizer.send(message)
-                else:
-                    state.faults.append(message)
             case LoadLoraReq():
                 self._loras.load(message)
             case UnloadLoraReq():
@@ -241,7 +238,7 @@ class Scheduler:
         state.groups.arrive(req)
         try:
             self._check(req)
-            self._inject_admission_fault(req)
+            self._on_admission(req.rid)
             if req.task.stop_text is not None:
                 req.stop_checker = self.stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
@@ -298,15 +295,6 @@ class Scheduler:
         if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:
             raise ExecutionError("the request's adapter is not loaded in the engine")
         req.task.check(self.config.eos_of(req.task))
-
-    def _inject_admission_fault(self, req: Req) -> None:
-        for fault in self.state.faults[:]:
-            if fault.rid == req.rid and fault.stage == "admission":
-                self.state.faults.remove(fault)
-                if fault.kind == "sleep":
-                    time.sleep(fault.seconds)
-                else:
-                    raise RuntimeError("injected fault")
 
     # -- messages out
 

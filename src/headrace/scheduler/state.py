@@ -4,7 +4,6 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from headrace.messages.control import FaultReq
 from headrace.messages.outputs import PromptPart, SpeculationCounts
 from headrace.messages.requests import EngineTask
 from headrace.messages.weights import MemoryTag, PauseMode
@@ -80,7 +79,6 @@ class SchedulerConfig:
     clip_estimate_tokens: int = DEFAULT_CLIP_TOKENS
     weight_update_timeout_s: float = 600.0
     decode_log_interval: int = 0
-    accept_faults: bool = False
     speculates: bool = False
     whole_prompts: bool = False
     encoder_rows: int = 0
@@ -145,7 +143,6 @@ class SchedulerState:
     ended: list[Req] = field(default_factory=list)
     moved: dict[str, bool] = field(default_factory=dict)
     prompts: dict[str, PromptPart] = field(default_factory=dict)
-    faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     cost: StepCost = field(default_factory=StepCost)
     last_decode: tuple[ScheduleBatch, float] | None = None

@@ -5,7 +5,7 @@ Pure functions, run in the event loop that serves HTTP.
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import RequestError
-from headrace.frontend.encode import WRONG_KIND
+from headrace.frontend.tokenize import WRONG_KIND
 from headrace.server.context import ServedModel
 from headrace.server.http import Exchange, Handler
 

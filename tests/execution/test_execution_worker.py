@@ -9,8 +9,8 @@ from runner_harness import int32
 
 from headrace.errors import ExecutionError, RequestError
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.overlap_worker import TpModelWorkerClient
-from headrace.execution.worker import TpModelWorker
+from headrace.execution.profiler import StepProfiler
+from headrace.execution.worker import ModelWorker, ThreadedLane
 from headrace.messages.control import ProfileReq
 from headrace.messages.experts import ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
@@ -22,10 +22,9 @@ def plan(step: int) -> ModelWorkerBatch:
     return ModelWorkerBatch(step, (), one, one, int32([1]), int32([1]), one)
 
 
-def client_of(run: Any) -> TpModelWorkerClient:
-    return TpModelWorkerClient(
-        TpModelWorker(cast(ModelRunner, SimpleNamespace(run=run, adapters=None)), cast(WeightExecutor, None))
-    )
+def client_of(run: Any, profiler: StepProfiler | None = None) -> Any:
+    runner = cast(ModelRunner, SimpleNamespace(run=run, adapters=None))
+    return ModelWorker(runner, ThreadedLane, cast(WeightExecutor, None), profiler=profiler)
 
 
 def test_a_result_is_handed_over_while_the_next_step_computes_and_not_before():
@@ -35,7 +34,7 @@ def test_a_result_is_handed_over_while_the_next_step_computes_and_not_before():
     def run(batch, on_layers):
         assert both_submitted.wait(10)
         if batch.step == 2:
-            seen.append(client._done.empty())
+            seen.append(client.lane._done.empty())
         on_layers()
         if batch.step == 2:
             assert taken.wait(10)
@@ -81,10 +80,11 @@ def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it
         seen.append((batch.step, threading.current_thread().name))
         return StepResult(batch.step, int32([7]), int32([0, 1]))
 
-    client = client_of(run)
-    client._worker.profiler.start = lambda request, stem: (
+    profiler = StepProfiler(None)
+    profiler.start = lambda request, stem: (  # type: ignore[method-assign]
         seen.append(("start", threading.current_thread().name)) or "profiling"
     )
+    client = client_of(run, profiler)
     client.submit(plan(1))
     assert client.profiler.handle(ProfileReq(True)) == "profiling"
     assert seen == [(1, "model-worker"), ("start", "model-worker")]

@@ -13,7 +13,6 @@ import torch
 
 from headrace.attention.base import AttentionBackend
 from headrace.errors import ModelError
-from headrace.execution.faults import do_fault
 from headrace.execution.pooling import pooled_results
 from headrace.garbage import give_back_free_memory
 from headrace.messages.requests import PoolTask
@@ -38,7 +37,7 @@ class NoAdapters:
         """There is none."""
 
 
-class EncoderRunner:
+class EmbeddingRunner:
     """See the module docstring. device: of the model."""
 
     def __init__(self, model: EncoderModel, attention: AttentionBackend, device: torch.device) -> None:
@@ -53,9 +52,6 @@ class EncoderRunner:
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
         """Run one step; see `ModelRunner.run`."""
         begun_s = time.perf_counter()
-        for fault in plan.faults:
-            if fault.stage == "forward":
-                do_fault(fault)
         entered = {new.seq: new for new in plan.new}
         rows = [entered[seq] for seq in plan.seqs.tolist()]
         token_ids, positions, token_types, row_starts = _inputs(rows)

@@ -1,4 +1,4 @@
-"""Encodes the prompts of a call: tokens and checked parameters of each sample, as the scheduler gets them.
+"""Tokenizes the prompts of a call: tokens and checked parameters of each sample, as the scheduler gets them.
 
 Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Does not own the shape of a
 call (`prompts`), nor sending. Runs in the tokenizer manager's event loop; large calls are checked in a thread.
@@ -17,9 +17,9 @@ from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.adapters import Adapters
-from headrace.frontend.inputs import PromptInput, check_text, encode_inputs, is_large
+from headrace.frontend.inputs import PromptInput, check_text, is_large, tokenize_inputs
 from headrace.frontend.media import NO_MEDIA, PromptMedia, add_media, check_media_bytes
-from headrace.frontend.pooled import PooledEncoder, PooledPrompt
+from headrace.frontend.pooled import PooledPrompt, PooledTokenizer
 from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState, engine_request
@@ -57,7 +57,7 @@ MAX_TOKEN_CHARACTERS = 256
 """Longer texts are hardly one token."""
 
 
-class Encoder:
+class PromptTokenizer:
     """See the module docstring.
 
     limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
@@ -94,7 +94,7 @@ class Encoder:
         self._pooling = pooling
         self._media = media
         self._pooled = (
-            PooledEncoder(args, ready, pooling, self._batch_tokenizer, request_log) if pooling is not None else None
+            PooledTokenizer(args, ready, pooling, self._batch_tokenizer, request_log) if pooling is not None else None
         )
 
     async def split(self, obj: CallInput) -> AnyCall:
@@ -117,7 +117,7 @@ class Encoder:
             return split_call(obj, self.limits)
         return await asyncio.get_running_loop().run_in_executor(None, split_call, obj, self.limits)
 
-    async def encode(
+    async def tokenize(
         self, call: AnyCall, obj: CallInput, state: CallState, default_max_new_tokens: int, in_chat: bool = False
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every prompt of a call. Returns a request for each sample of `state`.
@@ -127,19 +127,19 @@ class Encoder:
         """
         self._adapters.check_number(prompt.adapter for prompt in call.prompts)
         if isinstance(obj, GenerateReqInput):
-            return await self._encode(cast(Call[Prompt], call), obj, state, default_max_new_tokens, in_chat)
+            return await self._tokenize(cast(Call[Prompt], call), obj, state, default_max_new_tokens, in_chat)
         pooled = cast(Call[PooledPrompt], call)
         for prompt, sample in zip(pooled.prompts, state.samples, strict=True):
             if prompt.adapter:
                 await self._use_adapter(prompt.adapter, [sample])
         assert self._pooled is not None, "split has refused it"
-        return await self._pooled.encode(pooled, obj, state)
+        return await self._pooled.tokenize(pooled, obj, state)
 
-    async def _encode(
+    async def _tokenize(
         self, call: Call[Prompt], obj: GenerateReqInput, state: CallState, default_max_new_tokens: int, in_chat: bool
     ) -> list[TokenizedGenerateReqInput]:
         given = [prompt.given for prompt in call.prompts]
-        contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
+        contents = await tokenize_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
         if self._media.loader is not None or any(prompt.media for prompt in given):
             contents = await self._add_media(call, contents, state)
         samples = iter(state.samples)

@@ -12,10 +12,9 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import ALONE
 from headrace.errors import ConfigError
-from headrace.execution.encoder_runner import EncoderRunner
-from headrace.execution.expert_recorder import NO_EXPERTS
+from headrace.execution.embedding_runner import EmbeddingRunner
+from headrace.execution.faults import FaultyEmbeddingRunner
 from headrace.execution.memory import naming_memory
-from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.setup import (
     Setup,
@@ -26,7 +25,7 @@ from headrace.execution.setup import (
 )
 from headrace.execution.updatable import updatable_weights
 from headrace.execution.weight_cache import Progress
-from headrace.execution.worker import TpModelWorker
+from headrace.execution.worker import InlineLane, ModelWorker, ThreadedLane
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
@@ -38,7 +37,7 @@ _STEPS_OF_SLOTS = 4
 """The scheduler has slots for the texts of so many steps, two of which may be in flight."""
 
 
-def build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
+def build_embedding_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
     """A worker for the encoder in `checkpoint`, ready for its first step, and its description.
 
     progress: called with (bytes loaded, total bytes). Raises ConfigError or ModelError.
@@ -63,12 +62,14 @@ def build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Pro
         )
         page_size = setup.config.page_size
         weights = updatable_weights(setup, model, attention, KvPool([], [], 0, page_size))
-        runner = EncoderRunner(model, attention, setup.placement.device)
+        make_runner = FaultyEmbeddingRunner if args.enable_fault_injection else EmbeddingRunner
+        runner = make_runner(model, attention, setup.placement.device)
         ready = _ready_info(setup, model, decisions, fingerprint, time.perf_counter() - begin)
-        worker = TpModelWorker(runner, weights, resources.pop_all(), StepProfiler(args.profile_dir), NO_EXPERTS)
+        lane = ThreadedLane if setup.config.overlap else InlineLane
+        worker = ModelWorker(runner, lane, weights, resources.pop_all(), StepProfiler(args.profile_dir))
     for decision in decisions:
         _logger.debug("%s", decision)
-    return TpModelWorkerClient(worker) if setup.config.overlap else worker, ready
+    return worker, ready
 
 
 def _ready_info(setup: Setup, model: EncoderModel, decisions: list[str], fingerprint: str, load_s: float) -> ReadyInfo:
