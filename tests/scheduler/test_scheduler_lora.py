@@ -46,7 +46,7 @@ def test_an_adapter_stays_until_the_last_request_that_uses_it_has_ended():
         assert 5 in rig.worker.loras
     rig.drain()
     rig.turn()
-    rig.scheduler._loras.close()  # what was begun is finished
+    rig.scheduler.loras.close()  # what was begun is finished
 
     assert rig.finish["r"].length == 20
     assert rig.worker.loras == set()
@@ -74,7 +74,7 @@ def test_an_adapter_that_hangs_is_given_up_and_holds_up_nobody():
     assert replies(rig) == []
     rig.now += rig.scheduler.config.weight_update_timeout_s
     rig.turn()
-    rig.scheduler._loras.close()  # the second one is finished
+    rig.scheduler.loras.close()  # the second one is finished
     first, second = replies(rig)
     assert (first.id, first.status_code) == (1, 500)
     assert "600 s (--weight-update-timeout-s)" in first.message

@@ -75,7 +75,7 @@ class Operations(RuleBasedStateMachine):
         self.num_loras = 0
         self.loras = {0}  # what a request may name
         self.rig.worker.loras.bad_paths = {"bad"}
-        self.rig.scheduler._loras._lane = Inline(self.rig.scheduler._loras._do)
+        self.rig.scheduler.loras._lane = Inline(self.rig.scheduler.loras._do)
 
     def operate(self, operation):
         self.num_operations += 1

@@ -90,7 +90,7 @@ class Scheduler:
         self._clock = clock
         self._on_turn = on_turn
         self._on_admission = on_admission
-        self._loras = LoraLoader(worker.loras, to_tokenizer, config.weight_update_timeout_s, clock)
+        self.loras = LoraLoader(worker.loras, to_tokenizer, config.weight_update_timeout_s, clock)
         self._stopping = False
         self._idle = True
         self._num_left_at_rest = 0
@@ -105,7 +105,7 @@ class Scheduler:
         """Run until a ShutdownReq arrives."""
         while not self._stopping:
             self.run_once()
-        self._loras.close()
+        self.loras.close()
         self.state.compiling.close()
         self.worker.close()
 
@@ -139,7 +139,7 @@ class Scheduler:
             if self._operations.sleep_s:
                 time.sleep(self._operations.sleep_s)
         now = self._clock()
-        self._loras.advance(state, now)
+        self.loras.advance(state, now)
         if now >= self._next_stats_s and not self._idle:
             self._report(now)
 
@@ -208,9 +208,9 @@ class Scheduler:
             case OperationReq():
                 self._to_tokenizer.send(self._operations.answer(message))
             case LoadLoraReq():
-                self._loras.load(message)
+                self.loras.load(message)
             case UnloadLoraReq():
-                self._loras.unload(message)
+                self.loras.unload(message)
             case ConfigureLoggingReq():
                 set_level(message.level)
             case FreezeGCReq():
