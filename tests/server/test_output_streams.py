@@ -27,8 +27,7 @@ from headrace.messages.outputs import FinishReason, LogprobBlock, PromptPart, Sa
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import LogprobSpec
 from headrace.server.app import create_app
-from headrace.server.remote_calls import RemoteCalls
-from headrace.server.remote_frontend import remote_frontend
+from headrace.server.remote_frontend import RemoteCalls, remote_frontend
 from headrace.server.request_frontend import METHODS
 
 LENGTH = FinishReason("length", length=5)

@@ -50,8 +50,8 @@ class Control:
         self._link = link
         self._to_detokenizer = to_detokenizer
         self._faults_allowed = faults_allowed
-        self._replies = Communicator[OperationReply]("control")
         self.own: Mapping[str, Callable[[Any], Any]] = {}
+        self._replies = Communicator[OperationReply]("control")
         self._lasting: dict[str, bytes] = {}
         engine_loop.handlers.register(OperationReply, self._replies.handle)
 
@@ -60,8 +60,9 @@ class Control:
         operation = OPERATIONS.get(name)
         if operation is None:
             raise RequestError(f"there is no operation {name!r:.40}")
+        asked = operation.request_of(OperationReq(0, name, request))
         if operation.at == "main":
-            reply = self.own[name](operation.request_of(OperationReq(0, name, request)))
+            reply = self.own[name](asked)
             return {0: answered(0, await reply if inspect.isawaitable(reply) else reply).reply}
         self._engine_loop.check_serving()
         if operation.lasts:

@@ -4,41 +4,17 @@ They go through the parts that own the state, and say what their routes reply. R
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from headrace.frontend.runtime_settings import Limits
-from headrace.messages.operations import ConfigureLoggingBody, LimitChanges, LogLevel, Nothing, SetInternalStateBody
-
-
-class Experts(Protocol):
-    """What is needed of the `ExpertRecording`."""
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def dump(self) -> dict[str, Any]: ...
+from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.records import Records
+from headrace.frontend.runtime_settings import RuntimeSettings
+from headrace.messages.operations import ConfigureLoggingBody, Nothing, SetInternalStateBody
 
 
-class Settings(Protocol):
-    """What is needed of the `RuntimeSettings`."""
-
-    def configure_logging(
-        self, level: LogLevel | None, log_requests: bool | None, log_requests_level: int | None
-    ) -> dict[str, Any]: ...
-
-    def freeze_gc(self) -> None: ...
-
-    def change_limits(self, changes: LimitChanges) -> Limits: ...
-
-
-class Dumps(Protocol):
-    """What is needed of the `Records`."""
-
-    async def dump(self) -> tuple[str, int]: ...
-
-
-def main_operations(experts: Experts, settings: Settings, records: Dumps) -> Mapping[str, Callable[[Any], Any]]:
+def main_operations(
+    experts: ExpertRecording, settings: RuntimeSettings, records: Records
+) -> Mapping[str, Callable[[Any], Any]]:
     """The work of each operation, by its name. Some of it is awaited."""
 
     async def start_expert_distribution_record(request: Nothing) -> dict[str, Any]:

@@ -9,8 +9,7 @@ a server needs of an engine).
   notes.py (headers about how a request was read), error_forms.py (what errors look like in each API),
   openapi.py (/openapi.json)
 - Chats of any API: chat/; what is between a prompt and a suffix: fill_in_middle.py, infill.py
-- Handlers: native.py, control.py, lora.py, weights.py, sessions.py, diagnostics.py, operations.py (the
-  routes of messages.operations); those of openai/, responses/, anthropic/ and ollama/
+- Handlers: native.py, control.py, lora.py, weights.py, sessions.py, diagnostics.py; those of openai/, responses/, anthropic/ and ollama/
 - Web pages: ui/
-- In an HTTP worker: remote_frontend.py, remote_calls.py
+- In an HTTP worker: remote_frontend.py
 """

@@ -1,7 +1,7 @@
 """The route table: a row for each endpoint, with all that is declared about it.
 
 A new endpoint is a handler in this package and a row here (docs/adding/endpoint.md). Routes of control operations come from their own table
-(`operations`). Pure; made once, when the application is.
+(`messages.operations`). Pure; made once, when the application is.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,6 @@ from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
-from headrace.server.operations import operation_routes
 from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
 from headrace.server.pooling.embed import CohereEmbedRequest, EmbedAPI, TeiEmbedRequest
 from headrace.server.pooling.encode import EncodeAPI
@@ -47,7 +46,7 @@ from headrace.server.pooling.rerank import RerankAPI, RerankRequest
 from headrace.server.pooling.score import ScoreAPI, ScoreRequest
 from headrace.server.responses.protocol import ResponsesRequest
 from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
-from headrace.server.routes import Examples, RouteSpec, aliases
+from headrace.server.routes import Examples, RouteSpec, aliases, operation_routes
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.ui.pages import UiPages
 from headrace.server.weights import WeightsAPI

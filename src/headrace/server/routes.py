@@ -1,11 +1,15 @@
-"""`RouteSpec`, a row of the route table: path, methods, access, handler and what the OpenAPI description says."""
+"""`RouteSpec`, a row of the route table: path, methods, access, handler and what the OpenAPI description says; and those of control operations."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
+from headrace.messages.operations import OPERATIONS, Operation, Route
 from headrace.server.auth import Access
-from headrace.server.http import Handler
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange, Handler
 
 WITHOUT_V1 = ("OpenAI", "Anthropic")
 """APIs whose clients may take the address of the server for that of the API: they leave out `/v1`."""
@@ -50,3 +54,36 @@ def aliases(table: Iterable[RouteSpec]) -> list[RouteSpec]:
         for spec in table
         if spec.tag in WITHOUT_V1
     ]
+
+
+def operation_routes(context: ServingContext) -> list[RouteSpec]:
+    """The rows of control operations that have a route: each decodes its request, asks for the replies, and answers with them."""
+    return [_row(context, row, row.route) for row in OPERATIONS.values() if row.route is not None]
+
+
+def _row(context: ServingContext, operation: Operation[Any, Any], route: Route) -> RouteSpec:
+    kind, has_fields = operation.request, bool(operation.request.__struct_fields__)
+    decoder = msgspec.json.Decoder(kind)
+
+    async def handle(exchange: Exchange) -> None:
+        if route.method == "GET":
+            request = exchange.read_query(kind)
+        elif has_fields:
+            request = await exchange.read_json(decoder)
+        else:
+            await exchange.read_no_fields()
+            request = kind()
+        replies = await operation.ask(context.frontend.control, request)
+        await exchange.reply_json(operation.combine(replies))
+
+    is_body, is_query = has_fields and route.method == "POST", has_fields and route.method == "GET"
+    return RouteSpec(
+        route.path,
+        (route.method,),
+        route.access,
+        handle,
+        route.summary,
+        kind if is_body else None,
+        query=kind if is_query else None,
+        examples=route.examples,
+    )

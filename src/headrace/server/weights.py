@@ -4,8 +4,9 @@ Runs in the event loop that serves HTTP. All routes except the version of the we
 begun continues when its client disconnects; /cancel_weight_update cancels it.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -31,6 +32,7 @@ from headrace.messages.weights import (
     ContinueGeneration,
     DestroyGroup,
     GetWeight,
+    InitGroup,
     PauseGeneration,
     ReleaseMemory,
     ResumeMemory,
@@ -43,8 +45,10 @@ from headrace.messages.weights import (
     WeightOpReply,
 )
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, Handler
 from headrace.server.routes import Examples, RouteSpec
+
+B = TypeVar("B")
 
 BODY_BYTES_PER_WEIGHT_BYTE = 16
 """Largest body with tensors, relative to the weights in memory: float32 in base64 for a model in 4 bits."""
@@ -185,19 +189,34 @@ _TWO_RANKS: Examples = {
     "Two ranks": {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2}
 }
 
-_PAUSE = msgspec.json.Decoder(PauseBody)
-_EMPTY = msgspec.json.Decoder(EmptyBody)
-_DISK = msgspec.json.Decoder(DiskBody)
 _TENSOR = msgspec.json.Decoder(TensorBody)
-_GROUP = msgspec.json.Decoder(GroupBody)
-_DISTRIBUTED = msgspec.json.Decoder(DistributedBody)
-_DESTROY = msgspec.json.Decoder(DestroyBody)
 _GET = msgspec.json.Decoder(GetWeightBody)
-_VERSION = msgspec.json.Decoder(VersionBody)
-_SAVE = msgspec.json.Decoder(SaveBody)
 _CHECK = msgspec.json.Decoder(CheckBody)
 _POST_PROCESS = msgspec.json.Decoder(PostProcessBody)
 _MEMORY = msgspec.json.Decoder(MemoryBody)
+
+
+def _from_disk(body: DiskBody) -> UpdateFromDisk:
+    load_format = checked_load_format(body.load_format)
+    return UpdateFromDisk(body.model_path, load_format, body.abort_all_requests, body.weight_version)
+
+
+def _init_group(body: GroupBody) -> InitGroup:
+    try:
+        port = int(body.master_port)
+    except ValueError:
+        raise RequestError(f"master_port is {body.master_port!r}, not a number", "master_port") from None
+    return checked_group(
+        body.master_address, port, body.rank_offset, body.world_size, body.group_name, body.backend, timeout_s=body.timeout_s
+    )  # fmt: skip
+
+
+def _from_distributed(body: DistributedBody) -> UpdateFromDistributed:
+    names, dtypes, shapes = checked_tensors(body.names, body.dtypes, body.shapes)
+    bucketed = body.bucketed or body.load_format is not None
+    return UpdateFromDistributed(
+        names, dtypes, shapes, body.group_name, bucketed, body.abort_all_requests, body.weight_version
+    )
 
 
 class WeightsAPI:
@@ -209,24 +228,25 @@ class WeightsAPI:
     def routes(self) -> list[RouteSpec]:
         """Their rows of the route table."""
         get, post = ("GET",), ("POST",)
-        row = partial(RouteSpec, failure=OperationReply)
+        row, ask = partial(RouteSpec, failure=OperationReply), self._asking
         # fmt: off
         return [
-            row("/pause_generation", post, "admin", self.pause, "Plan no more steps", PauseBody,
+            row("/pause_generation", post, "admin", ask(PauseBody, lambda body: PauseGeneration(body.mode)), "Plan no more steps", PauseBody,
                 examples={"Requests stay where they are": {"mode": "in_place"}}),
-            row("/continue_generation", post, "admin", self.continue_, "Plan steps again", EmptyBody,
+            row("/continue_generation", post, "admin", ask(EmptyBody, lambda body: ContinueGeneration()), "Plan steps again", EmptyBody,
                 examples=_NOTHING),
-            row("/update_weights_from_disk", post, "admin", self.from_disk, "Weights from a checkpoint", DiskBody,
+            row("/update_weights_from_disk", post, "admin", ask(DiskBody, _from_disk), "Weights from a checkpoint", DiskBody,
                 examples={"A folder": {"model_path": "/path/to/checkpoint"}}),
             row("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody, octets=TensorQuery,
                 examples={"No tensors": {"serialized_named_tensors": [_NO_TENSORS]}}),
-            row("/cancel_weight_update", post, "admin", self.cancel, "Give up updates under way", EmptyBody,
+            row("/cancel_weight_update", post, "admin", ask(EmptyBody, lambda body: CancelUpdate()), "Give up updates under way", EmptyBody,
                 examples=_NOTHING),
-            row("/init_weights_update_group", post, "admin", self.init_group, "Join a trainer's group", GroupBody,
+            row("/init_weights_update_group", post, "admin", ask(GroupBody, _init_group), "Join a trainer's group", GroupBody,
                 examples=_TWO_RANKS),
-            row("/update_weights_from_distributed", post, "admin", self.from_distributed, "From the group", DistributedBody,
+            row("/update_weights_from_distributed", post, "admin", ask(DistributedBody, _from_distributed), "From the group", DistributedBody,
                 examples=_ONE_TENSOR),
-            row("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a group", DestroyBody,
+            row("/destroy_weights_update_group", post, "admin", ask(DestroyBody, lambda body: DestroyGroup(body.group_name)),
+                "Leave a group", DestroyBody,
                 examples={"The usual group": {}}),
             row("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody,
                 examples={"The first two rows": {"name": _WEIGHT, "truncate_size": 2}}),
@@ -234,9 +254,11 @@ class WeightsAPI:
                 examples={"Checksums": {"action": "checksum"}, "Compare": {"action": "compare"}}),
             row("/post_process_weights", post, "admin", self.post_process, "Nothing: updates are complete", PostProcessBody,
                 examples={"After an update": {"post_process_quantization": True}}),
-            row("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody,
+            row("/update_weight_version", post, "admin", ask(VersionBody, lambda body: SetWeightVersion(body.new_version, body.abort_all_requests)),
+                "Name the weights", VersionBody,
                 examples={"A name": {"new_version": "2"}}),
-            row("/save_sharded_state", post, "admin", self.save, "Weights to a folder of the operator", SaveBody,
+            row("/save_sharded_state", post, "admin", ask(SaveBody, lambda body: SaveWeights(body.path)),
+                "Weights to a folder of the operator", SaveBody,
                 examples={"A new folder": {"path": "weights-1"}}),
             RouteSpec("/weight_version", get, "user", self.version, "What the weights are called"),
             RouteSpec("/get_weight_version", get, "user", self.version, "Alias of /weight_version"),
@@ -246,24 +268,6 @@ class WeightsAPI:
                 examples={"The KV cache": {"tags": ["kv_cache"]}}),
         ]
         # fmt: on
-
-    async def pause(self, exchange: Exchange) -> None:
-        """Pause; running requests are aborted, moved back to the queue, or frozen."""
-        body = await exchange.read_json(_PAUSE)
-        await self._operate(exchange, PauseGeneration(body.mode))
-
-    async def continue_(self, exchange: Exchange) -> None:
-        """Continue after a pause."""
-        await exchange.read_json(_EMPTY)
-        await self._operate(exchange, ContinueGeneration())
-
-    async def from_disk(self, exchange: Exchange) -> None:
-        """Load all weights from a checkpoint of the same model."""
-        body = await exchange.read_json(_DISK)
-        load_format = checked_load_format(body.load_format)
-        await self._operate(
-            exchange, UpdateFromDisk(body.model_path, load_format, body.abort_all_requests, body.weight_version)
-        )
 
     async def from_tensor(self, exchange: Exchange) -> None:
         """The body is a safetensors file (application/octet-stream, options in the query), or JSON with such files in base64."""
@@ -289,38 +293,6 @@ class WeightsAPI:
             update = UpdateFromTensors(file.path, options.abort_all_requests, options.weight_version, bucketed)
             await self._operate(exchange, update)
 
-    async def cancel(self, exchange: Exchange) -> None:
-        """Cancel updates and joins of groups that have not taken effect."""
-        await exchange.read_json(_EMPTY)
-        await self._operate(exchange, CancelUpdate())
-
-    async def init_group(self, exchange: Exchange) -> None:
-        """Join a group; replies once every rank has joined."""
-        body = await exchange.read_json(_GROUP)
-        try:
-            port = int(body.master_port)
-        except ValueError:
-            raise RequestError(f"master_port is {body.master_port!r}, not a number", "master_port") from None
-        operation = checked_group(
-            body.master_address, port, body.rank_offset, body.world_size, body.group_name, body.backend, timeout_s=body.timeout_s
-        )  # fmt: skip
-        await self._operate(exchange, operation)
-
-    async def from_distributed(self, exchange: Exchange) -> None:
-        """Receive tensors that rank 0 broadcasts."""
-        body = await exchange.read_json(_DISTRIBUTED)
-        names, dtypes, shapes = checked_tensors(body.names, body.dtypes, body.shapes)
-        bucketed = body.bucketed or body.load_format is not None
-        operation = UpdateFromDistributed(
-            names, dtypes, shapes, body.group_name, bucketed, body.abort_all_requests, body.weight_version
-        )
-        await self._operate(exchange, operation)
-
-    async def destroy_group(self, exchange: Exchange) -> None:
-        """Leave a group."""
-        body = await exchange.read_json(_DESTROY)
-        await self._operate(exchange, DestroyGroup(body.group_name))
-
     async def get_weight(self, exchange: Exchange) -> None:
         """Return a weight as nested lists."""
         body = await exchange.read_json(_GET)
@@ -341,16 +313,6 @@ class WeightsAPI:
         """For trainers that ask other servers to quantise and pack what they have sent; here that is a part of an update."""
         await exchange.read_json(_POST_PROCESS)
         await self._answer(exchange, WeightOpReply(0, True, NOTHING_TO_PROCESS, self.context.frontend.weights.version))
-
-    async def set_version(self, exchange: Exchange) -> None:
-        """Change only the version name of the weights."""
-        body = await exchange.read_json(_VERSION)
-        await self._operate(exchange, SetWeightVersion(body.new_version, body.abort_all_requests))
-
-    async def save(self, exchange: Exchange) -> None:
-        """Save the weights to a new folder below --save-dir."""
-        body = await exchange.read_json(_SAVE)
-        await self._operate(exchange, SaveWeights(body.path))
 
     async def version(self, exchange: Exchange) -> None:
         """Return {weight_version}."""
@@ -374,6 +336,15 @@ class WeightsAPI:
             reply = WeightOpReply(0, True, "", weights.version)
         message = "; ".join(filter(None, (reply.message, note)))
         await self._answer(exchange, msgspec.structs.replace(reply, message=message))
+
+    def _asking(self, kind: type[B], operation_of: Callable[[B], WeightOperation]) -> Handler:
+        """The handler of a route whose body is an operation."""
+        decoder = msgspec.json.Decoder(kind)
+
+        async def handle(exchange: Exchange) -> None:
+            await self._operate(exchange, operation_of(await exchange.read_json(decoder)))
+
+        return handle
 
     async def _operate(self, exchange: Exchange, operation: WeightOperation) -> None:
         await self._answer(exchange, await self.context.frontend.weights.operate(operation))
