@@ -23,10 +23,9 @@ from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.checkpoint.source import open_checkpoint
 from headrace.distributed.base import Shard
 from headrace.errors import ExecutionError, ModelError
-from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.load_weights import load_model
 from headrace.execution.profiler import StepProfiler
-from headrace.execution.rank_jobs import FollowerJobs, LeaderJobs, LeaderWeights, Turn
+from headrace.execution.rank_jobs import FollowerJobs, LeaderJobs, LeaderWeights, Turn, read_whole, write_parts
 from headrace.execution.update_weights import ModelWeights
 from headrace.execution.weight_cache import open_cache
 from headrace.kernels import cpu

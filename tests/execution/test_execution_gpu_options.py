@@ -21,7 +21,7 @@ from headrace.execution.graphs import graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.memory import kv_token_budget
 from headrace.execution.perplexity import WindowRunner
-from headrace.execution.rank_placement import check_can_be_split, own_device
+from headrace.execution.setup import check_can_be_split, own_device
 from headrace.layers.weight import Placement
 from headrace.models.registry import model_class_for
 

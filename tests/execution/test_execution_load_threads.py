@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_formats import names_on_cpu
-from headrace.execution.load_threads import IN_THIS_THREAD, Job, LoadThreads, load_threads
-from headrace.execution.load_weights import load_model
+from headrace.execution.load_weights import IN_THIS_THREAD, Job, LoadThreads, load_model, load_threads
 from headrace.layers.weight import Placement
 from headrace.models.registry import model_class_for
 

@@ -16,8 +16,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build import build_worker
 from headrace.execution.calibrate import quantize_checkpoint
-from headrace.execution.load_threads import load_threads
-from headrace.execution.load_weights import load_model
+from headrace.execution.load_weights import load_model, load_threads
 from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels.cpu import why_not
 from headrace.layers.quantization import integer_format

@@ -27,10 +27,9 @@ from headrace.errors import ConfigError, ModelError
 from headrace.execution.build_draft import LoadedDraft, load_draft
 from headrace.execution.build_embedding import build_embedding_worker
 from headrace.execution.device import CudaDevice, Device
-from headrace.execution.device_ranks import FollowerQueue, LeaderFollowers, received_ids
+from headrace.execution.device_ranks import FollowerQueue, LeaderFollowers, WatchedDevice, received_ids
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
-from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.faults import FaultyRunner, FaultySampler
 from headrace.execution.graphs import GraphPool, verifying_sizes
 from headrace.execution.kv_precision import Tokenize, settle_kv_cache, unmeasured
@@ -39,7 +38,7 @@ from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
-from headrace.execution.profiler import StepProfiler
+from headrace.execution.profiler import ExpertRecorder, StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
 from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
 from headrace.execution.released import DraftMemory
@@ -53,11 +52,10 @@ from headrace.execution.setup import (
     model_bytes,
     open_model,
     set_up,
+    updatable_weights,
 )
-from headrace.execution.updatable import updatable_weights
 from headrace.execution.update_weights import ModelWeights
 from headrace.execution.warm_up import warm_up
-from headrace.execution.watched_device import WatchedDevice
 from headrace.execution.weight_cache import Progress
 from headrace.execution.worker import InlineLane, ModelWorker, QueuedLane, ThreadedLane
 from headrace.layers.embedding import vocabulary_part

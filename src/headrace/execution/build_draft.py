@@ -15,10 +15,9 @@ from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import ALONE
 from headrace.distributed.stages import ALL_LAYERS
 from headrace.errors import ConfigError, ModelError
-from headrace.execution.device_eagle import DeviceEagleDrafter
 from headrace.execution.draft_model import DraftModel
 from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
-from headrace.execution.eagle import EagleDrafter
+from headrace.execution.eagle import DeviceEagleDrafter, EagleDrafter
 from headrace.execution.kv_precision import Tokenize, settle_kv_cache
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory

@@ -22,8 +22,8 @@ from headrace.execution.setup import (
     fingerprint_of,
     load_checkpoint,
     set_up,
+    updatable_weights,
 )
-from headrace.execution.updatable import updatable_weights
 from headrace.execution.weight_cache import Progress
 from headrace.execution.worker import InlineLane, ModelWorker, ThreadedLane
 from headrace.log import get_logger

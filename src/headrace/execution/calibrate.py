@@ -22,8 +22,7 @@ from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, Scheme, StoredScheme
 from headrace.errors import ModelError
-from headrace.execution.load_threads import IN_THIS_THREAD, Job, LoadThreads
-from headrace.execution.load_weights import load_model
+from headrace.execution.load_weights import IN_THIS_THREAD, Job, LoadThreads, load_model
 from headrace.execution.perplexity import WindowRunner
 from headrace.layers.quantization import integer_format
 from headrace.layers.quantization.base import Calibrator

@@ -7,17 +7,22 @@ ids go to the others in the stream of the steps, so no host waits for them, and 
     follower             layers n, its logits           | -> ids n |                | -> their ids | layers n+1 ...
 
 Decode steps in which every row takes the most likely token are one graph in each rank, with the sending of the ids in it. Graphs are captured by all
-ranks at the same time, since their captures meet like their steps.
+ranks at the same time, since their captures meet like their steps. A rank that has stopped shows as values that never come, where the leader waits
+for its device (`WatchedDevice`).
 """
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.distributed.device_group import DeviceGroup
-from headrace.execution.device import Device, upload_parts
+from headrace.errors import ExecutionError
+from headrace.execution.device import Device, Download, Event, Graph, upload_parts
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.ranks import LeaderRunner
@@ -162,3 +167,67 @@ def received_ids(devices: DeviceGroup, logits: torch.Tensor) -> torch.Tensor:
     ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     devices.broadcast(ids)
     return ids
+
+
+_SHORTEST_NAP_S = 20e-6
+_LONGEST_NAP_S = 200e-6
+"""Between two looks at the device; each nap is twice the one before. With two steps in flight the device has work meanwhile."""
+
+
+class WatchedDevice:
+    """A `Device` whose waits end when the group is broken, or after `limit_s`: then it breaks up the group and calls `on_broken` with the reason."""
+
+    def __init__(self, device: Device, devices: DeviceGroup, limit_s: float, on_broken: Callable[[str], None]) -> None:
+        self._device = device
+        self._devices = devices
+        self._limit_s = limit_s
+        self._on_broken = on_broken
+
+    def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Device`."""
+        return self._device.upload(values, out)
+
+    def download(self, values: torch.Tensor) -> Download:
+        """See `Device`. Its `wait` raises ExecutionError when the other ranks do not do their part."""
+        return _WatchedDownload(self._device.download(values), self)
+
+    def record(self) -> Event:
+        """See `Device`."""
+        return self._device.record()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Device`."""
+        return self._device.capture(run)
+
+    def settle(self) -> None:
+        """Wait for what is queued, so that reading values does not wait for other ranks any more. Raises ExecutionError like `download`."""
+        self.wait_for(self._device.record().is_done)
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`. Raises ExecutionError."""
+        end_s, nap_s = time.monotonic() + self._limit_s, _SHORTEST_NAP_S
+        try:
+            while not is_done():
+                self._devices.check()
+                if time.monotonic() > end_s:
+                    reason = f"the ranks' devices did not finish a step within {self._limit_s:g} s (--rank-timeout-s)"
+                    self._devices.break_up(reason)
+                    raise ExecutionError(f"the group of ranks is broken: {reason}")
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        except ExecutionError as error:
+            self._on_broken(error.message)
+            raise
+
+
+class _WatchedDownload:
+    def __init__(self, download: Download, device: WatchedDevice) -> None:
+        self._download = download
+        self._device = device
+
+    def is_done(self) -> bool:
+        return self._download.is_done()
+
+    def wait(self) -> npt.NDArray[np.int64]:
+        self._device.wait_for(self._download.is_done)
+        return self._download.wait()

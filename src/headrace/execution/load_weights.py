@@ -1,13 +1,16 @@
 """Fills a model with weights: a checkpoint's tensors, each exactly once, or seeded random ones.
 
 Owns the matching of names and shapes. Does not read files (`headrace.checkpoint`) and does not convert (the layers do). Runs in the
-thread that builds the worker, and in those of `load_threads`.
+thread that builds the worker, and in `LoadThreads`.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -16,10 +19,83 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ModelError
-from headrace.execution.load_threads import IN_THIS_THREAD, Job, LoadThreads
+from headrace.execution.memory import available_bytes
 from headrace.execution.weight_cache import Progress, WeightCache
 from headrace.layers.weight import Placement, Weight
 from headrace.models.spec import FamilySpec, M
+
+_MEMORY_SHARE = 8
+"""Jobs that run at the same time take at most this part of the free memory, unless one alone takes more."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[_Result]):
+    """work: run in one of the threads. num_bytes: of its temporaries, about."""
+
+    work: Callable[[], _Result]
+    num_bytes: int
+
+
+class LoadThreads:
+    """Runs jobs, each of which reads, checks, quantises and packs one tensor: by default in the calling thread, else in up to `num` threads of
+    `pool`. max_bytes: of the jobs that run at once.
+
+    Torch's own threads do not help: loading is thousands of short operations, at the end of each of which OpenMP's threads spin, so on busy cores two
+    of them take many times as long as one. Here each thread runs its operations alone, and waits without spinning; the results have the same bits.
+    """
+
+    def __init__(self, pool: Executor | None = None, num: int = 1, max_bytes: int = 0) -> None:
+        self._pool = pool
+        self._num = num
+        self._max_bytes = max_bytes
+
+    def run(self, jobs: Iterable[Job[_Result]]) -> Iterator[_Result]:
+        """Run the jobs and give their results in the order in which they end; raises what a job raises.
+
+        The calling thread makes the jobs, each only when the ones before it leave a thread and memory for it.
+        """
+        if self._pool is None:
+            for job in jobs:
+                yield job.work()
+            return
+        running: dict[Future[_Result], int] = {}
+        for job in jobs:
+            while running and sum(running.values()) + job.num_bytes > self._max_bytes:
+                yield from _ended(running)
+            running[self._pool.submit(job.work)] = job.num_bytes
+            while len(running) >= self._num:
+                yield from _ended(running)
+        while running:
+            yield from _ended(running)
+
+
+IN_THIS_THREAD = LoadThreads()
+
+
+@contextmanager
+def load_threads(num: int) -> Iterator[LoadThreads]:
+    """`num` threads, which end with the context. Torch computes with one thread in each of them, and in the calling thread meanwhile."""
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if num == 1:
+            yield LoadThreads()
+            return
+        max_bytes = available_bytes(torch.device("cpu")) // _MEMORY_SHARE
+        with ThreadPoolExecutor(num, "load", initializer=partial(torch.set_grad_enabled, False)) as pool:
+            yield LoadThreads(pool, num, max_bytes)
+    finally:
+        torch.set_num_threads(torch_threads)
+
+
+def _ended(running: dict[Future[_Result], int]) -> Iterator[_Result]:
+    """Wait until at least one has ended, and take those that have."""
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        del running[future]
+        yield future.result()
+
 
 _CPU = torch.device("cpu")
 _DUMMY_STD = 0.02

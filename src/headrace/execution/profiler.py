@@ -1,4 +1,4 @@
-"""Records traces of the worker's steps with torch.profiler, in a folder chosen by the operator.
+"""Watches steps: traces of them by torch.profiler, in a folder chosen by the operator, and which experts are chosen.
 
 Owns the running profile and its file. Used by the thread that runs the steps: torch records the operations of the thread that
 starts the profile.
@@ -7,15 +7,17 @@ starts the profile.
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headrace.errors import RequestError
+from headrace.layers.expert_counts import ExpertCounts
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 
 _logger = get_logger(__name__)
 
@@ -93,3 +95,40 @@ class StepProfiler:
             return "the profile could not be written; the server's log says why"
         _logger.info("wrote the profile %s", self._path)
         return f"wrote {self._path.name}"
+
+
+class ExpertRecorder:
+    """Counts which experts a mixture's routers choose. counts: by layer; empty = not available. refusal: why nothing can be recorded; "" if it
+    can."""
+
+    def __init__(self, counts: Mapping[int, ExpertCounts], device: torch.device, refusal: str = "") -> None:
+        self._counts = counts
+        self._device = device
+        self._refusal = refusal if counts else "this model has no experts whose choice can be recorded"
+
+    def handle(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """Start from zero, stop, or return the counts and reset them. Raises RequestError."""
+        if self._refusal:
+            raise RequestError(self._refusal)
+        layers: dict[int, list[int]] = {}
+        match request.action:
+            case "start":
+                self.start()
+            case "stop":
+                self.stop()
+            case "dump":
+                layers = {layer: counts.take() for layer, counts in self._counts.items()}
+        return ExpertCountsReply(layers)
+
+    def start(self) -> None:
+        """Count from zero."""
+        for counts in self._counts.values():
+            counts.start(self._device)
+
+    def stop(self) -> None:
+        """Stop counting."""
+        for counts in self._counts.values():
+            counts.stop()
+
+
+NO_EXPERTS = ExpertRecorder({}, torch.device("cpu"))

@@ -2,14 +2,16 @@
 
 The leader says when a job begins, asks until no rank is busy with it, and says when all take up its result: between the same two steps, since
 messages are in the order of the steps. If a rank fails, no rank has changed. Its messages come from threads beside the one that runs the
-steps, so a `Turn` goes between them.
+steps, so a `Turn` goes between them. Whole weights come from the parts of all ranks: each follower writes its own to a safetensors file, with the
+place of each in the metadata, and the leader puts them together.
 """
 
 import contextlib
 import itertools
+import json
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +24,11 @@ from headrace.checkpoint.weight_cache import content_of
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, ModelError, RequestError
 from headrace.execution import rank_operations
-from headrace.execution.expert_recorder import ExpertRecorder
-from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.lora import LoraPool
-from headrace.execution.profiler import StepProfiler, new_stem
-from headrace.execution.update_weights import Job, ModelWeights, bytes_message
+from headrace.execution.profiler import ExpertRecorder, StepProfiler, new_stem
+from headrace.execution.update_weights import Job, ModelWeights, bytes_message, tensor_in_file
 from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.weight import Weight
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
 from headrace.messages.operations import OperationReply, OperationReq
@@ -499,3 +500,32 @@ class FollowerJobs:
 def _stage_adapter(pool: LoraPool, work: RankLora) -> Prepared:
     staged = pool.stage(work.lora_id, work.path, work.fingerprint)
     return Prepared("", lambda: pool.enter(staged), fingerprint=staged.fingerprint)
+
+
+def write_parts(weights: Iterable[Weight], file: Path) -> None:
+    """Write what this rank keeps of these weights. Raises ExecutionError if there is no room."""
+    here = [weight for weight in weights if not weight.is_elsewhere]
+    parts = [(weight.name, weight.read().detach().cpu().contiguous()) for weight in here]
+    places = {weight.name: json.dumps([[part.start, part.stop] for part in weight.own]) for weight in here}
+    try:
+        with file.open("xb") as out:
+            for data in safetensors_parts(parts, places):
+                out.write(data)
+    except OSError as error:
+        raise ExecutionError(f"a rank could not write its part of the weights: {error.strerror}") from error
+
+
+def read_whole(weight: Weight, files: Sequence[SafetensorsFile]) -> torch.Tensor:
+    """A weight, whole. weight: the leader's part of it; files: of the followers."""
+    own = weight.read().detach().cpu()
+    if weight.own_shape == weight.shape:
+        return own
+    parts = [] if weight.is_elsewhere else [(weight.own, own)]
+    for file in files:
+        if weight.name in file.entries:
+            place = tuple(slice(start, stop) for start, stop in json.loads(file.metadata[weight.name]))
+            parts.append((place, tensor_in_file(file, file.entries[weight.name])))
+    whole = torch.empty(weight.shape, dtype=parts[0][1].dtype)
+    for place, part in parts:
+        whole[place] = part
+    return whole

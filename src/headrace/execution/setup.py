@@ -1,14 +1,19 @@
-"""What is decided before weights are loaded (`Setup`), and loading them. Runs once at start, in the process that runs the model."""
+"""What is decided before weights are loaded (`Setup`), loading them, and the `ModelWeights` of what was loaded.
+
+Runs once at start, in the process that runs the model.
+"""
 
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from headrace import kernels
 from headrace.attention import select
-from headrace.attention.base import AttentionBackend, KvShape
+from headrace.attention.base import AttentionBackend, KvPool, KvShape
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
@@ -20,18 +25,20 @@ from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
-from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
-from headrace.execution.load_weights import load_model
+from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
 from headrace.execution.memory import available_bytes, check_pool_fits
 from headrace.execution.pool_plan import whole_pages
-from headrace.execution.rank_placement import check_can_be_split, own_device
+from headrace.execution.released import DraftMemory
+from headrace.execution.save_weights import WeightSaver
+from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
 from headrace.execution.weight_cache import Progress, WeightCache, open_cache
 from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu.threads import default_num_threads
 from headrace.layers.weight import Placement
+from headrace.models.multimodal import stored_name
 from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for
-from headrace.models.spec import FamilySpec, Model, kv_shape
+from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +231,75 @@ def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
 def model_bytes(model: Model) -> int:
     """Bytes of the model's weights, by their shapes and precision in memory."""
     return round(sum(weight.num_bytes for weight in model.weights()))
+
+
+def check_can_be_split(args: ServerArgs, spec: ModelSpec, config: Config) -> None:
+    """Raises ConfigError if several ranks cannot run the model."""
+    option = "--tp-size above 1" if args.tp_size > 1 else "--pp-size above 1"
+    if args.enable_dp_attention:
+        option = "--enable-dp-attention"
+    if spec.name == "transformers":
+        raise ConfigError(f"{option}: this model runs through transformers' code, which is not split over ranks")
+    if config.device == "cpu" and not config.native_kernels:
+        raise ConfigError(f"{option} needs the native kernels")
+    if args.enable_torch_compile:
+        raise ConfigError(f"{option} cannot be combined with --enable-torch-compile")
+    if config.device == "cpu":
+        return
+    for name, size in (("--pp-size", args.pp_size), ("--nnodes", args.num_nodes)):
+        if size > 1:
+            raise ConfigError(f"{name} above 1 works on CPUs only so far, and the device is {config.device}")
+    if args.enable_dp_attention:
+        raise ConfigError(f"{option} works on CPUs only so far, and the device is {config.device}")
+    if config.deterministic:
+        raise ConfigError(
+            f"--enable-deterministic-inference cannot be combined with {option} on GPUs: the order of sums over ranks depends on the batch"
+        )
+
+
+def own_device(args: ServerArgs, config: Config, rank: Rank) -> torch.device:
+    """Where this process runs its part of the model: rank r of a replica on the GPU with index r of those that the replica sees.
+
+    Raises ConfigError if there are fewer GPUs than ranks.
+    """
+    if config.device == "cpu" or rank.group is None:
+        return torch.device(config.device)
+    count = torch.cuda.device_count()
+    if count < args.tp_size:
+        raise ConfigError(
+            f"--tp-size {args.tp_size} needs {args.tp_size} GPUs, one for each rank, and {count} can be used here"
+            f"{f' by each of --dp-size {args.dp_size} replicas' if args.num_replicas > 1 else ''}; see CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device(config.device, rank.number)
+    torch.cuda.set_device(device)
+    return device
+
+
+def updatable_weights(
+    setup: Setup, model: Model, attention: AttentionBackend, pool: KvPool, draft: DraftMemory | None = None
+) -> ModelWeights:
+    """The weights of `model`, for updates and saving. The arguments are those of `ModelWeights`."""
+    args, spec, model_config = setup.args, setup.spec, setup.model_config
+
+    def load(model_path: str, load_format: LoadFormat) -> tuple[Model, str]:
+        other = open_model(replace(args, model_path=model_path, load_format=load_format))
+        before = fingerprint_of(other)
+        theirs = override_model(other.config, args.json_model_override_args)
+        if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding
+            theirs = msgspec.structs.replace(theirs, tie_word_embeddings=False)
+        check_same_model(model_config, theirs)
+        if read_pooling(other.path, theirs, args.is_embedding) != setup.pooling:
+            raise ModelError(
+                "the checkpoint makes something else of its hidden states than the served model (modules.json, labels)"
+            )
+        model = load_model(other, spec, setup.placement, config=model_config)
+        check_unchanged(other, before)
+        return model, before
+
+    rename = spec.renaming(model_config)
+    weights = ModelWeights(model, attention, pool, rename, spec.ignored, load, draft=draft)
+    # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
+    weights.holds_steps = spec.name == "transformers" and not setup.is_cpu
+    stored = partial(stored_name, model_config)
+    weights.saver = WeightSaver(args.save_dir, model_config.as_file(), setup.config.quantization, stored)
+    return weights

@@ -15,8 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from headrace.errors import ExecutionError, HeadraceError
-from headrace.execution.expert_recorder import NO_EXPERTS, ExpertRecorder
-from headrace.execution.profiler import StepProfiler
+from headrace.execution.profiler import NO_EXPERTS, ExpertRecorder, StepProfiler
 from headrace.log import get_logger
 from headrace.messages.lora import Adapters
 from headrace.messages.step import ModelWorkerBatch, StepResult
