@@ -1,7 +1,6 @@
 """The images, sounds and videos of prompts: from what a client gives to items for the model's encoder, and the tokens that stand for them.
 
-Read first: loader.py (`MediaLoader`: what is loaded at a time, what is kept), families.py (what stands for an item in a prompt), tokens.py (what
-a family needs to say it).
+Read first: loader.py (`MediaLoader`: what is loaded at a time, what is kept), families.py (what stands for an item in a prompt).
 
 - Bytes: sources.py (data: URLs, base64, files), fetch.py (URLs of allowed hosts)
 - In child processes, started with the first item: media_pool.py (the parent's side), media_messages.py, media_child.py (what a child runs)
@@ -9,5 +8,5 @@ a family needs to say it).
     and numbers of tiles)
   - of sounds: sounds.py (files to samples), spectrogram.py (samples to Whisper's features)
 - Also: limits.py (what one item may cost), file_names.py (what a file is that is not read), refused.py (why it is not taken), layout.py (tokens and
-  rows), prepared_cache.py (prepared items, and work that is shared)
+  rows, and what a family needs to say them), prepared_cache.py (prepared items, and work that is shared)
 """

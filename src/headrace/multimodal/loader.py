@@ -41,7 +41,7 @@ from headrace.messages.media import (
 from headrace.messages.media_stats import MediaStats
 from headrace.multimodal.families import Family, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
-from headrace.multimodal.layout import ItemFacts, TokenLayout
+from headrace.multimodal.layout import ItemFacts, TokenLayout, Vocabulary
 from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S
 from headrace.multimodal.media_messages import AudioJob, ImageJob, MediaJob, MediaSettings, VideoJob
 from headrace.multimodal.media_pool import MediaPool
@@ -49,7 +49,6 @@ from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRef
 from headrace.multimodal.refused import MediaRefusedError
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
-from headrace.multimodal.tokens import Vocabulary
 
 P = ParamSpec("P")
 T = TypeVar("T")
