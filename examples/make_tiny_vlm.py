@@ -38,6 +38,14 @@ SPECIAL: dict[str, list[str]] = {
     "llava_next": ["<image>"],
     "llava_onevision": ["<image>"],
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>"],
+    "aya_vision": [
+        "<|IMG_PATCH|>",
+        "<image>",
+        "<|START_OF_IMG|>",
+        "<|END_OF_IMG|>",
+        "TILE_GLOBAL",
+        *(f"TILE_{number}" for number in range(1, 5)),
+    ],
     "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "smolvlm": [
@@ -129,6 +137,10 @@ def config(family: str, ids: transformers.PreTrainedTokenizerFast) -> Any:
         case "internvl":
             vision = transformers.InternVLVisionConfig(image_size=56, **VISION)
             return whole(family, llama, vision, image_token_id=image, tie_word_embeddings=False)
+        case "aya_vision":
+            vision = transformers.SiglipVisionConfig(image_size=56, patch_size=14, vision_use_head=False, **VISION)
+            cohere = transformers.Cohere2Config(**text, sliding_window=32, sliding_window_pattern=2)
+            return whole(family, cohere, vision, image_token_index=image, tie_word_embeddings=False)
         case "pixtral":
             vision = transformers.PixtralVisionConfig(image_size=112, patch_size=14, **VISION)
             full = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
@@ -195,6 +207,9 @@ def processor(family: str) -> dict[str, Any]:
             return {**kind, **square, "image_grid_pinpoints": PINPOINTS}
         case "internvl":
             kind = {"image_processor_type": "GotOcr2ImageProcessor", "processor_class": "InternVLProcessor"}
+            return {**kind, **square, "max_patches": 4}
+        case "aya_vision":
+            kind = {"image_processor_type": "GotOcr2ImageProcessor", "processor_class": "AyaVisionProcessor"}
             return {**kind, **square, "max_patches": 4}
         case "qwen2_audio":
             kind = {"feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "Qwen2AudioProcessor"}

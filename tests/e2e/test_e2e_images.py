@@ -86,7 +86,8 @@ def values_of_transformers(family: str, folder: Path, files: list[bytes]) -> dic
     """What transformers' own image processor makes of the images of one prompt."""
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     # As the processors of texts say that go with them.
-    more: dict[str, Any] = {"internvl": {"crop_to_patches": True}, "mistral3": {"patch_size": 28}}.get(family, {})
+    tiles = {"crop_to_patches": True}
+    more: dict[str, Any] = {"internvl": tiles, "aya_vision": tiles, "mistral3": {"patch_size": 28}}.get(family, {})
     images = [Image.open(io.BytesIO(file)) for file in files]
     found = processor([images], return_tensors="pt", **more)
     return {name: value for name, value in found.items() if name not in ("num_patches", "num_crops")}

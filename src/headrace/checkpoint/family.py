@@ -156,7 +156,7 @@ class Vision:
     """A model type around a text model and an encoder of images, which `encoder` in the `vision.py` of the family makes.
 
     read: reads the whole config.json and its vision_config; raises NotServedError with the reason why its images are not served, and ModelError for
-    invalid values. tokens: what stands for an image: gives a `KindTokens` (`multimodal/tokens.py`) of the config, the processor's settings, the
+    invalid values. tokens: what stands for an image: gives a `KindTokens` (`multimodal/layout.py`) of the config, the processor's settings, the
     `Tokens` and config.json, or raises ModelError. image_processor: of transformers, where the checkpoint names none; see `image_processors.py`.
     settings: the processor's, as the family has them. video_processor, video_tokens: the same of videos, if it takes them; the latter is given the
     vocabulary. tied: what it says of the output projection if its config does not; None = the text model says it. flat_text: the type of the text

@@ -1,6 +1,6 @@
 """What stands for one image, sound or video in a prompt: the tokens that transformers' processors write.
 
-Which they are, a family says (`headrace.families`, with `tokens.py`). Does not prepare values (`processors`), and knows no prompts.
+Which they are, a family says (`headrace.families`, with `layout.py`). Does not prepare values (`processors`), and knows no prompts.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,7 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.errors import ModelError
 from headrace.media_kinds import MediaKind
 from headrace.messages.media import MediaSupport
-from headrace.multimodal.layout import PLAIN, Joints
-from headrace.multimodal.tokens import KindTokens, Tokens, Vocabulary
+from headrace.multimodal.layout import PLAIN, Joints, KindTokens, Tokens, Vocabulary
 
 _CACHED_LAYOUTS = 256
 _LONGEST_RUN = 32

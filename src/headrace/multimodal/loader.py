@@ -30,14 +30,13 @@ from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRe
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
 from headrace.multimodal.families import Family, make_family, make_hearing_family
 from headrace.multimodal.fetch import Fetcher
-from headrace.multimodal.layout import ItemFacts, LoadedItem
+from headrace.multimodal.layout import ItemFacts, LoadedItem, Vocabulary
 from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S, MediaRefusedError
 from headrace.multimodal.media_messages import AudioJob, ImageJob, MediaJob, MediaSettings, VideoJob
 from headrace.multimodal.media_pool import MediaPool
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
-from headrace.multimodal.tokens import Vocabulary
 
 P = ParamSpec("P")
 T = TypeVar("T")

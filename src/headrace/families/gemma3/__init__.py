@@ -8,7 +8,7 @@ from headrace.checkpoint.media_config import MediaConfig, image_token, siglip
 from headrace.checkpoint.media_keys import MediaKeys
 from headrace.errors import ModelError
 from headrace.families.gemma import SECOND
-from headrace.multimodal.tokens import KindTokens, Tokens, check_side, token_of
+from headrace.multimodal.layout import KindTokens, Tokens, check_side, token_of
 
 if TYPE_CHECKING:
     from headrace.checkpoint.gguf import GgufFile

@@ -7,8 +7,7 @@ from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig, image_token, transformer
 from headrace.checkpoint.media_keys import MediaKeys
 from headrace.errors import ModelError
-from headrace.multimodal.layout import ItemFacts, TokenLayout
-from headrace.multimodal.tokens import KindTokens, Tokens
+from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens
 
 
 def _read(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:

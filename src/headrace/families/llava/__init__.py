@@ -9,9 +9,8 @@ from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig, clip, image_token, pixtral, siglip
 from headrace.checkpoint.media_keys import MediaKeys, NotServedError
 from headrace.errors import ModelError
-from headrace.multimodal.layout import ItemFacts, TokenLayout
+from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens, check_side
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
-from headrace.multimodal.tokens import KindTokens, Tokens, check_side
 
 
 def _llava_tower(keys: MediaKeys, vision: MediaKeys) -> tuple[VisionConfig, bool]:

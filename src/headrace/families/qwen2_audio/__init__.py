@@ -3,8 +3,7 @@
 from headrace.checkpoint.audio_config import AudioConfig
 from headrace.checkpoint.family import Audio, Family
 from headrace.checkpoint.media_keys import MediaKeys, TowerConfig
-from headrace.multimodal.layout import ItemFacts, TokenLayout
-from headrace.multimodal.tokens import KindTokens, Tokens
+from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens
 
 
 def _read(keys: MediaKeys, audio: MediaKeys) -> AudioConfig:

@@ -1,6 +1,7 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the text models of Qwen2 and Qwen3 with positions in three parts."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,7 @@ from headrace.checkpoint.media_keys import MediaKeys, NotServedError
 from headrace.errors import ModelError
 from headrace.families import qwen2, qwen3
 from headrace.media_kinds import MediaKind
-from headrace.multimodal.layout import ItemFacts, TokenLayout
-from headrace.multimodal.tokens import KindTokens, Tokens, Vocabulary, check_patches, token_of
+from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens, Vocabulary, check_patches, token_of
 
 _QWEN2: dict[str, Any] = {
     "vocab_size": 152064,
@@ -185,6 +185,17 @@ def _video_tokens(
     return KindTokens(tokens.row, layout)
 
 
+def _vision(read: Callable[[MediaKeys, MediaKeys], MediaConfig], video_processor: str, flat_text: str = "") -> Vision:
+    return Vision(
+        read=read,
+        tokens=_tokens,
+        image_processor="Qwen2VL",
+        video_processor=video_processor,
+        video_tokens=_video_tokens,
+        flat_text=flat_text,
+    )
+
+
 FAMILY = Family(
     decoders={
         "qwen2_vl_text": _QWEN2_TEXT,
@@ -192,28 +203,8 @@ FAMILY = Family(
         "qwen3_vl_text": Decoder(name="qwen3", options=qwen3.OPTIONS, sliding="upper", defaults=_QWEN3, is_inner=True),
     },
     vision={
-        "qwen2_vl": Vision(
-            read=_qwen2_vl,
-            tokens=_tokens,
-            image_processor="Qwen2VL",
-            video_processor="Qwen2VL",
-            video_tokens=_video_tokens,
-            flat_text="qwen2_vl_text",
-        ),
-        "qwen2_5_vl": Vision(
-            read=_qwen2_5_vl,
-            tokens=_tokens,
-            image_processor="Qwen2VL",
-            video_processor="Qwen2VL",
-            video_tokens=_video_tokens,
-            flat_text="qwen2_5_vl_text",
-        ),
-        "qwen3_vl": Vision(
-            read=_qwen3_vl,
-            tokens=_tokens,
-            image_processor="Qwen2VL",
-            video_processor="Qwen3VL",
-            video_tokens=_video_tokens,
-        ),
+        "qwen2_vl": _vision(_qwen2_vl, "Qwen2VL", flat_text="qwen2_vl_text"),
+        "qwen2_5_vl": _vision(_qwen2_5_vl, "Qwen2VL", flat_text="qwen2_5_vl_text"),
+        "qwen3_vl": _vision(_qwen3_vl, "Qwen3VL"),
     },
 )
