@@ -113,7 +113,7 @@ def test_a_file_may_be_written_for_another_server(parse_file):
         ("log_requests: maybe", "takes true or false, got 'maybe'"),
         ("log_requests: 1", "takes true or false, got 1"),
         ("swap-space: 4", "server.yaml: --swap-space 4 is not possible here"),
-        ("speculative-config: {}", "--speculative-algorithm says what guesses"),
+        ("speculative-config: {}", "--speculative-algorithm chooses the method"),
         ("max-model-len: 1\ncontext-length: 2", "--context-length is set twice"),
         ("port: 1\nport: 2", "sets an option twice"),
         ("enable-metrics: true\ndisable-metrics: true", "cannot be combined"),
