@@ -17,32 +17,17 @@ from rich.progress import track
 from bench.program import parser_of, write_report
 from headrace import Engine
 from headrace.execution import build
-from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
 from headrace.models.decoder import DecoderLM
+from headrace.speculative.base import Drafts
 
 PROMPT = [100 + place % 900 for place in range(300)]
 STEPS = 60
 
 
-class Wrong:
-    """`Drafts` that guess the same token `count` times."""
+class Wrong(Drafts):
+    """Guesses the same token `count` times."""
 
     count = 0
-
-    def add(self, new: NewSequence) -> None:
-        """See `Drafts.add`."""
-
-    def extend(self, seq: int, ids: Sequence[int]) -> None:
-        """See `Drafts.extend`."""
-
-    def begin(self, plan: ModelWorkerBatch) -> None:
-        """See `Drafts.begin`."""
-
-    def end(self, plan: ModelWorkerBatch, kept: Int32Array) -> None:
-        """See `Drafts.end`."""
-
-    def leave(self, seq: int) -> None:
-        """See `Drafts.leave`."""
 
     def propose(self, seqs: Sequence[int]) -> list[list[int]]:
         """See `Drafts.propose`."""
@@ -77,7 +62,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     args = parser.parse_args()
     numbers = [int(number) for number in args.tokens.split(",")]
-    wrong = Wrong()
+    wrong = Wrong([])
     monkeypatched: Any = build
     monkeypatched.make_drafts = lambda *arguments, **named: wrong
     rounds: dict[int, list[dict[str, float]]] = {number: [] for number in numbers}
