@@ -29,7 +29,8 @@ def checkpoint() -> tuple[Path, Any, tempfile.TemporaryDirectory]:
 
 @pytest.fixture(scope="module")
 def driver() -> Driver:
-    return make_driver(checkpoint()[0], context_length=CONTEXT, max_total_tokens=4 * CONTEXT)
+    """With pages of one token, so that a cached prefix can end anywhere."""
+    return make_driver(checkpoint()[0], context_length=CONTEXT, max_total_tokens=4 * CONTEXT, page_size=1)
 
 
 @functools.cache
