@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.errors import HeadraceError, RequestError
 from headrace.messages.cache_tree import CacheTree
+from headrace.messages.channel import Receiver
 from headrace.messages.control import (
     AbortReq,
     FlushCacheReply,
@@ -84,13 +85,13 @@ def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
 class Operations:
     """What a scheduler answers to control operations: a method for each row of `messages.operations`, of its name.
 
-    look: the scheduler's counters. sleep_s: how long it sleeps after each step.
+    receiver: of the scheduler's messages. sleep_s: how long it sleeps after each step.
     """
 
-    def __init__(self, state: SchedulerState, worker: Worker, look: Callable[[], InternalState]) -> None:
+    def __init__(self, state: SchedulerState, worker: Worker, receiver: Receiver) -> None:
         self._state = state
         self._worker = worker
-        self._look = look
+        self._receiver = receiver
         self.sleep_s = 0.0
 
     def answer(self, message: OperationReq) -> OperationReply:
@@ -126,7 +127,7 @@ class Operations:
 
     def internal_state(self, request: InternalStateReq) -> InternalState:
         """Current counters and pool accounting."""
-        return self._look()
+        return internal_state(self._state, self._receiver.dropped_frames)
 
     def check_health(self, request: HealthCheckReq) -> HealthCheckReply:
         """The loop is running."""
@@ -164,7 +165,7 @@ class Operations:
         return self._worker.experts.handle(request)
 
 
-def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames: int) -> InternalState:
+def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
     """Current counters and pool accounting."""
     counters = state.counters
     return InternalState(
@@ -183,7 +184,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         prefix_query_tokens=counters.prefix_query_tokens,
         memory_repairs=counters.memory_repairs,
         dropped_frames=dropped_frames,
-        gen_throughput=gen_throughput,
+        gen_throughput=state.gen_throughput,
         new_token_ratio=state.ratio.value,
         forward_s=counters.forward_s,
         host_s=counters.host_s,

@@ -86,7 +86,7 @@ class Scheduler:
         self._to_tokenizer = to_tokenizer
         self.stop_checkers = stop_checkers
         self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
-        self._operations = control.Operations(self.state, worker, self.internal_state)
+        self._operations = control.Operations(self.state, worker, receiver)
         self._clock = clock
         self._on_turn = on_turn
         self._on_admission = on_admission
@@ -97,7 +97,6 @@ class Scheduler:
         self._next_stats_s = 0.0
         self._next_expire_s = 0.0
         self._throughput_mark = (clock(), 0)
-        self._gen_throughput = 0.0
 
     # -- the loop
 
@@ -318,13 +317,13 @@ class Scheduler:
 
     def internal_state(self) -> InternalState:
         """Current counters and pool accounting."""
-        return control.internal_state(self.state, self._gen_throughput, self._receiver.dropped_frames)
+        return control.internal_state(self.state, self._receiver.dropped_frames)
 
     def _become_idle(self) -> None:
         self._idle = True
         control.self_check(self.state, logger.error)
         self.state.ratio.reset()
-        self._gen_throughput = 0.0
+        self.state.gen_throughput = 0.0
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
 
     def _rest(self) -> None:
@@ -344,7 +343,7 @@ class Scheduler:
         self._next_stats_s = now + STATS_INTERVAL_S
         since, made = self._throughput_mark
         total = self.state.counters.generation_tokens
-        self._gen_throughput = (total - made) / max(1e-9, now - since)
+        self.state.gen_throughput = (total - made) / max(1e-9, now - since)
         self._throughput_mark = (now, total)
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
 
@@ -357,5 +356,5 @@ class Scheduler:
             pool.leased_tokens,
             pool.total_tokens,
             pool.evictable_tokens,
-            self._gen_throughput,
+            self.state.gen_throughput,
         )

@@ -125,6 +125,7 @@ class SchedulerState:
     computed, what has been since then.
     groups: of those in by_rid, the samples of one prompt.
     cost: how long steps take. last_decode: the last step without prompt tokens, and its seconds, until it is learnt.
+    gen_throughput: tokens per second, as the log said last.
     passed: rid of the first prompt, if shorter ones passed it and left nothing of the last step for it.
     gate: whether steps may be planned. weight_version: version name of the weights.
     source: marks its outputs, see `BatchTokenIDOut`.
@@ -146,6 +147,7 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
     cost: StepCost = field(default_factory=StepCost)
     last_decode: tuple[ScheduleBatch, float] | None = None
+    gen_throughput: float = 0.0
     passed: str = ""
     fair_share: FairShare = field(default_factory=FairShare)
     now_s: float = 0.0
