@@ -140,3 +140,17 @@ def test_the_page_of_the_architecture_has_lines_that_fit():
     lines = ARCHITECTURE.splitlines()
 
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_pages_are_wrapped_and_their_tables_narrow(page: Path):
+    """Prose of at most 120 columns, but for what cannot be broken; tables of at most five columns."""
+    prose = re.sub(r"(?ms)^ *```.*?^ *```$", "", page.read_text())
+    long = [
+        line
+        for line in prose.splitlines()
+        if len(line) > 120 and not line.startswith("|") and " " in line[:120].strip()
+    ]
+    assert [line for line in long if not re.search(r"\]\(|`|<", line)] == []
+    wide = [line for line in prose.splitlines() if re.fullmatch(r"\|[-:| ]+\|", line) and line.count("|") > 6]
+    assert wide == []
