@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from fake_frontend import MODEL, Running, running_server
 from fake_pooling import CROSS_ENCODER, EMBEDDING, pooling_server
@@ -12,7 +13,7 @@ from headrace.api.native_client import NativeClient
 from headrace.api.runtime import Runtime
 from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.messages.control import InternalState
-from headrace.messages.operations import LimitChanges, StartProfileBody
+from headrace.messages.operations import LimitChanges, Operation, Route, StartProfileBody
 from headrace.server.route_table import route_table
 
 METHODS = {
@@ -189,6 +190,31 @@ def test_a_runtime_knows_whether_its_server_is_well(runtime: Runtime, fake_serve
     assert not runtime.health()
     with pytest.raises(ExecutionError):
         runtime.get_loads()
+
+
+class WideQuery(msgspec.Struct):
+    """Fields of a query, of every kind that one may have."""
+
+    limit: int | None = None
+    prefix: str | None = None
+    deep: bool = False
+
+
+def test_a_query_names_only_what_is_given():
+    """In a query null is the text "None"."""
+    operation = Operation("wide", WideQuery, str, route=Route("/wide", "Fields", "GET"))
+    runtime = Runtime.__new__(Runtime)
+    asked = []
+
+    class Paths(NativeClient):
+        def get(self, path: str) -> object:
+            asked.append(path)
+            return {}
+
+    runtime._http = Paths("http://127.0.0.1:9")
+    runtime._ask(operation, WideQuery(prefix="a b"))
+    runtime._ask(operation, WideQuery(limit=0, deep=True))
+    assert asked == ["/wide?prefix=a+b&deep=False", "/wide?limit=0&deep=True"]
 
 
 def test_a_runtime_encodes_ranks_and_scores():

@@ -343,7 +343,8 @@ class Runtime(Operations, WeightOperations, Scores):
         assert operation.route is not None, operation.name
         fields = msgspec.to_builtins(request)
         if operation.route.method == "GET":
-            return self._http.get(f"{operation.route.path}?{urllib.parse.urlencode(fields)}")
+            given = {name: value for name, value in fields.items() if value is not None}
+            return self._http.get(f"{operation.route.path}?{urllib.parse.urlencode(given)}")
         return self._http.ask(operation.route.path, **fields)
 
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
