@@ -1,6 +1,7 @@
 """scripts/serve and scripts/test set up what is missing, once; in a checkout whose setup installs nothing."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -322,3 +323,11 @@ def test_a_capability_counts_the_files_that_were_there_before(history):
         *(f"src/headrace/{name}.py" for name in "ac"),
         "src/headrace/new.py",
     ]
+
+
+def test_what_the_setup_imports_for_its_bytecode_is_there():
+    """Only a setup without --dev imports it, which no other test runs."""
+    imports = "".join(re.findall(r'^  imports\+?="(.*)"$', (ROOT / "scripts/setup").read_text(), re.MULTILINE))
+    names = [name.strip() for name in imports.split(",")]
+    assert "headrace.server.app" in names
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []
