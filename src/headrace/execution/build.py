@@ -16,9 +16,8 @@ from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import guesses_by_text
-from headrace.config.names import lora_paths
 from headrace.config.resolve import Config
-from headrace.config.server_args import ServerArgs
+from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.distributed.base import length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
