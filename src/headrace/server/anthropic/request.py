@@ -14,8 +14,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.media_kinds import ImageRef, MediaKind
-from headrace.messages.field_errors import field_error
-from headrace.messages.neutral import is_empty, without_neutral
+from headrace.messages.bodies import field_error, is_empty, without_neutral
 from headrace.sampling.params import SamplingParams
 from headrace.server.anthropic.protocol import (
     AnthropicTool,

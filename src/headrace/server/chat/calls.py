@@ -15,17 +15,15 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.grammar.schema_walk import with_one_of_as_any_of
+from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarKind
-from headrace.messages.neutral import is_empty
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import CONTEXT_TOKENS, GenerateReqInput
 from headrace.parsers.base import OutputParser
 from headrace.parsers.call_grammar import CallGrammar, Named, binds_texts, call_grammar
-from headrace.parsers.reasoning_tokens import reasoning_tokens
-from headrace.parsers.registry import OutputFormat
+from headrace.parsers.registry import OutputFormat, reasoning_tokens
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, json_value
-from headrace.sampling.params import SamplingParams
-from headrace.sampling.thinking_budget import ThinkingBudget
+from headrace.sampling.params import SamplingParams, ThinkingBudget
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt, media_renamed

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.errors import RequestError
 from headrace.media_kinds import NO_REFS, MediaKind, MediaRefs
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import (
     ROLES,
     Conversation,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from headrace.errors import RequestError
 from headrace.media_kinds import DEFAULT_FPS, PARTS, REFS, ImageRef, MediaKind, VideoRef
-from headrace.messages.neutral import asks_for_nothing, is_empty
+from headrace.messages.bodies import asks_for_nothing, is_empty
 from headrace.server.chat.conversation import (
     Conversation,
     Message,

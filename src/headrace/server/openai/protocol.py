@@ -2,7 +2,7 @@
 
 A field is supported, noted as without effect (`noted`), or refused by name if it requests something that is not supported
 (`refuse_unsupported`); docs/fields.md has them all. Fields that are not listed here are refused by the decoder, unless they request nothing
-(`messages/neutral.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Runs in the event loop that serves HTTP.
+(`messages/bodies.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Runs in the event loop that serves HTTP.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

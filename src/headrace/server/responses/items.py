@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.errors import RequestError
 from headrace.media_kinds import ImageRef
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import (
     Message,
     check_history,
