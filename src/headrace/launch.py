@@ -19,9 +19,8 @@ from headrace.config.nodes import dist_secret, with_nodes
 from headrace.config.resolve import refuse_early, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
-from headrace.messages.channel import IpcDir, Ports, Receiver
+from headrace.messages.channel import FanOutSender, IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
-from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.api.media import messages_as_json
+from headrace.api.arguments import messages_as_json, without_none
 from headrace.errors import RequestError
 
 
@@ -105,7 +105,7 @@ def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[
     given = {"messages": messages_as_json(messages), "tools": tools, "stream": stream, **options}
     if stream:
         given["stream_options"] = {"include_usage": True}
-    return {name: value for name, value in given.items() if value is not None}
+    return without_none(given)
 
 
 def read_reply(completion: Mapping[str, Any]) -> ChatReply:

@@ -24,10 +24,10 @@ from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
-from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import PoolTask, SampleTask
 from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, one_id_a_row, ragged
+from headrace.messages.weights import Adapters
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler, SamplerOutput

@@ -17,9 +17,8 @@ import torch
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.profiler import NO_EXPERTS, ExpertRecorder, StepProfiler
 from headrace.log import get_logger
-from headrace.messages.lora import Adapters
 from headrace.messages.step import ModelWorkerBatch, StepResult
-from headrace.messages.weights import WeightExecutor
+from headrace.messages.weights import Adapters, WeightExecutor
 
 _logger = get_logger(__name__)
 

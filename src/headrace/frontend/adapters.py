@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
+from headrace.frontend.communicator import Communicator
+from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.log import get_logger
 from headrace.messages.channel import Sender
-from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.weights import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 
 logger = get_logger(__name__)
 
@@ -238,3 +240,34 @@ def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:
         raise ExecutionError(prefix + reply.message)
     if reply.status_code >= 400:
         raise RequestError(prefix + reply.message, "lora_path")
+
+
+LORA_TIMEOUT_S = 120.0
+
+
+class AdapterReplicas:
+    """The replicas of this server, as `adapters.AdapterEngine`."""
+
+    def __init__(self, engine_loop: EngineLoop, link: EngineLink) -> None:
+        self.replies = Communicator[LoraReply]("adapters")
+        self._engine_loop = engine_loop
+        self._link = link
+
+    def check(self) -> None:
+        """See `AdapterEngine`."""
+        self._engine_loop.check_serving()
+
+    async def call(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
+        """See `AdapterEngine`."""
+        self._engine_loop.check()
+        # The detokenizer has no part in it.
+        replies = await self.replies.call_every(self._link.replicas_up, make, LORA_TIMEOUT_S)
+        return list(replies.values())
+
+    def handle(self, reply: LoraReply) -> None:
+        """See `AdapterEngine`."""
+        self.replies.handle(reply)
+
+    def forget(self, lora_id: int) -> None:
+        """See `AdapterEngine`."""
+        self._link.send(UnloadLoraReq(RESTORED, lora_id))

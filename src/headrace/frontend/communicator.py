@@ -10,9 +10,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from headrace.errors import ExecutionError, HeadraceError
-from headrace.frontend.replica import Replica, no_live_replica
-from headrace.messages.channel import Message
+from headrace.errors import CapacityError, ExecutionError, HeadraceError
+from headrace.messages.channel import Message, Sender
+
+RESTARTING = "a process of the engine has died and is being restarted"
+RESTART_RETRY_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """An incarnation. index: 0 to --dp-size - 1. source: marks its outputs, and changes when the detokenizer is restarted.
+
+    is_lost: it has died. The next incarnation with the same index is another object.
+    """
+
+    index: int
+    sender: Sender
+    source: int
+    is_lost: bool = False
+
+
+def no_live_replica() -> CapacityError:
+    """The error while every scheduler is being restarted."""
+    return CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
 
 
 class Reply(Protocol):

@@ -23,7 +23,7 @@ from headrace.frontend.prompts import (
     refuse_text,
     rids_of,
 )
-from headrace.frontend.request_log import RequestLog
+from headrace.frontend.records import RequestLog
 from headrace.frontend.request_state import CallState, ReqState, engine_request
 from headrace.messages.control import ReadyInfo
 from headrace.messages.packing import pack_int32

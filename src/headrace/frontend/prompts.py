@@ -18,9 +18,9 @@ from headrace.frontend.inputs import (
     check_token_ids,
     given_inputs,
 )
+from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarSpec
 from headrace.messages.namespaces import of_request
-from headrace.messages.neutral import is_empty
 from headrace.messages.requests import CallInput, GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from headrace.text.stop_patterns import MAX_STOP_PATTERNS, check_stop_regex

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError
-from headrace.frontend.request_log import RequestLog
+from headrace.frontend.records import RequestLog
 from headrace.frontend.sample_table import SampleQueue
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level

@@ -8,9 +8,12 @@ import asyncio
 import dataclasses
 import itertools
 import random
-from typing import cast
+from collections.abc import Sequence
+from typing import Literal, cast
 
 import msgspec
+import tokenizers
+from tokenizers import models
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.checks import guesses_by_text
@@ -20,8 +23,8 @@ from headrace.frontend.adapters import Adapters
 from headrace.frontend.inputs import PromptInput, check_text, is_large, tokenize_inputs
 from headrace.frontend.media import NO_MEDIA, PromptMedia, add_media, check_media_bytes
 from headrace.frontend.pooled import PooledPrompt, PooledTokenizer
-from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
-from headrace.frontend.request_log import RequestLog
+from headrace.frontend.prompts import Call, CallLimits, Prompt, refuse_text, split_call
+from headrace.frontend.records import RequestLog
 from headrace.frontend.request_state import CallState, ReqState, engine_request
 from headrace.frontend.sample_table import Aborts, SampleTable
 from headrace.frontend.sessions import Sessions
@@ -41,6 +44,34 @@ from headrace.messages.requests import (
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.text.tokenizers import RenderedPrompt, Tokenizer
+
+
+class NoTokenizer(Tokenizer):
+    """Reads no files and knows no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizers.Tokenizer(models.BPE({}, [])))
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
+    ) -> list[list[int]]:
+        """Raises RequestError."""
+        refuse_text("text")
+
+    def encode_whole(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        most_tokens: int | None = None,
+        side: Literal["right", "left"] = "right",
+    ) -> list[tuple[list[int], list[int]]]:
+        """Raises RequestError."""
+        refuse_text("text")
+
+    def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
+        """Raises RequestError."""
+        refuse_text("messages")
+
 
 log = get_logger(__name__)
 

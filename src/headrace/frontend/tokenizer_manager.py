@@ -20,22 +20,15 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.names import lora_paths
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, RequestError
-from headrace.frontend.adapter_replicas import AdapterReplicas
-from headrace.frontend.adapters import Adapters
+from headrace.frontend.adapters import AdapterReplicas, Adapters
 from headrace.frontend.balancers import make_balancer
-from headrace.frontend.control import Control
-from headrace.frontend.endings import Endings, SpanSink
-from headrace.frontend.engine_link import NOWHERE, EngineLink
-from headrace.frontend.engine_loop import EngineLoop
-from headrace.frontend.engine_parts import EngineParts
-from headrace.frontend.expert_recording import ExpertRecording
-from headrace.frontend.health import Health, Heartbeats
-from headrace.frontend.main_operations import main_operations
+from headrace.frontend.control import Control, ExpertRecording, MainOperations
+from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
+from headrace.frontend.engine_parts import EngineParts, Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
-from headrace.frontend.outputs import Outputs
+from headrace.frontend.outputs import Endings, Outputs, SpanSink
 from headrace.frontend.prompts import refuse_text
-from headrace.frontend.records import Records
-from headrace.frontend.request_log import RequestLog
+from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
@@ -48,10 +41,9 @@ from headrace.log import get_logger
 from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
-from headrace.messages.lora import LoraReply
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
-from headrace.messages.weights import WeightOpReply
+from headrace.messages.weights import LoraReply, WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 from headrace.metrics.timeline import Timelines
@@ -155,7 +147,7 @@ class TokenizerManager:
             self.table.queue,
             request_log,
         )
-        self.control.own = main_operations(self.experts, self.settings, self.records)
+        self.control.own = MainOperations(self.experts, self.settings, self.records)
         self.weights = WeightControl(
             self.link, check, self.aborts.abort_all, ready.fingerprint, self.records.note_operation
         )

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.errors import CapacityError
-from headrace.frontend.communicator import Communicator
-from headrace.frontend.operation_log import OperationLog, Standing
-from headrace.frontend.replica import RESTART_RETRY_S, Replica, no_live_replica
+from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
+from headrace.frontend.weight_control import OperationLog, Standing
 from headrace.log import get_logger
 from headrace.messages.weights import (
     CommitUpdate,

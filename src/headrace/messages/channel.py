@@ -14,10 +14,10 @@ import stat
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -35,11 +35,10 @@ from headrace.messages.control import (
     SourceGone,
 )
 from headrace.messages.front import FrontCall, FrontCancel, FrontNews, FrontReplies, FrontTaken
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.operations import OperationReply, OperationReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, SamplesMoved
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
-from headrace.messages.weights import WeightOpReply, WeightOpReq
+from headrace.messages.weights import LoadLoraReq, LoraReply, UnloadLoraReq, WeightOpReply, WeightOpReq
 
 Message = (
     TokenizedGenerateReqInput
@@ -322,3 +321,45 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock_fd)
+
+
+class FanOutSender:
+    """Several senders as one."""
+
+    def __init__(self, senders: Sequence[Sender]) -> None:
+        self._senders = senders
+
+    def send(self, message: Message) -> None:
+        """Send to all."""
+        for sender in self._senders:
+            sender.send(message)
+
+    def close(self) -> None:
+        """See `Sender`."""
+        for sender in self._senders:
+            sender.close()
+
+
+M = TypeVar("M")
+
+
+class TypeBasedDispatcher:
+    """A table from message type to handler. Types match exactly: message structs are not subclassed."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type, Callable[[Any], object]] = {}
+        self.num_unhandled = 0
+
+    def register(self, kind: type[M], handler: Callable[[M], object]) -> None:
+        """Call `handler` for messages of `kind`, which has no handler yet."""
+        assert kind not in self._handlers, kind
+        self._handlers[kind] = handler
+
+    def __call__(self, message: object) -> bool:
+        """Handle one message. Returns False, and counts it, if no handler is registered for its type."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self.num_unhandled += 1
+            return False
+        handler(message)
+        return True

@@ -15,14 +15,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import FaultReq, Profiler
-from headrace.messages.experts import ExpertCounter
+from headrace.messages.control import ExpertCounter, FaultReq, Profiler
 from headrace.messages.grammar import CompiledGrammar
-from headrace.messages.lora import Adapters
 from headrace.messages.media import MediaItem
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import EngineTask, PromptContent
-from headrace.messages.weights import WeightExecutor
+from headrace.messages.weights import Adapters, WeightExecutor
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import FaultReq, Profiler
-from headrace.messages.experts import ExpertCounter
-from headrace.messages.lora import Adapters
+from headrace.messages.control import ExpertCounter, FaultReq, Profiler
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
-from headrace.messages.weights import WeightExecutor
+from headrace.messages.weights import Adapters, WeightExecutor
 
 
 class InjectedFaults:

@@ -6,7 +6,7 @@ The front end is the `TokenizerManager` if the server runs in the main process, 
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from headrace.frontend.remote_methods import remote_methods
+from headrace.frontend.front_door import remote_methods
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.media_kinds import MediaRefs
