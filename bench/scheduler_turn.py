@@ -56,7 +56,7 @@ class InstantWorker:
         np.cumsum(batch.num_logits, out=id_starts[1:])
         return StepResult(batch.step, np.full(id_starts[-1], 7, np.int32), id_starts)
 
-    def rest(self, left: tuple[int, ...]) -> None:
+    def idle(self, left: tuple[int, ...]) -> None:
         """Nothing to give back."""
 
     def close(self) -> None:

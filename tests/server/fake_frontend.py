@@ -35,7 +35,7 @@ from headrace.frontend.sample_update import (
     SampleUsage,
     TokenLogprobs,
 )
-from headrace.frontend.tenants import NOBODY, Caller
+from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.media_kinds import MediaRefs
 from headrace.messages.control import (
     CacheNode,
@@ -216,7 +216,7 @@ class FakeFrontend:
         self.own_counters = {"num_unknown_outputs": 0}
         self.replies: list[tuple[str, int]] = []
 
-    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = NOBODY) -> list[int]:
+    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = ANONYMOUS) -> list[int]:
         self.counted = [*input_ids], media
         count = len(media.images) + len(media.audios) + len(media.videos)
         return [*input_ids, *[0] * (IMAGE_TOKENS - 1) * count]

@@ -135,9 +135,9 @@ class DeviceRunner:
         # The last step with constrained rows.
         self._constrained: ConstrainedStep | None = None
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.rest`."""
-        self.runner.rest(left)
+    def idle(self, left: Iterable[int]) -> None:
+        """See `ModelRunner.idle`."""
+        self.runner.idle(left)
 
     def capture(self) -> None:
         """Capture the graphs, with all ranks."""

@@ -170,7 +170,7 @@ class ModelRunner:
             if self.drafts is not None:
                 self.drafts.add(new)
 
-    def rest(self, left: Iterable[int]) -> None:
+    def idle(self, left: Iterable[int]) -> None:
         """Forget the sequences that have left, while no step follows. Memory of their grammars and guesses goes to the system."""
         self._leave(left)
         if self._has_freed:

@@ -132,9 +132,9 @@ class LeaderRunner:
                 self._group.send(pack(RankFinish(self.only_peaks)))
             return self.runner.finish(begun)
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.rest`."""
-        self.runner.rest(left)
+    def idle(self, left: Iterable[int]) -> None:
+        """See `ModelRunner.idle`."""
+        self.runner.idle(left)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:

@@ -34,8 +34,8 @@ class StepHost(Protocol):
     def adapters(self) -> Adapters:
         """What the scheduler loads adapters with."""
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `Worker.rest`."""
+    def idle(self, left: Iterable[int]) -> None:
+        """See `Worker.idle`."""
 
 
 class Runner(StepHost, Protocol):
@@ -268,9 +268,9 @@ class ModelWorker(Generic[_Host]):
         """See `Worker.collect`."""
         return self.lane.collect()
 
-    def rest(self, left: tuple[int, ...]) -> None:
-        """See `Worker.rest`."""
-        self.lane.later(lambda: self.runner.rest(left))
+    def idle(self, left: tuple[int, ...]) -> None:
+        """See `Worker.idle`."""
+        self.lane.later(lambda: self.runner.idle(left))
 
     def close(self) -> None:
         """Let the steps in flight end and release what the worker holds. Idempotent."""

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.communicator import Communicator
@@ -21,13 +20,20 @@ from headrace.messages.weights import RESTORED, LoadLoraReq, LoraReply, UnloadLo
 logger = get_logger(__name__)
 
 MAX_NAME_LENGTH = 256
+LORA_TIMEOUT_S = 120.0
 
 
-class AdapterEngine(Protocol):
-    """Whoever reads adapters: every live replica."""
+class AdapterReplicas:
+    """The replicas of this server, which read adapters."""
+
+    def __init__(self, engine_loop: EngineLoop, link: EngineLink) -> None:
+        self.replies = Communicator[LoraReply]("adapters")
+        self._engine_loop = engine_loop
+        self._link = link
 
     def check(self) -> None:
-        """Raises ExecutionError or CapacityError when the engine cannot be asked now."""
+        """Raises ExecutionError or CapacityError when they cannot be asked now."""
+        self._engine_loop.check_serving()
 
     async def call(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
         """Send the request made for an id to every live replica, including one that comes back meanwhile.
@@ -35,12 +41,14 @@ class AdapterEngine(Protocol):
         Returns the replies of those that are still alive. Raises ExecutionError when not all replies come, CapacityError when no replica is
         alive.
         """
-
-    def handle(self, reply: LoraReply) -> None:
-        """Take a reply to `call`."""
+        self._engine_loop.check()
+        # The detokenizer has no part in it.
+        replies = await self.replies.call_every(self._link.replicas_up, make, LORA_TIMEOUT_S)
+        return list(replies.values())
 
     def forget(self, lora_id: int) -> None:
         """Unload an adapter in every live replica, without waiting for it."""
+        self._link.send(UnloadLoraReq(RESTORED, lora_id))
 
 
 @dataclass(slots=True, eq=False)
@@ -78,11 +86,11 @@ class Adapters:
         self,
         max_loras: int,
         loaded: Sequence[tuple[str, str]],
-        engine: AdapterEngine,
+        replicas: AdapterReplicas,
         fingerprints: Sequence[str] = (),
     ) -> None:
         self._max_loras = max_loras
-        self._engine = engine
+        self._replicas = replicas
         self._by_name = {
             name: Adapter(name, path, lora_id=number) for number, (name, path) in enumerate(loaded, start=1)
         }
@@ -113,7 +121,7 @@ class Adapters:
         pinned: it stays in memory until it is unloaded. Raises RequestError when it is refused, CapacityError when memory is full and no
         adapter can be evicted.
         """
-        self._engine.check()
+        self._replicas.check()
         self._check_name(name)
         if not path:
             raise RequestError("lora_path is empty", "lora_path")
@@ -128,7 +136,7 @@ class Adapters:
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. New requests for it are refused at once; running ones are waited for. Raises NotFoundError, RequestError."""
-        self._engine.check()
+        self._replicas.check()
         adapter = self._find(name, "lora_name")
         adapter.leaving = True
         try:
@@ -170,9 +178,9 @@ class Adapters:
     def handle(self, reply: LoraReply) -> None:
         """Take a reply of a scheduler."""
         if reply.id != RESTORED:
-            self._engine.handle(reply)
+            self._replicas.replies.handle(reply)
         elif self.lost(reply):
-            self._engine.forget(reply.lora_id)
+            self._replicas.forget(reply.lora_id)
 
     def lost(self, reply: LoraReply) -> bool:
         """Handle a reply to `tell_scheduler`. Returns whether the adapter could not be read, so that the other replicas must unload it too.
@@ -213,7 +221,7 @@ class Adapters:
             await self._take_out(min(idle, key=lambda other: other.last_used))
         lora_id = next(self._ids)
         try:
-            replies = await self._engine.call(
+            replies = await self._replicas.call(
                 lambda i: LoadLoraReq(i, lora_id, adapter.path, False, adapter.fingerprint)
             )
             _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
@@ -223,7 +231,7 @@ class Adapters:
                 )
         except BaseException:
             # Some replicas may have loaded it: it must not stay.
-            await asyncio.shield(self._engine.call(lambda i: UnloadLoraReq(i, lora_id)))
+            await asyncio.shield(self._replicas.call(lambda i: UnloadLoraReq(i, lora_id)))
             raise
         adapter.lora_id, adapter.fingerprint = lora_id, replies[0].fingerprint
 
@@ -231,7 +239,7 @@ class Adapters:
         """With the lock held. No later request finds its KV, since the number is never reused."""
         if adapter.lora_id:
             lora_id, adapter.lora_id = adapter.lora_id, 0
-            _raise_failure(await self._engine.call(lambda i: UnloadLoraReq(i, lora_id)), "")
+            _raise_failure(await self._replicas.call(lambda i: UnloadLoraReq(i, lora_id)), "")
 
 
 def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:
@@ -240,34 +248,3 @@ def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:
         raise ExecutionError(prefix + reply.message)
     if reply.status_code >= 400:
         raise RequestError(prefix + reply.message, "lora_path")
-
-
-LORA_TIMEOUT_S = 120.0
-
-
-class AdapterReplicas:
-    """The replicas of this server, as `adapters.AdapterEngine`."""
-
-    def __init__(self, engine_loop: EngineLoop, link: EngineLink) -> None:
-        self.replies = Communicator[LoraReply]("adapters")
-        self._engine_loop = engine_loop
-        self._link = link
-
-    def check(self) -> None:
-        """See `AdapterEngine`."""
-        self._engine_loop.check_serving()
-
-    async def call(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
-        """See `AdapterEngine`."""
-        self._engine_loop.check()
-        # The detokenizer has no part in it.
-        replies = await self.replies.call_every(self._link.replicas_up, make, LORA_TIMEOUT_S)
-        return list(replies.values())
-
-    def handle(self, reply: LoraReply) -> None:
-        """See `AdapterEngine`."""
-        self.replies.handle(reply)
-
-    def forget(self, lora_id: int) -> None:
-        """See `AdapterEngine`."""
-        self._link.send(UnloadLoraReq(RESTORED, lora_id))

@@ -5,7 +5,6 @@ manager's event loop.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -19,19 +18,13 @@ from headrace.log import get_logger
 from headrace.messages.control import AbortReq
 from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, SamplesMoved, TokenIDOut
 from headrace.metrics.catalog import Metrics
-from headrace.metrics.timeline import Timeline, Timelines
+from headrace.metrics.spans import Spans
+from headrace.metrics.timeline import Timelines
 
 DEADLINE_STATUS = 408
 """Status code of requests that the scheduler aborted at their deadline."""
 NO_ROOM_STATUS = 503
 """Status code of requests that waited too long in the queue, or found the scheduler's queue full."""
-
-
-class SpanSink(Protocol):
-    """Receives the timeline of each sample, for traces."""
-
-    def add(self, timeline: Timeline) -> None:
-        """A sample has ended. Must not block."""
 
 
 class Endings:
@@ -46,7 +39,7 @@ class Endings:
         metrics: Metrics,
         clock: Callable[[], float],
         balancer: Balancer | None = None,
-        spans: SpanSink | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.spans = spans
         self._table = table

@@ -14,7 +14,7 @@ from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.frontend.inputs import PromptInput
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_table import SampleTable
-from headrace.frontend.tenants import NOBODY, Caller
+from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.log import as_words, get_logger, with_fields
 from headrace.messages.requests import PromptContent
 from headrace.messages.weights import (
@@ -133,7 +133,7 @@ class Records:
         for sample in self._table.samples.values():
             sample.note(kind, now_s)
 
-    def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
+    def timelines(self, rid: str, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """Timelines of the sample `rid`, or of all samples of the call with that rid; see `Timeline`.
 
         caller: sees its own samples only; an admin sees all. Raises NotFoundError.
@@ -147,7 +147,7 @@ class Records:
                 sample.write_timeline()
         return [timeline.describe() for timeline in found]
 
-    def latest(self, limit: int, caller: Caller = NOBODY) -> list[dict[str, Any]]:
+    def latest(self, limit: int, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """The last `limit` samples without their events and with their age, see `Timelines.latest`. caller: as for `timelines`."""
         now_s = self._clock()
         found = self._timelines.latest(limit, None if caller.is_admin else caller.owner)

@@ -26,7 +26,7 @@ from headrace.frontend.sample_update import (
     failure_of,
 )
 from headrace.frontend.sessions import Turn
-from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
+from headrace.frontend.tenants import ANONYMOUS, Tenant, TenantLimits
 from headrace.media_kinds import MediaKind
 from headrace.messages.namespaces import of_adapter
 from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut
@@ -306,7 +306,7 @@ class CallState:
         self._names_of: dict[ReqState, list[str]] = {}
         self._num_live: dict[str, int] = {}
         self.tenant = Tenant(TenantLimits(name=""))
-        self.owner = NOBODY.owner
+        self.owner = ANONYMOUS.owner
         self.created_s = 0.0
         self.timeout_s = 0.0
         self.queue_timeout_s = 0.0

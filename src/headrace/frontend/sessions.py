@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
-from headrace.frontend.tenants import NOBODY, Caller, Tenant, TenantLimits
+from headrace.frontend.tenants import ANONYMOUS, Caller, Tenant, TenantLimits
 from headrace.messages.requests import SessionParams
 
 MAX_SESSION_ID_LENGTH = 512
 SWEEP_INTERVAL_S = 1.0
 """Stale sessions are removed at most this often when a session is opened, and whenever there is no room for another."""
-ANYBODY = Tenant(TenantLimits(name=""))
+WITHOUT_KEY = Tenant(TenantLimits(name=""))
 """Owner of sessions on a server without keys."""
 
 
@@ -118,7 +118,7 @@ class Sessions:
         session_id: str | None = None,
         capacity_of_str_len: int = 0,
         timeout_s: float | None = None,
-        tenant: Tenant = ANYBODY,
+        tenant: Tenant = WITHOUT_KEY,
     ) -> str:
         """A new session's id. capacity_of_str_len: most characters of a sequence, 0 = no limit but the context.
 
@@ -143,7 +143,7 @@ class Sessions:
         self._kept.setdefault(tenant.scope, _Kept()).num_sessions += 1
         return session_id
 
-    def close(self, session_id: str, caller: Caller = NOBODY) -> None:
+    def close(self, session_id: str, caller: Caller = ANONYMOUS) -> None:
         """Close a session of the caller, or for an admin all with this id. Running requests continue.
 
         Raises NotFoundError.
@@ -160,7 +160,7 @@ class Sessions:
         rid: str,
         ids: Sequence[int],
         bos_id: int | None = None,
-        tenant: Tenant = ANYBODY,
+        tenant: Tenant = WITHOUT_KEY,
     ) -> tuple[list[int], Turn, list[str]]:
         """Add request `rid` with the new tokens `ids`. Returns its whole prompt, its turn, and the requests to abort because it replaces them.
 

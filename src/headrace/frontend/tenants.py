@@ -166,7 +166,7 @@ class Caller:
         return "admin" if self.is_admin else "server" if self.is_server else f"user/{self.scope}"
 
 
-NOBODY = Caller()
+ANONYMOUS = Caller()
 """An internal call, or one without a key of the file."""
 
 SERVER = Caller(is_server=True)

@@ -16,12 +16,13 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from headrace.errors import CapacityError
 from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
+from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.weight_control import OperationLog, Standing
 from headrace.log import get_logger
 from headrace.messages.weights import (
@@ -45,25 +46,8 @@ REPLY_TIMEOUT_S = 24 * 3600.0
 POLL_S = 0.01
 """Seconds between checks whether the requests that have begun have ended."""
 CANCELLED = "cancelled; nothing has changed"
-NOBODY = 0
+NO_REPLY = 0
 """Id of a request whose reply nobody waits for."""
-
-
-class Fleet(Protocol):
-    """The operations' view of the replicas."""
-
-    def replicas_up(self) -> list[Replica]:
-        """The live replicas."""
-
-    @property
-    def num_restarting(self) -> int:
-        """Number of replicas that have died and are being restarted."""
-
-    def has_begun(self) -> bool:
-        """Whether some running request has outputs."""
-
-    def dismiss(self, replica: Replica) -> None:
-        """Kill a replica that differs from the others; it is restarted."""
 
 
 class Refused(Exception):
@@ -105,14 +89,14 @@ class Undecided:
 
     def refused(self, version: str) -> Refused:
         """The error of a cancelled operation."""
-        return Refused(WeightOpReply(NOBODY, False, CANCELLED, version), 1, 1)
+        return Refused(WeightOpReply(NO_REPLY, False, CANCELLED, version), 1, 1)
 
 
 class UpdatePhases:
     """See the module docstring."""
 
-    def __init__(self, fleet: Fleet, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
-        self._fleet = fleet
+    def __init__(self, link: EngineLink, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
+        self._link = link
         self._replies = replies
         self._log = log
         self._ids = itertools.count(1)
@@ -153,29 +137,29 @@ class UpdatePhases:
         while True:
             if undecided.is_cancelled:
                 raise undecided.refused(self._log.standing.version)
-            up = self._fleet.replicas_up()
+            up = self._link.replicas_up()
             if not up:
                 raise no_live_replica()
-            self._check_nobody_is_left_behind(update, prepared)
+            self._check_all_can_follow(update, prepared)
             if missing := [replica for replica in up if replica not in prepared]:
                 prepared |= await self._ask_all(missing, PrepareUpdate(update_id, update), undecided)
                 continue
             _check_same({replica: prepared[replica] for replica in up})
             await self._ask_all(up, HoldForUpdate(update_id), undecided)
-            if self._fleet.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
+            if self._link.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
                 return {replica: prepared[replica] for replica in up}
             await asyncio.sleep(POLL_S)
 
     def _must_wait(self) -> bool:
         """Whether a request that has begun must still end with the old weights; paused ones do not count."""
         standing = self._log.standing
-        return standing.pause is None and not standing.released and self._fleet.has_begun()
+        return standing.pause is None and not standing.released and self._link.has_begun()
 
-    def _check_nobody_is_left_behind(self, update: Update, prepared: Replies) -> None:
+    def _check_all_can_follow(self, update: Update, prepared: Replies) -> None:
         """Raises CapacityError for pushed weights while a replica is being restarted: it could never get them."""
         if isinstance(update, UpdateFromDisk):
             return
-        if self._fleet.num_restarting or any(replica.is_lost for replica in prepared):
+        if self._link.num_restarting or any(replica.is_lost for replica in prepared):
             raise CapacityError(
                 "a replica has died and is being restarted; send the weights once it is back", RESTART_RETRY_S
             )
@@ -188,25 +172,25 @@ class UpdatePhases:
             replies = await self._ask(replicas, CommitUpdate(update_id))
         except CapacityError:
             # All have died. They will start with these weights.
-            return WeightOpReply(NOBODY, True, prepared.message, version)
+            return WeightOpReply(NO_REPLY, True, prepared.message, version)
         failed = {replica: reply for replica, reply in replies.items() if not reply.success}
         if len(failed) == len(replies):
             # No live replica has it, so it did not take effect.
             self._log.take_back(before)
-            for replica in self._fleet.replicas_up():
+            for replica in self._link.replicas_up():
                 if replica not in replies:
-                    self._fleet.dismiss(replica)
+                    self._link.dismiss(replica)
             return next(iter(failed.values()))
         for replica, reply in failed.items():
             logger.error("replica %d could not switch to the new weights: %s", replica.index, reply.message)
-            self._fleet.dismiss(replica)
+            self._link.dismiss(replica)
         num_paused = sum(reply.num_paused_requests for reply in replies.values())
         return msgspec.structs.replace(prepared, weight_version=version, num_paused_requests=num_paused)
 
     def _drop(self, update_id: int) -> None:
         """Drop the update without waiting for replies; later messages arrive after it."""
-        for replica in self._fleet.replicas_up():
-            replica.sender.send(WeightOpReq(NOBODY, DropUpdate(update_id)))
+        for replica in self._link.replicas_up():
+            replica.sender.send(WeightOpReq(NO_REPLY, DropUpdate(update_id)))
 
     async def _ask_all(
         self, replicas: Sequence[Replica], operation: SchedulerOperation, undecided: Undecided

@@ -22,7 +22,8 @@ import msgspec
 
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelError, RequestError
 from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
-from headrace.frontend.update_phases import NOBODY, REPLY_TIMEOUT_S, Fleet, Refused, Replies, Undecided, UpdatePhases
+from headrace.frontend.engine_link import EngineLink
+from headrace.frontend.update_phases import NO_REPLY, REPLY_TIMEOUT_S, Refused, Replies, Undecided, UpdatePhases
 from headrace.log import get_logger
 from headrace.messages.weights import (
     CancelUpdate,
@@ -154,27 +155,27 @@ class OperationLog:
 class WeightControl:
     """See the module docstring.
 
-    fleet: the replicas. check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
+    check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
     scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
     succeeded on all replicas.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        link: EngineLink,
         check: Callable[[], None],
         abort_all: Callable[[], None],
         started_from: str = "",
         on_done: Callable[[WeightOperation], None] = lambda operation: None,
     ) -> None:
         self.log = OperationLog()
-        self._fleet = fleet
+        self._link = link
         self._check = check
         self._abort_all = abort_all
         self._started_from = started_from
         self._on_done = on_done
         self._replies = Communicator[WeightOpReply]("weights")
-        self._phases = UpdatePhases(fleet, self._replies, self.log)
+        self._phases = UpdatePhases(link, self._replies, self.log)
         self._turn = asyncio.Lock()
         self._undecided: set[Undecided] = set()
         self._groups: dict[str, frozenset[Replica]] = {}
@@ -239,7 +240,7 @@ class WeightControl:
         try:
             return _sum_of(await self._ask(self._up(), operation))
         except CapacityError:
-            return WeightOpReply(NOBODY, True, "it takes effect once the engine has been restarted", self.version)
+            return WeightOpReply(NO_REPLY, True, "it takes effect once the engine has been restarted", self.version)
 
     # -- one at a time
 
@@ -275,9 +276,9 @@ class WeightControl:
         for undecided in self._undecided:
             undecided.cancel()
         for replica in self._up():
-            replica.sender.send(WeightOpReq(NOBODY, CancelUpdate()))
+            replica.sender.send(WeightOpReq(NO_REPLY, CancelUpdate()))
         text = f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
-        return WeightOpReply(NOBODY, True, text, self.version)
+        return WeightOpReply(NO_REPLY, True, text, self.version)
 
     async def _update(self, update: Update, undecided: Undecided) -> WeightOpReply:
         self._check()
@@ -315,7 +316,7 @@ class WeightControl:
     async def _check_weights(self, operation: CheckWeights) -> WeightOpReply:
         replies = await self._ask_every(operation)
         if len({reply.values for reply in replies.values() if reply.success}) > 1:
-            return WeightOpReply(NOBODY, False, "the replicas have different weights", self.version)
+            return WeightOpReply(NO_REPLY, False, "the replicas have different weights", self.version)
         return _sum_of(replies)
 
     # -- process groups
@@ -338,7 +339,7 @@ class WeightControl:
                 f"got {operation.world_size}",
                 "world_size",
             )
-        if self._fleet.num_restarting:
+        if self._link.num_restarting:
             raise CapacityError("a replica has died and is being restarted; join once it is back", RESTART_RETRY_S)
         ranks = {replica: operation.rank_offset + i for i, replica in enumerate(replicas)}
         calls = [
@@ -355,7 +356,7 @@ class WeightControl:
         self._groups[operation.group_name] = frozenset(replies)
         failed = [reply for reply in replies.values() if not reply.success]
         if len(replies) < len(replicas) and not failed:
-            failed = [WeightOpReply(NOBODY, False, "a replica died while the group was joined", self.version)]
+            failed = [WeightOpReply(NO_REPLY, False, "a replica died while the group was joined", self.version)]
         if not failed:
             return _sum_of(replies)
         if any(reply.success for reply in replies.values()):
@@ -369,7 +370,7 @@ class WeightControl:
 
     async def _leave_group(self, name: str, why: WeightOpReply) -> WeightOpReply:
         joined = self._groups.pop(name, frozenset())
-        members = [replica for replica in self._fleet.replicas_up() if replica in joined]
+        members = [replica for replica in self._link.replicas_up() if replica in joined]
         if members:
             await self._ask(members, DestroyGroup(name))
         left = f"the group {name!r} was left; join it again"
@@ -430,7 +431,7 @@ class WeightControl:
     # -- sending operations
 
     def _up(self) -> list[Replica]:
-        replicas = self._fleet.replicas_up()
+        replicas = self._link.replicas_up()
         if not replicas:
             raise no_live_replica()
         return replicas
@@ -440,7 +441,7 @@ class WeightControl:
 
     async def _ask_every(self, operation: SchedulerOperation) -> Replies:
         return await self._replies.call_every(
-            self._fleet.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
+            self._link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
         )
 
     async def _ask_or_dismiss(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> None:
@@ -454,7 +455,7 @@ class WeightControl:
         for replica, reply in replies.items():
             if not reply.success:
                 logger.error("restarting replica %d: %s", replica.index, reply.message)
-                self._fleet.dismiss(replica)
+                self._link.dismiss(replica)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply:

@@ -183,7 +183,7 @@ class Worker(Protocol):
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when the whole step failed (its rows have no results)."""
 
-    def rest(self, left: tuple[int, ...]) -> None:
+    def idle(self, left: tuple[int, ...]) -> None:
         """No step is in flight, and none has been for a while: give back what is not needed until the next. left: as in a plan; may be empty."""
 
     def close(self) -> None:

@@ -92,8 +92,8 @@ class _FaultWorker:
     def experts(self) -> ExpertCounter:
         return self._worker.experts
 
-    def rest(self, left: tuple[int, ...]) -> None:
-        self._worker.rest(left)
+    def idle(self, left: tuple[int, ...]) -> None:
+        self._worker.idle(left)
 
     def close(self) -> None:
         self._worker.close()

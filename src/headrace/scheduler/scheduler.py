@@ -330,7 +330,7 @@ class Scheduler:
         kv = self.state.kv
         if kv.num_left != self._num_left_at_rest:
             self._num_left_at_rest = kv.num_left
-            self.worker.rest(kv.take_left())
+            self.worker.idle(kv.take_left())
 
     def _leave_idle(self) -> None:
         self._idle = False
