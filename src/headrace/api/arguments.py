@@ -19,8 +19,7 @@ from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 class Array(Protocol):
     """The common interface of NumPy's arrays and torch's tensors."""
 
-    def tolist(self) -> Any:
-        """The values as nested lists."""
+    def tolist(self) -> Any: ...
 
 
 TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
@@ -43,7 +42,6 @@ PooledInputs = str | Sequence[str] | Sequence[Sequence[str]]
 
 
 def encode_request(prompt: object, input_ids: object, others: dict[str, Any]) -> EmbeddingReqInput:
-    """The request, with checked types. Raises RequestError that names the field."""
     if "text" in others:
         prompt = others.pop("text") if prompt is None else prompt
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
@@ -56,7 +54,6 @@ def encode_request(prompt: object, input_ids: object, others: dict[str, Any]) ->
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are given; None = not given."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -29,7 +29,6 @@ class ToolCall:
         return value
 
     def result(self, content: str) -> dict[str, Any]:
-        """The message that answers the call."""
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
@@ -109,7 +108,6 @@ def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[
 
 
 def read_reply(completion: Mapping[str, Any]) -> ChatReply:
-    """The reply of a `chat.completion` object."""
     choice = completion["choices"][0]
     message = choice["message"]
     kept = {"role": "assistant", "content": message["content"]}

@@ -35,14 +35,11 @@ class EngineCalls:
         asyncio.run_coroutine_threadsafe(last, self.loop).result()
 
     def stop(self) -> None:
-        """End the thread and the loop."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` in the loop."""
-
         async def run() -> T:
             return work()
 
@@ -65,7 +62,6 @@ class EngineCalls:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def result(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns in the loop."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -79,7 +75,6 @@ class EngineCalls:
         return await asyncio.wrap_future(self.submit(coroutine))
 
     def each(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """The items of a generator of the loop."""
         try:
             while (item := self.result(_next(items))) is not None:
                 yield item

@@ -43,7 +43,6 @@ class EngineChat:
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
-        """Those of a started engine."""
         model = served_model(
             running.args, running.ready, running.tokenizer, running.chat_template, running.model, running.pooling
         )
@@ -55,7 +54,6 @@ class EngineChat:
         self._serving = ChatServing(context)
 
     def close(self) -> None:
-        """End its threads."""
         self._threads.shutdown(wait=False)
 
     async def whole(self, fields: dict[str, Any]) -> ChatReply:

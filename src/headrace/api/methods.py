@@ -117,8 +117,7 @@ class Methods(ABC):
         """Like `_call`, if the work here is awaited."""
 
     @abstractmethod
-    def _scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
-        """The reply of a route to a body."""
+    def _scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]: ...
 
     @abstractmethod
     def _update_from_tensors(
@@ -530,7 +529,6 @@ class Methods(ABC):
 
 
 def weight_op_reply(answer: Any) -> WeightOpReply:
-    """The reply of a route of an operation on weights."""
     return WeightOpReply(0, answer["success"], answer["message"], answer["weight_version"])
 
 
@@ -549,7 +547,6 @@ def rerank_fields(
     return_documents: bool,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """The body of a request for a ranking."""
     given = {"query": query, "documents": _plain(documents), "top_n": top_n, "return_documents": return_documents}
     return without_none(given | options)
 
@@ -562,7 +559,6 @@ def score_fields(
     item_first: bool,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """The body of a request for scores."""
     given: dict[str, Any] = {"items": _plain(items), "apply_softmax": apply_softmax, "item_first": item_first}
     if label_token_ids is None:
         given["queries"] = query

@@ -62,7 +62,6 @@ class Runtime(Methods):
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._server.pid
 
     @overload

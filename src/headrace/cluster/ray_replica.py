@@ -29,7 +29,6 @@ class OneReplicaGate:
         self.open = {spec.path for spec in routes if spec.with_replicas} | {UNKNOWN_ROUTE}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or answer 400."""
         route = self.names.of(scope["path"]) if scope["type"] == "http" else UNKNOWN_ROUTE
         if route in self.open:
             await self.app(scope, receive, send)

@@ -130,7 +130,6 @@ def launch_on_ray(args: ServerArgs) -> int:
 
 
 def ready_line(args: ServerArgs, plan: ReplicaPlan) -> str:
-    """What is said once a replica is ready."""
     scheme = "https" if args.ssl_certfile else "http"
     least, most = args.ray_min_replicas, args.ray_max_replicas
     return (

@@ -69,7 +69,6 @@ class Adapter:
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def release(self, num_users: int = 1) -> None:
-        """Called when samples that used it have ended."""
         self.num_users -= num_users
         assert self.num_users >= 0, (self.name, self.num_users)
         if not self.num_users:
@@ -176,7 +175,6 @@ class Adapters:
                 sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, True, adapter.fingerprint))
 
     def handle(self, reply: LoraReply) -> None:
-        """Take a reply of a scheduler."""
         if reply.id != RESTORED:
             self._replicas.replies.handle(reply)
         elif self.lost(reply):

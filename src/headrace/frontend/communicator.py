@@ -36,11 +36,8 @@ def no_live_replica() -> CapacityError:
 
 
 class Reply(Protocol):
-    """A reply, which has the id of its request."""
-
     @property
-    def id(self) -> int:
-        """Id of the request."""
+    def id(self) -> int: ...
 
 
 R = TypeVar("R", bound=Reply)
@@ -55,7 +52,6 @@ class _Waiting(Generic[R]):
     replies: dict[Replica, R] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Wake the caller when no reply is missing any more."""
         if not self.missing and not self.done.done():
             self.done.set_result(None)
 
@@ -118,7 +114,6 @@ class Communicator(Generic[R]):
         waiting.check()
 
     def lost(self, replica: Replica) -> None:
-        """A replica has died: stop waiting for its replies."""
         for request_id, waiting in self._waiting.items():
             if waiting.missing.get(request_id) is replica:
                 del waiting.missing[request_id]

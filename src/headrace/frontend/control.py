@@ -103,7 +103,6 @@ class Control:
         return list((await INTERNAL_STATE.ask(self, Nothing())).values())
 
     async def internal_state(self) -> InternalState:
-        """The sum of `internal_states`."""
         return sum_of_states(await self.internal_states())
 
     async def inject_fault(self, fault: FaultReq) -> None:
@@ -124,11 +123,9 @@ class Control:
         return all(reply.busy or reply.held for reply in replies.values())
 
     def lost(self, replica: Replica) -> None:
-        """A replica has died: do not wait for its replies."""
         self._replies.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """End every waiting operation with `error`, and every later one."""
         self._replies.fail_all(error)
 
     async def _flush_now(self) -> FlushCacheReply:
@@ -164,7 +161,6 @@ class ExpertRecording:
         self._num_begun_again = 0
 
     async def start(self) -> None:
-        """Start recording. Raises RequestError, ExecutionError."""
         if self._is_recording:
             raise RequestError("the choice of experts is being recorded: stop it first")
         # Set before the call, so that a replica that comes back meanwhile records too.

@@ -87,7 +87,6 @@ class EngineLink:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the detokenizer and at least one scheduler are up."""
         return self._detokenizer_is_up and bool(self.replicas_up())
 
     def replicas_up(self) -> list[Replica]:
@@ -96,7 +95,6 @@ class EngineLink:
 
     @property
     def num_restarting(self) -> int:
-        """Number of replicas that have died and are being restarted."""
         return sum(replica.is_lost and replica.index not in self._left_for_good for replica in self._replicas)
 
     def has_begun(self) -> bool:
@@ -113,7 +111,6 @@ class EngineLink:
 
     @property
     def num_held(self) -> int:
-        """Number of samples held until a scheduler can take them."""
         return len(self._held())
 
     def submit(self, samples: Sequence[ReqState]) -> None:
@@ -202,7 +199,6 @@ class EngineLink:
         self._release()
 
     def scheduler_up(self, index: int, source: int, sender: Sender) -> None:
-        """A replica is back, and samples can be sent to it."""
         self._replicas[index] = Replica(index, sender, source)
         for crash in self._crashes:
             sender.send(crash)
@@ -219,7 +215,6 @@ class EngineLink:
         self._release()
 
     def detokenizer_up(self) -> None:
-        """The detokenizer is back."""
         self._detokenizer_is_up = True
         for source in sorted(self.gone):
             # The new one may still receive outputs of these that the old one had not read.
@@ -255,7 +250,6 @@ class EngineLink:
                 self._end(sample, FinishReason("abort", message=GIVEN_UP, status_code=500))
 
     def _release(self) -> None:
-        """Send the held samples, as far as possible."""
         held = self._held()
         if held and self.is_serving:
             self.submit(held)
@@ -382,12 +376,10 @@ class EngineLoop:
 
     @property
     def dropped_frames(self) -> int:
-        """Number of malformed frames received from the engine."""
         return self._receiver.dropped_frames
 
     @property
     def num_stalls(self) -> int:
-        """How often the loop was blocked for too long."""
         return self._watchdog.num_stalls
 
     def start(self) -> None:
@@ -404,7 +396,6 @@ class EngineLoop:
         self._watchdog.stop()
 
     def check(self) -> None:
-        """Raises ExecutionError when the engine has failed."""
         if self.failure is not None:
             raise ExecutionError(self.failure)
 

@@ -47,12 +47,10 @@ class Heartbeats:
         self._dropped_frames: dict[str, int] = {}
 
     def handle(self, message: Heartbeat) -> None:
-        """Note that a process is alive."""
         self._heard_s[message.process] = self._clock()
         self._dropped_frames[message.process] = message.dropped_frames
 
     def forget(self, process: str) -> None:
-        """The process has died."""
         self._heard_s.pop(process, None)
 
     def begin_anew(self, process: str) -> None:
@@ -74,7 +72,6 @@ class Heartbeats:
 
     @property
     def detokenizer_dropped_frames(self) -> int:
-        """Number of malformed frames that the detokenizer has received."""
         return self._dropped_frames.get(DETOKENIZER, 0)
 
 
@@ -141,7 +138,6 @@ class Health:
         return self.is_alive() and await self._probe.result()
 
     async def _can_generate(self) -> bool:
-        """Whether the engine is making tokens, or makes one when asked."""
         try:
             return await self._control.is_busy() or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
         except (HeadraceError, TimeoutError):
@@ -170,11 +166,9 @@ LOOK_S = 0.2
 class Asker(Protocol):
     """Waits for replies of replicas."""
 
-    def lost(self, replica: Replica) -> None:
-        """A replica has died: do not wait for its replies."""
+    def lost(self, replica: Replica) -> None: ...
 
-    def fail_all(self, error: HeadraceError) -> None:
-        """End every waiting operation with `error`, and every later one."""
+    def fail_all(self, error: HeadraceError) -> None: ...
 
 
 class Teller(Protocol):
@@ -217,7 +211,6 @@ class EngineParts:
 
     @property
     def num_rejoining(self) -> int:
-        """Restarted schedulers that are not yet in service."""
         return len(self._rejoining)
 
     def down(self, name: str, index: int | None = None) -> None:

@@ -43,7 +43,6 @@ class WireCaller(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, caller: Caller) -> Self:
-        """The caller in the form for messages."""
         return cls(caller.tenant.name if caller.tenant is not None else None, caller.traceparent, caller.is_admin)
 
 
@@ -61,7 +60,6 @@ class RemoteMethod:
 
 
 def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
-    """The methods of a Protocol, by name."""
     methods = {}
     for name, function in vars(protocol).items():
         if name.startswith("_") or not inspect.isfunction(function):
@@ -111,7 +109,6 @@ class _Call:
         self.task: asyncio.Task[None] | None = None
 
     def taken(self, count: int) -> None:
-        """The worker has consumed `count` outputs."""
         self.room += count
         self.wake.set()
 
@@ -165,7 +162,6 @@ class FrontDoor:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls in progress."""
         return sum(len(worker.calls) for worker in self._workers.values())
 
     def add(self, number: int, sender: Sender) -> None:
@@ -182,7 +178,6 @@ class FrontDoor:
             worker.sender.close()
 
     def tell_news(self) -> None:
-        """Send each worker what has changed since the last news."""
         news = self._make_news()
         for worker in self._workers.values():
             if worker.news != news:

@@ -104,7 +104,6 @@ class PromptMedia:
         return places, [next(left[kind]) for kind in found]
 
     def close(self) -> None:
-        """End what the loader runs."""
         if self.loader is not None:
             self.loader.close()
 
@@ -114,7 +113,6 @@ NO_MEDIA = PromptMedia()
 
 
 def check_frames(videos: Sequence[VideoRef], where: str, max_frames: int) -> None:
-    """Raises RequestError for a video with too many frames."""
     for number, video in enumerate(videos):
         if len(video.frames) > max_frames:
             raise RequestError(

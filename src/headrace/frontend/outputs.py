@@ -51,7 +51,6 @@ class Endings:
         self._balancer = balancer
 
     def end(self, sample: ReqState, finish: FinishReason) -> None:
-        """End a sample. No scheduler works on it any more."""
         now_s = self._clock()
         if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
             self._sessions.finish(sample.turn, sample.output_ids)

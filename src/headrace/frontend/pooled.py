@@ -185,8 +185,6 @@ def texts_of(prompts: Sequence[PooledPrompt]) -> list[str | tuple[str, str]]:
 
 
 class PooledTokenizer:
-    """Encodes the inputs of a call. pooling: of the served model."""
-
     def __init__(
         self,
         args: ServerArgs,
@@ -243,7 +241,6 @@ class PooledTokenizer:
             raise ContextLengthError(field, most, f"{place} has {num_tokens} tokens", remedy)
 
     def _describe(self, prompt: PooledPrompt, content: PromptContent, sample: ReqState) -> None:
-        """What is needed to present and log its output."""
         sample.num_prompt_tokens = content.num_tokens
         sample.logged_input = self._request_log.input_of(prompt.given, content)
 

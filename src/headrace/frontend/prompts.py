@@ -104,7 +104,6 @@ class Prompt:
 
     @property
     def num_samples(self) -> int:
-        """How many outputs are made of it."""
         return self.sampling.n
 
 
@@ -243,7 +242,6 @@ def refuse_text(param: str) -> NoReturn:
 
 
 def _check_ids_only(obj: GenerateReqInput, samplings: Sequence[SamplingParams]) -> None:
-    """Raises RequestError for fields that need a tokenizer."""
     if obj.text is not None:
         refuse_text("text")
     if obj.return_text_in_logprobs:
@@ -260,14 +258,11 @@ def _check_ids_only(obj: GenerateReqInput, samplings: Sequence[SamplingParams]) 
 
 @dataclass(slots=True)
 class PromptInputs:
-    """The prompts of a call, and whether they were given as a list."""
-
     given: Sequence[PromptInput]
     is_batch: bool
 
     @property
     def count(self) -> int:
-        """The number of prompts."""
         return len(self.given)
 
     def spread(self, name: str, value: T | list[T] | Sequence[T | None] | None, kind: type[T]) -> list[T]:
@@ -373,7 +368,6 @@ def _predictions(obj: GenerateReqInput, inputs: PromptInputs, limits: CallLimits
 def _sessions(
     obj: GenerateReqInput, inputs: PromptInputs, samplings: Sequence[SamplingParams]
 ) -> list[SessionParams | None]:
-    """The session that each prompt continues; None = none. Raises RequestError."""
     given = inputs.spread("session_params", obj.session_params, SessionParams)
     sessions = [session if session != _NO_SESSION else None for session in given]
     for session, sampling, prompt in zip(sessions, samplings, inputs.given, strict=True):

@@ -54,7 +54,6 @@ class RequestLog:
         return _cut(given.text, limit) if given.text is not None else repr(content.ids(stop=limit))[:limit]
 
     def write(self, sample: ReqState) -> None:
-        """One line for a sample that has ended."""
         assert sample.finish is not None
         if not self.enabled:
             return
@@ -125,7 +124,6 @@ class Records:
             self._timelines.add(sample.timeline)
 
     def note_operation(self, operation: WeightOperation) -> None:
-        """Add an operation to the timelines of all live samples."""
         kind = _note_of(operation)
         if kind is None:
             return

@@ -109,12 +109,10 @@ class ReqState:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self._texts)
 
     @property
     def num_unread_bytes(self) -> int:
-        """About how much output waits for a client that streams."""
         ids = len(self.output_ids) - self._num_taken_ids
         logprobs = len(self.output_logprobs.tokens) - self._num_taken_logprobs
         # Mostly text of one byte a character; an id, and each entry of a logprob list, is some digits.
@@ -182,13 +180,11 @@ class ReqState:
         return msgspec.structs.replace(stats, cached_tokens=first.cached_tokens, queue_time_s=first.queue_time_s)
 
     def end(self, finish: FinishReason, now_s: float) -> None:
-        """Set the finish reason and wake the waiter."""
         self.finish = finish
         self.finished_s = now_s
         self._tell()
 
     def write_timeline(self) -> None:
-        """Bring `timeline` up to date."""
         timeline = self.timeline
         timeline.sent_s = self.sent_s
         timeline.first_token_s = self.first_token_s
@@ -229,7 +225,6 @@ class ReqState:
         self._followers.clear()
 
     def update(self) -> SampleUpdate:
-        """What is new since the last update."""
         num_ids, stats = len(self.output_ids), self.stats
         ended = self.finish is not None
         progress, self._progress = self._progress, None
@@ -267,7 +262,6 @@ class ReqState:
         return update
 
     def _new_logprobs(self) -> SampleLogprobs:
-        """Those that no update had."""
         self._start_prompt_logprobs()
         has_top, has_picked = self.top_num > 0, bool(self.picked_ids)
         prompt = self.input_logprobs.since(self._num_taken_prompt_logprobs, has_top, has_picked)
@@ -318,7 +312,6 @@ class CallState:
 
     @property
     def unfinished(self) -> list[ReqState]:
-        """Samples without a finish reason."""
         return [state for state in self.samples if state.finish is None]
 
     def add_prompt(self, rid: str, num_samples: int, now_s: float, routed_replica: int | None) -> None:
@@ -358,7 +351,6 @@ class CallState:
             self._wake()
 
     def fail(self, error: HeadraceError) -> None:
-        """End the call for its waiter."""
         self.error = error
         self._wake()
 

@@ -144,13 +144,11 @@ class RuntimeSettings:
         return changed | ({"log_level": self.log_level} if self.log_level != self._args.log_level else {})
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """Send the changed settings to a restarted scheduler."""
         self._tell_process(sender.send)
         if self.limits != self._first:
             sender.send(self._limits_message())
 
     def tell_detokenizer(self) -> None:
-        """Send the changed settings to the restarted detokenizer."""
         self._tell_process(self._to_detokenizer)
 
     def _tell_process(self, send: Callable[[Message], None]) -> None:

@@ -53,7 +53,6 @@ class SampleQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of samples without a slot."""
         return max(0, self.num_queued - max(0, self.num_slots - self.num_running))
 
     @property
@@ -84,17 +83,14 @@ class SampleQueue:
             )
 
     def enter(self, count: int) -> None:
-        """Count new samples."""
         self.num_queued += count
 
     def begin(self, now_s: float) -> None:
-        """A queued sample has its first token."""
         self.num_queued -= 1
         self.num_running += 1
         self._pace.note(now_s)
 
     def leave(self, was_queued: bool, now_s: float) -> None:
-        """A sample has ended or was cancelled."""
         if was_queued:
             self.num_queued -= 1
             self._pace.note(now_s)
@@ -122,11 +118,9 @@ class SampleTable:
 
     @property
     def is_empty(self) -> bool:
-        """There is no live sample and no waiting client."""
         return not (self._calls or self._by_rid or self._calls_by_name)
 
     async def wait_until_empty(self) -> None:
-        """Return once there is no live sample and no waiting client."""
         await self._idle.wait()
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
@@ -203,7 +197,6 @@ class SampleTable:
         return True
 
     def fail(self, error: HeadraceError) -> None:
-        """End every waiting call with `error`."""
         for call in self._calls:
             call.fail(error)
 
@@ -220,7 +213,6 @@ class SampleTable:
         return [sample for sample in found if sample.call.tenant.scope == scope]
 
     def scopes(self) -> set[str]:
-        """Scopes of the keys that have waiting calls."""
         return {call.tenant.scope for call in self._calls}
 
     def _check_unused(self, call: CallState, rid: str) -> None:

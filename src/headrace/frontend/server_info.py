@@ -140,7 +140,6 @@ def describe_short_load(state: InternalState) -> dict[str, int]:
 
 
 def describe_load(state: InternalState) -> dict[str, Any]:
-    """A replica's load, for routers: requests, tokens, throughput."""
     pool = state.pool
     used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
     return {

@@ -61,8 +61,6 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Sessions and tokens of one key."""
-
     num_sessions: int = 0
     num_tokens: int = 0
 
@@ -240,7 +238,6 @@ class Sessions:
             raise CapacityError("the server has no room for more session tokens (--max-session-tokens)")
 
     def _check_room(self, tenant: Tenant) -> None:
-        """Raises CapacityError when the key or the server has no room for another session."""
         most = self._most_sessions(tenant)
         if self._num_sessions(tenant) >= most:
             message = f"the limit of open sessions ({most}) has been reached (--max-sessions)"

@@ -56,7 +56,6 @@ class NoTokenizer(Tokenizer):
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
     ) -> list[list[int]]:
-        """Raises RequestError."""
         refuse_text("text")
 
     def encode_whole(
@@ -65,11 +64,9 @@ class NoTokenizer(Tokenizer):
         most_tokens: int | None = None,
         side: Literal["right", "left"] = "right",
     ) -> list[tuple[list[int], list[int]]]:
-        """Raises RequestError."""
         refuse_text("text")
 
     def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
-        """Raises RequestError."""
         refuse_text("messages")
 
 
@@ -219,7 +216,6 @@ class PromptTokenizer:
         return contents
 
     def close(self) -> None:
-        """Stop the tokenizing threads, and what loads media."""
         self._batch_tokenizer.close()
         self._media.close()
 
@@ -264,7 +260,6 @@ class PromptTokenizer:
         grammar: GrammarSpec | None,
         default_max_new_tokens: int,
     ) -> ResolvedSamplingParams:
-        """Check a prompt against the context, and resolve its sampling parameters."""
         room = self._room(prompt, content.num_tokens)
         if content.extra_places:
             room = self._room_of_places(prompt, content, room)
@@ -356,7 +351,6 @@ class PromptTokenizer:
 
 
 def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLimits:
-    """The limits of a call. max_samples: how many samples an idle server accepts."""
     return CallLimits(
         vocab_size=ready.vocab_size,
         hidden_size=ready.hidden_size,
@@ -405,7 +399,6 @@ def _requests(
     obj: GenerateReqInput,
     in_chat: bool,
 ) -> list[TokenizedGenerateReqInput]:
-    """The scheduler's request for each sample of a prompt."""
     group = own[0].call.tenant.scope + prompt.rid if len(own) > 1 else ""
 
     def task(number: int, sample: ReqState) -> SampleTask:

@@ -191,7 +191,6 @@ class TokenizerManager:
         self._register_handlers()
 
     def _register_handlers(self) -> None:
-        """Say which part takes which message of the engine."""
         handlers = self.engine_loop.handlers
         handlers.register(BatchStrOut, self.outputs.handle)
         handlers.register(SamplesMoved, self.outputs.note_moved)
@@ -208,7 +207,6 @@ class TokenizerManager:
         handlers.register(FaultReq, detokenizer.add_fault)
 
     def start(self) -> None:
-        """Start receiving outputs in the running event loop. Later calls do nothing."""
         self.engine_loop.start()
 
     # -- one call
@@ -262,7 +260,6 @@ class TokenizerManager:
     def encode_request(
         self, obj: EmbeddingReqInput, is_disconnected: IsDisconnected | None = None, *, caller: Caller = ANONYMOUS
     ) -> AsyncGenerator[SampleUpdate, None]:
-        """`generate_request` of a call whose inputs become vectors."""
         return self.generate_request(obj, is_disconnected, caller=caller)
 
     async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = ANONYMOUS) -> list[int]:
@@ -413,7 +410,6 @@ class TokenizerManager:
         }
 
     def metrics_text(self) -> bytes:
-        """Every metric, in Prometheus' text format."""
         return render(self.metrics, self.args.metrics_compat)
 
     def count_reply(self, route: str, status: int) -> None:
@@ -423,7 +419,6 @@ class TokenizerManager:
     # -- the end
 
     def stop_accepting(self) -> None:
-        """Refuse new calls with a CapacityError from now on."""
         self._accepting = False
 
     async def drain(self, timeout_s: float) -> bool:
@@ -466,7 +461,6 @@ class TokenizerManager:
         self.prompt_tokenizer.close()
 
     def _broken(self) -> None:
-        """The engine's messages are no longer received."""
         self.fail_all("internal error")
         self.on_broken()
 

@@ -68,7 +68,6 @@ class Undecided:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it has been cancelled."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
@@ -88,13 +87,10 @@ class Undecided:
             cancelling.cancel()
 
     def refused(self, version: str) -> Refused:
-        """The error of a cancelled operation."""
         return Refused(WeightOpReply(NO_REPLY, False, CANCELLED, version), 1, 1)
 
 
 class UpdatePhases:
-    """See the module docstring."""
-
     def __init__(self, link: EngineLink, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
         self._link = link
         self._replies = replies

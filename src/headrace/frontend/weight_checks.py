@@ -27,7 +27,6 @@ TRUNCATE_SIZE = 100
 
 
 def checked_load_format(load_format: str | None) -> Any:
-    """Raises RequestError for an unknown format."""
     if load_format in (None, "auto", "safetensors", "gguf"):
         return load_format or "auto"
     raise RequestError(f"load_format {load_format!r} is not supported; known: auto, safetensors, gguf", "load_format")
@@ -43,7 +42,6 @@ def checked_group(
     *,
     timeout_s: float,
 ) -> InitGroup:
-    """Raises RequestError for an invalid group."""
     if not 1 <= rank_offset < world_size:
         raise RequestError(
             f"rank_offset must be between 1 and world_size - 1 (the trainer is rank 0), got {rank_offset} of {world_size}",
@@ -78,7 +76,6 @@ def checked_tensors(
 
 
 def checked_truncate_size(truncate_size: int) -> int:
-    """Raises RequestError for a negative number."""
     if truncate_size < 0:
         raise RequestError(f"truncate_size must be at least 0, got {truncate_size}", "truncate_size")
     return truncate_size

@@ -182,7 +182,6 @@ class WeightControl:
 
     @property
     def version(self) -> str:
-        """Version name of the current weights."""
         return self.log.standing.version
 
     @property
@@ -219,15 +218,12 @@ class WeightControl:
         return reply
 
     def handle(self, reply: WeightOpReply) -> None:
-        """Take a reply."""
         self._replies.handle(reply)
 
     def lost(self, replica: Replica) -> None:
-        """A replica has died."""
         self._replies.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`, from now on."""
         self._replies.fail_all(error)
 
     # -- pause and continue
@@ -503,7 +499,6 @@ class TensorFile:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, parts: Iterable[bytes | memoryview]) -> None:
-        """Append the parts."""
         for part in parts:
             view = memoryview(part)
             while view.nbytes:

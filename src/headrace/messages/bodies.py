@@ -169,7 +169,6 @@ def _whole(value: object, place: _Place) -> object:
 
 @functools.cache
 def _place_of(kind: Hashable) -> _Place:
-    """The body of a Struct."""
     return _place(inspect.type_info(kind))
 
 
@@ -376,7 +375,6 @@ def _is_left_out(value: object, field: _Field) -> bool:
 
 @functools.cache
 def _shape_of(kind: Hashable) -> _Shape:
-    """The fields of a Struct by their names in bodies."""
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType), f"{kind} is no struct"
     return {field.encode_name: _field(field) for field in described.fields}

@@ -104,15 +104,13 @@ class Receiver(Protocol):
     def listen(self, take: Callable[[Message], None]) -> None:
         """Call `take` with each message from now on, in the running event loop. Instead of the other two."""
 
-    def close(self) -> None:
-        """Close this end. Idempotent."""
+    def close(self) -> None: ...
 
 
 class Channels(Protocol):
     """Makes the ends of the named channels. index: number of the scheduler for `to_scheduler`, of the HTTP worker for `to_worker`."""
 
-    def sender(self, name: ChannelName, index: int = 0) -> Sender:
-        """A new writing end."""
+    def sender(self, name: ChannelName, index: int = 0) -> Sender: ...
 
     def receiver(self, name: ChannelName, index: int = 0) -> Receiver:
         """The reading end; one per channel."""
@@ -148,8 +146,6 @@ class Ports(msgspec.Struct, frozen=True):
 
 
 class MessageCodec:
-    """Messages to frames and back."""
-
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Message)
@@ -193,18 +189,15 @@ class LocalQueue:
                 self._loop.call_soon_threadsafe(self._hand_over)
 
     def recv_nowait(self) -> Message | None:
-        """See `Receiver`."""
         with self._changed:
             return self._messages.popleft() if self._messages else None
 
     def recv(self, timeout_s: float) -> Message | None:
-        """See `Receiver`."""
         with self._changed:
             self._changed.wait_for(lambda: self._messages or self._closed, timeout_s)
             return self._messages.popleft() if self._messages else None
 
     def listen(self, take: Callable[[Message], None]) -> None:
-        """See `Receiver`."""
         with self._changed:
             self._take = take
             self._loop = asyncio.get_running_loop()
@@ -212,7 +205,6 @@ class LocalQueue:
                 self._loop.call_soon(self._hand_over)
 
     def close(self) -> None:
-        """See `Sender`."""
         with self._changed:
             self._closed = True
             self._messages.clear()
@@ -243,17 +235,14 @@ class LocalChannels:
             self._queues["to_detokenizer"] = self._queues["to_tokenizer"]
 
     def sender(self, name: ChannelName, index: int = 0) -> LocalQueue:
-        """See `Channels`."""
         assert index == 0, index
         return self._queues[name]
 
     def receiver(self, name: ChannelName, index: int = 0) -> LocalQueue:
-        """See `Channels`."""
         assert index == 0, index
         return self._queues[name]
 
     def close(self) -> None:
-        """See `Channels`."""
         for queue in self._queues.values():
             queue.close()
 
@@ -330,12 +319,10 @@ class FanOutSender:
         self._senders = senders
 
     def send(self, message: Message) -> None:
-        """Send to all."""
         for sender in self._senders:
             sender.send(message)
 
     def close(self) -> None:
-        """See `Sender`."""
         for sender in self._senders:
             sender.close()
 

@@ -84,7 +84,6 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def error_of_fault(fault: Fault) -> HeadraceError:
-    """The error of a fault; the inverse of `fault_of`."""
     if fault.kind == "CapacityError":
         return CapacityError(fault.message, fault.retry_after_s, fault.status_code, fault.limited)
     if fault.kind == "ExecutionError":
@@ -162,12 +161,10 @@ class Operation(Generic[Q, R]):
     combine: Callable[[Mapping[int, R]], object] = listed
 
     async def ask(self, control: Asks, request: Q) -> dict[int, R]:
-        """What each replica that lives answers, by its index. Raises HeadraceError."""
         replies = await control.ask(self.name, _packed(request))
         return {replica: msgspec.msgpack.decode(reply, type=self.reply) for replica, reply in replies.items()}
 
     def message(self, message_id: int, request: Q) -> OperationReq:
-        """The request as a message."""
         return OperationReq(message_id, self.name, _packed(request))
 
     def request_of(self, message: OperationReq) -> Q:
@@ -180,7 +177,6 @@ class Operation(Generic[Q, R]):
             raise RequestError(f"{self.name}: {error}") from None
 
     def reply_of(self, message: OperationReply) -> R:
-        """The reply in a message."""
         return msgspec.msgpack.decode(message.reply, type=self.reply)
 
 
@@ -193,7 +189,6 @@ def _packed(request: msgspec.Struct) -> bytes:
 
 
 def answered(message_id: int, reply: object) -> OperationReply:
-    """A reply as a message."""
     return OperationReply(message_id, _encode(reply))
 
 

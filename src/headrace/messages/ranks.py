@@ -222,7 +222,6 @@ _messages = msgspec.msgpack.Decoder(RankMessage)
 
 
 def pack(message: GroupNote | RankMessage) -> bytes:
-    """As it is sent."""
     return _encoder.encode(message)
 
 
@@ -233,13 +232,11 @@ def unpack_note(data: bytes | memoryview) -> GroupNote:
 
 
 def unpack(data: bytes) -> RankMessage:
-    """As it was sent. Raises msgspec.DecodeError."""
     message: RankMessage = _messages.decode(data)
     return message
 
 
 def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, only_peaks: bool = False) -> RankStep:
-    """The wire form of a plan."""
     return RankStep(
         step=plan.step,
         new=tuple(map(_rank_sequence, plan.new)),
@@ -256,17 +253,14 @@ def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, on
 
 
 def late_rows(seqs: Int32Array, positions: Int32Array) -> RankLateRows:
-    """The wire form of rows that are sampled later."""
     return RankLateRows(seqs.tobytes(), positions.tobytes())
 
 
 def places_of(late: RankLateRows) -> tuple[Int32Array, Int32Array]:
-    """The seqs and positions of rows that were sampled later."""
     return _int32(late.seqs), _int32(late.positions)
 
 
 def plan_of(step: RankStep) -> ModelWorkerBatch:
-    """The plan as a follower runs it."""
     return ModelWorkerBatch(
         step=step.step,
         new=tuple(map(_new_sequence, step.new)),

@@ -178,7 +178,6 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of the values of its media."""
         return sum(item.num_bytes for item in self.media)
 
     def check_media(self) -> None:
@@ -251,7 +250,6 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
 
     @property
     def grammar(self) -> GrammarSpec | None:
-        """What its output must match, or None."""
         return self.params.grammar
 
     @property
@@ -305,7 +303,6 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         )
 
     def described(self) -> str:
-        """What the request log says of it."""
         return self.params.described()
 
 

@@ -94,7 +94,6 @@ class ModelWorkerBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens computed by the step."""
         return len(self.out_slots)
 
 

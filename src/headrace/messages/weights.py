@@ -181,8 +181,6 @@ SchedulerOperation = WeightOperation | PrepareUpdate | HoldForUpdate | CommitUpd
 
 
 class WeightOpReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Request an operation."""
-
     id: int
     operation: SchedulerOperation
 
