@@ -7,6 +7,7 @@ Owns the requests to the replicas, and what a restarted one is told again. Opera
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.errors import HeadraceError, NotFoundError, RequestError
@@ -204,41 +205,41 @@ class ExpertRecording:
         return list((await COUNT_EXPERTS.ask(self._control, ExpertCountsReq(action))).values())
 
 
+@dataclass(eq=False)
 class MainOperations:
     """Control operations that the main process carries out itself (`at="main"` in `messages.operations`), a method of the row's name each.
 
     They go through the parts that own the state, and return what their routes reply.
     """
 
-    def __init__(self, experts: ExpertRecording, settings: RuntimeSettings, records: Records) -> None:
-        self._experts = experts
-        self._settings = settings
-        self._records = records
+    experts: ExpertRecording
+    settings: RuntimeSettings
+    records: Records
 
     async def start_expert_distribution_record(self, request: Nothing) -> dict[str, Any]:
-        await self._experts.start()
+        await self.experts.start()
         return {"success": True, "message": "the choice of experts is being recorded"}
 
     async def stop_expert_distribution_record(self, request: Nothing) -> dict[str, Any]:
-        await self._experts.stop()
+        await self.experts.stop()
         return {"success": True, "message": "the choice of experts is not recorded any more"}
 
     async def dump_expert_distribution_record(self, request: Nothing) -> dict[str, Any]:
-        return {"success": True, **await self._experts.dump()}
+        return {"success": True, **await self.experts.dump()}
 
     async def configure_logging(self, request: ConfigureLoggingBody) -> dict[str, Any]:
-        now = self._settings.configure_logging(request.level, request.log_requests, request.log_requests_level)
+        now = self.settings.configure_logging(request.level, request.log_requests, request.log_requests_level)
         return {"success": True, **now}
 
     async def freeze_gc(self, request: Nothing) -> dict[str, Any]:
-        self._settings.freeze_gc()
+        self.settings.freeze_gc()
         message = "the objects that exist now are left out of garbage collection, in every process"
         return {"success": True, "message": message}
 
     async def set_internal_state(self, request: SetInternalStateBody) -> dict[str, Any]:
-        return {"success": True, "updated": True, "server_args": self._settings.change_limits(request.server_args)}
+        return {"success": True, "updated": True, "server_args": self.settings.change_limits(request.server_args)}
 
     async def dump_requests(self, request: Nothing) -> dict[str, Any]:
-        name, count = await self._records.dump()
+        name, count = await self.records.dump()
         message = f"wrote {name}; number of requests: {count}"
         return {"success": True, "message": message, "file": name, "num_requests": count}

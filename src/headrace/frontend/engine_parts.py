@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.errors import ExecutionError, HeadraceError
@@ -103,35 +104,28 @@ class SharedProbe:
             self._running = None
 
 
+@dataclass(eq=False)
 class Health:
     """Whether the engine lives and works. generate: runs a request of the server's own. clock: seconds. pools: whether the model makes vectors
     instead of tokens."""
 
-    def __init__(
-        self,
-        engine_loop: EngineLoop,
-        link: EngineLink,
-        heartbeats: Heartbeats,
-        control: Control,
-        generate: Callable[[CallInput], AsyncGenerator[SampleUpdate, None]],
-        clock: Callable[[], float],
-        *,
-        pools: bool = False,
-    ) -> None:
-        self._engine_loop = engine_loop
-        self._link = link
-        self._heartbeats = heartbeats
-        self._control = control
-        self._generate = generate
-        self._pools = pools
-        self._probe = SharedProbe(self._can_generate, clock)
+    engine_loop: EngineLoop
+    link: EngineLink
+    heartbeats: Heartbeats
+    control: Control
+    generate: Callable[[CallInput], AsyncGenerator[SampleUpdate, None]]
+    clock: Callable[[], float]
+    pools: bool = False
+
+    def __post_init__(self) -> None:
+        self._probe = SharedProbe(self._can_generate, self.clock)
 
     def is_alive(self) -> bool:
         """The detokenizer and a scheduler are running, and have been heard lately."""
-        if self._engine_loop.failure is not None or not self._link.is_serving:
+        if self.engine_loop.failure is not None or not self.link.is_serving:
             return False
-        self._engine_loop.start()
-        return not self._heartbeats.is_silent
+        self.engine_loop.start()
+        return not self.heartbeats.is_silent
 
     async def makes_tokens(self) -> bool:
         """The engine is alive and makes a token now, or did within the last second; see `SharedProbe`."""
@@ -139,7 +133,7 @@ class Health:
 
     async def _can_generate(self) -> bool:
         try:
-            return await self._control.is_busy() or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
+            return await self.control.is_busy() or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
         except (HeadraceError, TimeoutError):
             return False
 
@@ -149,10 +143,10 @@ class Health:
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         probe: CallInput = (
             EmbeddingReqInput(input_ids=[0], rid=rid)
-            if self._pools
+            if self.pools
             else GenerateReqInput(input_ids=[0], rid=rid, sampling_params=sampling)
         )
-        async for update in self._generate(probe):
+        async for update in self.generate(probe):
             return update.finish is not None and update.finish.type != "abort"
         return False
 
@@ -178,6 +172,7 @@ class Teller(Protocol):
         """Send what a scheduler that has just started does not know."""
 
 
+@dataclass(eq=False)
 class EngineParts:
     """See the module docstring.
 
@@ -185,29 +180,17 @@ class EngineParts:
     this order.
     """
 
-    def __init__(
-        self,
-        engine_loop: EngineLoop,
-        link: EngineLink,
-        weights: WeightControl,
-        settings: RuntimeSettings,
-        heartbeats: Heartbeats,
-        records: Records,
-        metrics: Metrics,
-        askers: Sequence[Asker],
-        tellers: Sequence[Teller],
-    ) -> None:
-        self.num_restarts = 0
-        self._engine_loop = engine_loop
-        self._link = link
-        self._weights = weights
-        self._settings = settings
-        self._heartbeats = heartbeats
-        self._records = records
-        self._metrics = metrics
-        self._askers = askers
-        self._tellers = tellers
-        self._rejoining: dict[int, Replica] = {}
+    engine_loop: EngineLoop
+    link: EngineLink
+    weights: WeightControl
+    settings: RuntimeSettings
+    heartbeats: Heartbeats
+    records: Records
+    metrics: Metrics
+    askers: Sequence[Asker]
+    tellers: Sequence[Teller]
+    num_restarts: int = field(init=False, default=0)
+    _rejoining: dict[int, Replica] = field(init=False, default_factory=dict)
 
     @property
     def num_rejoining(self) -> int:
@@ -215,41 +198,41 @@ class EngineParts:
 
     def down(self, name: str, index: int | None = None) -> None:
         """A process has died and is being restarted. index: of a scheduler; None = the detokenizer."""
-        if not self._engine_loop.is_here(self.down, name, index):
+        if not self.engine_loop.is_here(self.down, name, index):
             return
-        self._heartbeats.forget(name)
-        self._records.crash_dump(f"the {name} process has died and is being restarted")
+        self.heartbeats.forget(name)
+        self.records.crash_dump(f"the {name} process has died and is being restarted")
         if index is None:
-            self._link.detokenizer_down()
+            self.link.detokenizer_down()
             return
         if (rejoining := self._rejoining.get(index)) is not None:
             rejoining.is_lost = True
-            self._weights.lost(rejoining)
-        replica = self._link.scheduler_down(index)
-        for asker in self._askers:
+            self.weights.lost(rejoining)
+        replica = self.link.scheduler_down(index)
+        for asker in self.askers:
             asker.lost(replica)
 
     def gone(self, name: str, index: int) -> None:
         """A scheduler that has died is not restarted; the other replicas continue."""
-        if not self._engine_loop.is_here(self.gone, name, index):
+        if not self.engine_loop.is_here(self.gone, name, index):
             return
         logger.error("the %s process is not restarted; the other replicas continue", name)
-        self._link.scheduler_gone(index)
+        self.link.scheduler_gone(index)
 
     def up(self, name: str, index: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
         """A process is back. index, source, sender: of a restarted scheduler."""
-        if not self._engine_loop.is_here(self.up, name, index, source, sender):
+        if not self.engine_loop.is_here(self.up, name, index, source, sender):
             return
-        self._heartbeats.begin_anew(name)
+        self.heartbeats.begin_anew(name)
         self.num_restarts += 1
-        self._metrics.count_restart(name)
+        self.metrics.count_restart(name)
         if index is None or sender is None:
-            self._settings.tell_detokenizer()
-            self._link.detokenizer_up()
+            self.settings.tell_detokenizer()
+            self.link.detokenizer_up()
         else:
-            for teller in self._tellers:
+            for teller in self.tellers:
                 teller.tell_scheduler(sender)
-            self._link.scheduler_up(index, source, sender)
+            self.link.scheduler_up(index, source, sender)
 
     def rejoin(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:
         """Bring a restarted scheduler into service. From any thread but the loop's; returns when it is in service.
@@ -257,9 +240,9 @@ class EngineParts:
         started_from: fingerprint of the checkpoint that it began with. Raises ModelError when the files of the current weights are missing or
         have changed, another HeadraceError when it fails otherwise.
         """
-        loop = self._engine_loop.asyncio_loop
+        loop = self.engine_loop.asyncio_loop
         if loop is None:
-            self._weights.check_start(started_from)
+            self.weights.check_start(started_from)
             self.up(name, index, source, sender)
             return
         done = asyncio.run_coroutine_threadsafe(self._catch_up(name, index, source, sender, started_from), loop)
@@ -274,7 +257,7 @@ class EngineParts:
         replica = Replica(index, sender, source)
         self._rejoining[index] = replica
         try:
-            await self._weights.catch_up(replica, started_from)
+            await self.weights.catch_up(replica, started_from)
             if replica.is_lost:
                 raise ExecutionError(f"the {name} process died before it could serve")
             self.up(name, index, source, sender)

@@ -14,7 +14,7 @@ import inspect
 import operator
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -98,15 +98,13 @@ NEWS_S = 0.5
 """Seconds between checks for news that no call has caused."""
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """A call in progress. room: how many outputs of a stream may still be sent."""
 
-    __slots__ = ("room", "task", "wake")
-
-    def __init__(self) -> None:
-        self.room = WINDOW
-        self.wake = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+    room: int = WINDOW
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
 
     def taken(self, count: int) -> None:
         self.room += count
@@ -125,18 +123,17 @@ class _Call:
             self.task.cancel()
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """One incarnation of a worker. waiting: replies of this turn of the loop. news: the last ones sent to it."""
 
-    __slots__ = ("calls", "news", "sender", "waiting")
-
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
-        self.calls: dict[int, _Call] = {}
-        self.waiting: list[FrontOutput | FrontEnd] = []
-        self.news: FrontNews | None = None
+    sender: Sender
+    calls: dict[int, _Call] = field(default_factory=dict)
+    waiting: list[FrontOutput | FrontEnd] = field(default_factory=list)
+    news: FrontNews | None = None
 
 
+@dataclass(eq=False)
 class FrontDoor:
     """See the module docstring.
 
@@ -144,21 +141,15 @@ class FrontDoor:
     workers. make_news: the current state for workers. find_tenant: by the name that a worker sends.
     """
 
-    def __init__(
-        self,
-        frontend: object,
-        methods: dict[str, RemoteMethod],
-        receiver: Receiver,
-        make_news: Callable[[], FrontNews],
-        find_tenant: Callable[[str], Tenant | None],
-    ) -> None:
-        self._frontend = frontend
-        self._methods = methods
-        self._receiver = receiver
-        self._make_news = make_news
-        self._find_tenant = find_tenant
+    frontend: object
+    methods: dict[str, RemoteMethod]
+    receiver: Receiver
+    make_news: Callable[[], FrontNews]
+    find_tenant: Callable[[str], Tenant | None]
+    _workers: dict[int, _Worker] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._workers: dict[int, _Worker] = {}
 
     @property
     def num_calls(self) -> int:
@@ -178,7 +169,7 @@ class FrontDoor:
             worker.sender.close()
 
     def tell_news(self) -> None:
-        news = self._make_news()
+        news = self.make_news()
         for worker in self._workers.values():
             if worker.news != news:
                 worker.news = news
@@ -186,7 +177,7 @@ class FrontDoor:
 
     async def run(self) -> None:
         """Take calls and tell news until cancelled; then abort the calls in progress."""
-        self._receiver.listen(self._handle)
+        self.receiver.listen(self._handle)
         try:
             while True:
                 self.tell_news()
@@ -217,11 +208,11 @@ class FrontDoor:
 
     async def _carry_out(self, worker: _Worker, call: _Call, message: FrontCall) -> None:
         try:
-            method = self._methods.get(message.method)
+            method = self.methods.get(message.method)
             if method is None:
                 raise RequestError(f"the front end has no method {message.method!r:.40}")
             arguments = self._arguments(method, message.arguments)
-            bound = operator.attrgetter(message.method)(self._frontend)
+            bound = operator.attrgetter(message.method)(self.frontend)
             if method.streams:
                 await self._stream(worker, call, message.id, bound(**arguments))
                 end = FrontEnd(message.id)
@@ -250,7 +241,7 @@ class FrontDoor:
         }
 
     def _caller(self, caller: WireCaller) -> Caller:
-        tenant = self._find_tenant(caller.tenant) if caller.tenant is not None else None
+        tenant = self.find_tenant(caller.tenant) if caller.tenant is not None else None
         if caller.tenant is not None and tenant is None:
             raise AuthError("the key is no longer accepted")
         return Caller(tenant, caller.traceparent, caller.is_admin)

@@ -7,6 +7,7 @@ tokenizer manager's event loop.
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.config.server_args import ServerArgs
@@ -36,12 +37,12 @@ MAX_CHARACTERS = 2048
 """Most characters of an input, and of an output, at level 2."""
 
 
+@dataclass(eq=False)
 class RequestLog:
     """enabled, level: as --log-requests and --log-requests-level, until they are changed."""
 
-    def __init__(self, enabled: bool, level: int) -> None:
-        self.enabled = enabled
-        self.level = level
+    enabled: bool
+    level: int
 
     def input_of(self, given: PromptInput, content: PromptContent) -> str:
         """The text of a prompt for the log line; empty if it is not logged. Call it once for all samples: it may be long."""

@@ -227,29 +227,29 @@ class SampleTable:
             self._idle.set()
 
 
+@dataclass(eq=False)
 class Aborts:
     """Aborts samples on request. They are only marked, and stay in the table: a scheduler ends those that it has, and the others end when they would
     be sent. to_schedulers: sends to all live schedulers."""
 
-    def __init__(self, table: SampleTable, to_schedulers: Sender) -> None:
-        self._table = table
-        self._to_schedulers = to_schedulers
+    table: SampleTable
+    to_schedulers: Sender
 
     def abort(self, rid: str, caller: Caller) -> None:
         """Abort the caller's sample `rid`, or all samples of its call or prompt with that name. An admin aborts those of every key."""
-        scopes = {caller.scope} | (self._table.scopes() if caller.is_admin else set())
-        found = [sample for scope in scopes for sample in self._table.find(scope, rid)]
+        scopes = {caller.scope} | (self.table.scopes() if caller.is_admin else set())
+        found = [sample for scope in scopes for sample in self.table.find(scope, rid)]
         self.abort_samples(sample for sample in found if caller.is_admin or sample.call.owner == caller.owner)
 
     def abort_all(self) -> None:
         """Abort all samples, including those that only the schedulers know."""
-        _mark(self._table.samples.values())
-        self._to_schedulers.send(AbortReq(abort_all=True))
+        _mark(self.table.samples.values())
+        self.to_schedulers.send(AbortReq(abort_all=True))
 
     def abort_samples(self, samples: Iterable[ReqState]) -> None:
         """Abort the given samples, except those that have ended."""
         if sent := _mark(samples):
-            self._to_schedulers.send(AbortReq(sent))
+            self.to_schedulers.send(AbortReq(sent))
 
 
 def _mark(samples: Iterable[ReqState]) -> tuple[str, ...]:

@@ -152,6 +152,7 @@ class OperationLog:
                 return standing
 
 
+@dataclass(eq=False)
 class WeightControl:
     """See the module docstring.
 
@@ -160,25 +161,19 @@ class WeightControl:
     succeeded on all replicas.
     """
 
-    def __init__(
-        self,
-        link: EngineLink,
-        check: Callable[[], None],
-        abort_all: Callable[[], None],
-        started_from: str = "",
-        on_done: Callable[[WeightOperation], None] = lambda operation: None,
-    ) -> None:
+    link: EngineLink
+    check: Callable[[], None]
+    abort_all: Callable[[], None]
+    started_from: str = ""
+    on_done: Callable[[WeightOperation], None] = lambda operation: None
+    _undecided: set[Undecided] = field(init=False, default_factory=set)
+    _groups: dict[str, frozenset[Replica]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.log = OperationLog()
-        self._link = link
-        self._check = check
-        self._abort_all = abort_all
-        self._started_from = started_from
-        self._on_done = on_done
         self._replies = Communicator[WeightOpReply]("weights")
-        self._phases = UpdatePhases(link, self._replies, self.log)
+        self._phases = UpdatePhases(self.link, self._replies, self.log)
         self._turn = asyncio.Lock()
-        self._undecided: set[Undecided] = set()
-        self._groups: dict[str, frozenset[Replica]] = {}
 
     @property
     def version(self) -> str:
@@ -196,7 +191,7 @@ class WeightControl:
         Cancelling this task drops an update that is not decided yet; other operations continue.
         Raises ExecutionError when the engine is gone, CapacityError while it is being restarted, RequestError for invalid operations.
         """
-        self._check()
+        self.check()
         match operation:
             case PauseGeneration() | ContinueGeneration():
                 reply = await self._tell(operation)
@@ -214,7 +209,7 @@ class WeightControl:
                 reply = await _to_its_end(self._in_turn(operation))
         reply = msgspec.structs.replace(reply, weight_version=self.version)
         if reply.success:
-            self._on_done(operation)
+            self.on_done(operation)
         return reply
 
     def handle(self, reply: WeightOpReply) -> None:
@@ -232,7 +227,7 @@ class WeightControl:
         """Send an operation that no replica refuses. It is in force from now on: restarted replicas get it from the log."""
         self.log.enter(operation)
         if _aborts(operation):
-            self._abort_all()
+            self.abort_all()
         try:
             return _sum_of(await self._ask(self._up(), operation))
         except CapacityError:
@@ -242,7 +237,7 @@ class WeightControl:
 
     async def _in_turn(self, operation: WeightOperation) -> WeightOpReply:
         async with self._turn:
-            self._check()
+            self.check()
             match operation:
                 case ReleaseMemory():
                     return await self._release(operation)
@@ -277,7 +272,7 @@ class WeightControl:
         return WeightOpReply(NO_REPLY, True, text, self.version)
 
     async def _update(self, update: Update, undecided: Undecided) -> WeightOpReply:
-        self._check()
+        self.check()
         if isinstance(update, UpdateFromDistributed):
             self._check_group(update.group_name)
         try:
@@ -320,7 +315,7 @@ class WeightControl:
     async def _join_group(self, operation: InitGroup) -> WeightOpReply:
         with self._cancellable() as undecided:
             async with self._turn:
-                self._check()
+                self.check()
                 if undecided.is_cancelled:
                     return undecided.refused(self.version).reply
                 return await self._init_group(operation)
@@ -335,7 +330,7 @@ class WeightControl:
                 f"got {operation.world_size}",
                 "world_size",
             )
-        if self._link.num_restarting:
+        if self.link.num_restarting:
             raise CapacityError("a replica has died and is being restarted; join once it is back", RESTART_RETRY_S)
         ranks = {replica: operation.rank_offset + i for i, replica in enumerate(replicas)}
         calls = [
@@ -366,7 +361,7 @@ class WeightControl:
 
     async def _leave_group(self, name: str, why: WeightOpReply) -> WeightOpReply:
         joined = self._groups.pop(name, frozenset())
-        members = [replica for replica in self._link.replicas_up() if replica in joined]
+        members = [replica for replica in self.link.replicas_up() if replica in joined]
         if members:
             await self._ask(members, DestroyGroup(name))
         left = f"the group {name!r} was left; join it again"
@@ -405,7 +400,7 @@ class WeightControl:
 
     def check_start(self, started_from: str) -> None:
         """Raises ModelError when a restarted replica has loaded another checkpoint than the server, and no update has replaced it since."""
-        if self.log.standing.weights is None and started_from != self._started_from:
+        if self.log.standing.weights is None and started_from != self.started_from:
             raise ModelError(
                 "the checkpoint's files have changed since the server was started, so this replica would serve other weights under the "
                 "same name. Put the old files back, or restart the server to serve the new ones"
@@ -427,7 +422,7 @@ class WeightControl:
     # -- sending operations
 
     def _up(self) -> list[Replica]:
-        replicas = self._link.replicas_up()
+        replicas = self.link.replicas_up()
         if not replicas:
             raise no_live_replica()
         return replicas
@@ -437,7 +432,7 @@ class WeightControl:
 
     async def _ask_every(self, operation: SchedulerOperation) -> Replies:
         return await self._replies.call_every(
-            self._link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
+            self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
         )
 
     async def _ask_or_dismiss(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> None:
@@ -451,7 +446,7 @@ class WeightControl:
         for replica, reply in replies.items():
             if not reply.success:
                 logger.error("restarting replica %d: %s", replica.index, reply.message)
-                self._link.dismiss(replica)
+                self.link.dismiss(replica)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply:
