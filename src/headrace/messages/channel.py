@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 import msgspec
 
@@ -224,13 +224,7 @@ class LocalChannels:
     """
 
     def __init__(self, detokenize_in: Literal["process", "main"] = "process") -> None:
-        self._queues: dict[ChannelName, LocalQueue] = {
-            "to_scheduler": LocalQueue(),
-            "to_detokenizer": LocalQueue(),
-            "to_tokenizer": LocalQueue(),
-            "to_front": LocalQueue(),
-            "to_worker": LocalQueue(),
-        }
+        self._queues: dict[ChannelName, LocalQueue] = {name: LocalQueue() for name in get_args(ChannelName)}
         if detokenize_in == "main":
             self._queues["to_detokenizer"] = self._queues["to_tokenizer"]
 
@@ -238,9 +232,7 @@ class LocalChannels:
         assert index == 0, index
         return self._queues[name]
 
-    def receiver(self, name: ChannelName, index: int = 0) -> LocalQueue:
-        assert index == 0, index
-        return self._queues[name]
+    receiver = sender
 
     def close(self) -> None:
         for queue in self._queues.values():

@@ -181,13 +181,7 @@ class SocketChannels:
         self._ends.clear()
 
     def _address(self, name: ChannelName, index: int) -> str:
-        address = {
-            "to_scheduler": self.ports.to_scheduler,
-            "to_detokenizer": self.ports.to_detokenizer,
-            "to_tokenizer": self.ports.to_tokenizer,
-            "to_front": self.ports.to_front,
-            "to_worker": self.ports.to_worker,
-        }[name]
+        address: str = getattr(self.ports, name)
         return f"{address}.{index}" if index else address
 
 
