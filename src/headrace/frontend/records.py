@@ -125,7 +125,7 @@ class Records:
             self._timelines.add(sample.timeline)
 
     def note_operation(self, operation: WeightOperation) -> None:
-        kind = _note_of(operation)
+        kind = _NOTES.get(type(operation))
         if kind is None:
             return
         now_s = self._clock()
@@ -179,18 +179,13 @@ class Records:
             sample.write_timeline()
 
 
-def _note_of(operation: WeightOperation) -> Note | None:
-    """The event of an operation in timelines; None = it has none."""
-    match operation:
-        case PauseGeneration():
-            return "paused"
-        case ContinueGeneration():
-            return "continued"
-        case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
-            return "weights_updated"
-        case ReleaseMemory():
-            return "memory_released"
-        case ResumeMemory():
-            return "memory_resumed"
-        case _:
-            return None
+_NOTES: dict[type[WeightOperation], Note] = {
+    PauseGeneration: "paused",
+    ContinueGeneration: "continued",
+    UpdateFromDisk: "weights_updated",
+    UpdateFromTensors: "weights_updated",
+    UpdateFromDistributed: "weights_updated",
+    ReleaseMemory: "memory_released",
+    ResumeMemory: "memory_resumed",
+}
+"""The events of operations in timelines; the others have none."""

@@ -127,21 +127,22 @@ def _shown(name: str, value: Any) -> Any:
     return value if name in _NOT_PATHS else model_name_of(value)
 
 
+def _used_tokens(state: InternalState) -> int:
+    return state.pool.total_tokens - state.pool.free_tokens - state.pool.evictable_tokens
+
+
 def describe_short_load(state: InternalState) -> dict[str, int]:
     """The load of a replica as SGLang's routers read it. num_reqs: running or waiting. num_tokens: in use or waiting."""
-    pool = state.pool
-    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
     return {
         "dp_rank": state.replica,
         "num_reqs": state.num_running + state.num_waiting + state.num_grammar_queue,
         "num_waiting_reqs": state.num_waiting,
-        "num_tokens": used + state.waiting_tokens,
+        "num_tokens": _used_tokens(state) + state.waiting_tokens,
     }
 
 
 def describe_load(state: InternalState) -> dict[str, Any]:
-    pool = state.pool
-    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
+    total, used = state.pool.total_tokens, _used_tokens(state)
     return {
         "dp_rank": state.replica,
         "num_running_reqs": state.num_running,
@@ -149,8 +150,8 @@ def describe_load(state: InternalState) -> dict[str, Any]:
         "num_grammar_queue_reqs": state.num_grammar_queue,
         "num_waiting_tokens": state.waiting_tokens,
         "num_used_tokens": used,
-        "max_total_tokens": pool.total_tokens,
-        "token_usage": used / pool.total_tokens if pool.total_tokens else 0.0,
+        "max_total_tokens": total,
+        "token_usage": used / total if total else 0.0,
         "cache_hit_rate": state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0,
         "gen_throughput": state.gen_throughput,
     }

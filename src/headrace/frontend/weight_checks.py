@@ -53,10 +53,9 @@ def checked_group(
         raise RequestError(f"timeout_s must be more than 0 and at most a day, got {timeout_s:g}", "timeout_s")
     if not group_name:
         raise RequestError("group_name is empty", "group_name")
-    if backend == "gloo":
-        return InitGroup(master_address, master_port, rank_offset, world_size, group_name, "gloo", timeout_s)
-    if backend == "nccl":
-        return InitGroup(master_address, master_port, rank_offset, world_size, group_name, "nccl", timeout_s)
+    match backend:
+        case "gloo" | "nccl":
+            return InitGroup(master_address, master_port, rank_offset, world_size, group_name, backend, timeout_s)
     raise RequestError(f"backend {backend!r} is not supported; known: gloo, nccl", "backend")
 
 
@@ -94,10 +93,8 @@ def checked_tags(tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
 
 def note_on_tags(tags: Sequence[str] | None) -> str:
     """A note for the reply about tags without effect."""
-    foreign = [tag for tag in FOREIGN_TAGS if tag in (tags or ())]
-    return (
-        f"{', '.join(foreign)}: this server has no memory of that name, so nothing was done for it" if foreign else ""
-    )
+    foreign = ", ".join(tag for tag in FOREIGN_TAGS if tag in (tags or ()))
+    return f"{foreign}: this server has no memory of that name, so nothing was done for it" if foreign else ""
 
 
 NOTHING_TO_PROCESS = "nothing to do: weights are quantised and packed when an update is installed"
