@@ -11,8 +11,7 @@ engine_link.py (to the schedulers).
 - The engine: balancers.py (which replica), engine_parts.py (its health, deaths and restarts)
 - Operations: communicator.py (a request to replicas, their replies), control.py, runtime_settings.py (settings that may
   change at run time), adapters.py (loaded adapters and their users)
-- Weights: weight_control.py (and what every replica must have done), weight_checks.py, update_phases.py (all replicas
-  or none)
+- Weights: weight_control.py, update_phases.py (all replicas or none, and what every replica must have done), weight_checks.py
 - Records: records.py (what is known of requests afterwards), server_info.py
 - HTTP workers: front_door.py (their calls)
 """

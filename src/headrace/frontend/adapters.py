@@ -8,11 +8,11 @@ tokenizer manager, in its event loop only.
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.engine_link import EngineLink, EngineLoop
+from headrace.frontend.request_state import Adapter
 from headrace.log import get_logger
 from headrace.messages.channel import Sender
 from headrace.messages.weights import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
@@ -49,30 +49,6 @@ class AdapterReplicas:
     def forget(self, lora_id: int) -> None:
         """Unload an adapter in every live replica, without waiting for it."""
         self._link.send(UnloadLoraReq(RESTORED, lora_id))
-
-
-@dataclass(slots=True, eq=False)
-class Adapter:
-    """lora_id: the engine's number for it while it is in memory, else 0; each load gives a new one. num_users: samples that use it.
-
-    fingerprint: of the files that it was loaded from; empty = not loaded yet. Different files are never loaded under the same name.
-    """
-
-    name: str
-    path: str
-    fingerprint: str = ""
-    pinned: bool = False
-    lora_id: int = 0
-    num_users: int = 0
-    last_used: int = 0
-    leaving: bool = False
-    unused: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def release(self, num_users: int = 1) -> None:
-        self.num_users -= num_users
-        assert self.num_users >= 0, (self.name, self.num_users)
-        if not self.num_users:
-            self.unused.set()
 
 
 class Adapters:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.adapters import Adapter
 from headrace.frontend.sample_update import (
     LogprobLists,
     PromptProgress,
@@ -33,6 +32,30 @@ from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, Tok
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import EngineTask, PromptContent, TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """lora_id: the engine's number for it while it is in memory, else 0; each load gives a new one. num_users: samples that use it.
+
+    fingerprint: of the files that it was loaded from; empty = not loaded yet. Different files are never loaded under the same name.
+    """
+
+    name: str
+    path: str
+    fingerprint: str = ""
+    pinned: bool = False
+    lora_id: int = 0
+    num_users: int = 0
+    last_used: int = 0
+    leaving: bool = False
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def release(self, num_users: int = 1) -> None:
+        self.num_users -= num_users
+        assert self.num_users >= 0, (self.name, self.num_users)
+        if not self.num_users:
+            self.unused.set()
 
 
 @dataclass(slots=True, eq=False)
