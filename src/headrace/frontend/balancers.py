@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from headrace.messages.requests import TokenizedGenerateReqInput
 
@@ -33,11 +33,12 @@ MAX_HOLDERS = 64
 """Of the replicas that have a prefix, the load of so many is looked at: of all that --dp-size allows, of some in a simulated fleet."""
 
 
-class Balancer(Protocol):
+class Balancer:
     """Chooses a replica by index. Owns its own view of their load."""
 
     def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
         """One of `replicas`, which is not empty, for `request`. Whether one is in `replicas` is asked often."""
+        raise NotImplementedError
 
     def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
         """`replica` has been given `request`."""
