@@ -23,7 +23,7 @@ from headrace.messages.grammar import GrammarSpec
 from headrace.messages.namespaces import of_request
 from headrace.messages.requests import CallInput, GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
-from headrace.text.stop_patterns import MAX_STOP_PATTERNS, check_stop_regex
+from headrace.text.stop import MAX_STOP_PATTERNS, compile_stop_patterns
 
 T = TypeVar("T")
 
@@ -308,7 +308,7 @@ def _check_patterns(samplings: Sequence[SamplingParams]) -> None:
     if num_patterns > MAX_STOP_PATTERNS:
         raise RequestError(f"{num_patterns} stop patterns in one request; at most {MAX_STOP_PATTERNS}", "stop_regex")
     for patterns in different:
-        check_stop_regex(patterns)
+        compile_stop_patterns(patterns)
 
 
 def _grammars(samplings: Sequence[SamplingParams], limits: CallLimits) -> list[GrammarSpec | None]:

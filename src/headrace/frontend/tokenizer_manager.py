@@ -17,8 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
 from headrace.checkpoint.pooling import PoolingConfig
-from headrace.config.names import lora_paths
-from headrace.config.server_args import ServerArgs
+from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.adapters import AdapterReplicas, Adapters
 from headrace.frontend.balancers import make_balancer

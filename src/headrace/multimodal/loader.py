@@ -24,7 +24,7 @@ from headrace.checkpoint.audio_processors import AudioSettings, read_audio_setti
 from headrace.checkpoint.image_processors import read_image_settings, read_video_settings
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.media_config import read_media
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport

@@ -13,9 +13,9 @@ import msgspec
 
 from headrace.checkpoint.names import known_model, resolve_model
 from headrace.config.checks import check_pooling, encoder_args
-from headrace.config.media_args import media_args, unsupported_by_options
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import media_args, unsupported_by_options
 from headrace.errors import ModelError, RequestError
 from headrace.log import get_logger
 from headrace.media_kinds import MediaKind
