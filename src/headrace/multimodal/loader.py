@@ -58,7 +58,7 @@ _THREADS = 2
 
 
 class MediaLoader:
-    """See the module docstring, and `frontend.media.Loader`. `close` ends the children; nothing is loaded afterwards."""
+    """See the module docstring. `close` ends the children; nothing is loaded afterwards."""
 
     def __init__(self, family: Family, settings: MediaSettings, args: MediaArgs) -> None:
         self._family = family
@@ -141,7 +141,7 @@ class MediaLoader:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def append(self, tokens: list[int], more: Sequence[int]) -> int:
-        """See `frontend.media.Loader`."""
+        """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
         return self._family.joints.append(tokens, more)
 
     def close(self) -> None:
