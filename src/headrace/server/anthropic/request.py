@@ -130,7 +130,6 @@ def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conver
 
 
 def sampling_of(request: MessagesRequest) -> SamplingParams:
-    """The sampling parameters of a request. Raises RequestError."""
     if request.max_tokens < 0:
         raise RequestError(f"max_tokens must be at least 0, got {request.max_tokens}", "max_tokens")
     asked = _format_of(request)
@@ -161,7 +160,6 @@ class _Messages:
         self.asked: dict[str, str] = {}
 
     def read(self, request: PromptRequest, context_length: int) -> list[Message]:
-        """All messages of a request, the system prompt first."""
         if not request.messages:
             raise RequestError("messages is empty", "messages")
         check_num_messages("messages", "messages", len(request.messages), context_length)
@@ -365,7 +363,6 @@ def check_block(where: str, block: Block) -> None:
 
 
 def block_text(where: str, block: Block) -> str:
-    """The text of a block of text. Raises RequestError if it has none."""
     if block.text is None:
         raise missing(f"{where}.text")
     return block.text

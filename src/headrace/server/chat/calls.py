@@ -67,7 +67,6 @@ class ChatCall:
         return notes
 
     def choice(self) -> ChoiceStream:
-        """The reader of one choice."""
         if self.format is None:
             return ChoiceStream(None, None)
         parser = _parser(

@@ -51,7 +51,6 @@ class Tool:
 
     @property
     def function(self) -> Mapping[str, object]:
-        """`definition` without its wrapper."""
         function: Mapping[str, object] = self.definition["function"]
         return function
 
@@ -104,7 +103,6 @@ class Conversation:
 
     @property
     def may_call(self) -> bool:
-        """Whether the reply may have tool calls."""
         return bool(self.tools) and self.choice.mode != "none"
 
     @property
@@ -117,7 +115,6 @@ class Conversation:
 
 
 def missing(where: str) -> RequestError:
-    """The refusal of a request without its field `where`."""
     return RequestError(f"{where} is missing", where)
 
 
@@ -134,7 +131,6 @@ def text_of(where: str, value: object) -> str:
 
 
 def object_of(where: str, value: object) -> dict[str, object]:
-    """A field that must be an object. Raises RequestError."""
     if not isinstance(value, dict):
         raise missing(where)
     return value

@@ -34,7 +34,6 @@ _OPAQUE = frozenset(
 
 
 def text_part(text: str) -> Message:
-    """A text as a part of a message's content."""
     return {"type": "text", "text": text}
 
 
@@ -53,12 +52,10 @@ def media_kind(part: object) -> MediaKind | None:
 def image_detail(where: str, detail: object) -> ImageDetail:
     """How closely to look at an image; None = auto. Raises RequestError."""
     match detail:
-        case None | "auto" | "original":
+        case None | "original":
             return "auto"
-        case "low":
-            return "low"
-        case "high":
-            return "high"
+        case "auto" | "low" | "high":
+            return detail
         case _:
             raise RequestError(f"{where} must be auto, low or high, got {str(detail)[:50]!r}", where)
 

@@ -26,7 +26,7 @@ from headrace.server.context import Asker, ServingContext
 from headrace.server.http import Exchange, Headers, encode_json
 from headrace.server.notes import noted_fields
 from headrace.server.openai.fields import AskedGrammar
-from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
+from headrace.server.openai.protocol import GenerationRequest
 from headrace.server.output_limit import OutputLimit
 from headrace.server.sse import failure_frames, stream_reply
 
@@ -93,7 +93,6 @@ class UsageCount:
             self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
-        """The counts so far."""
         details = None
         media = {kind.tokens_field: count for kind, count in self.media_tokens.items() if count}
         if self.report_cached or media:
@@ -155,18 +154,18 @@ class Generation(Generic[R]):
 class OpenAIServingBase(ABC, Generic[R, G]):
     """Handler of one generation route."""
 
+    request_type: type[R]
     id_prefix: str
     prompt_field: str
-    default_max_tokens: int
 
-    def __init__(self, context: ServingContext, request_type: type[R]) -> None:
+    def __init__(self, context: ServingContext) -> None:
         self.context = context
-        self.decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(request_type)
+        self._decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(self.request_type)
         self._noted = noted_fields()
 
     async def handle_request(self, exchange: Exchange) -> None:
         """Answer one request. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(self.decoder)
+        request = await exchange.read_json(self._decoder)
         grammar = request.asked_grammar()
         try:
             generation = await self.prepare(request)
@@ -187,16 +186,15 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         request = msgspec.structs.replace(request, model=self.context.shown_model(request.model), lora_path=adapter)
         request.check()
         refuse_routed_experts(bool(request.return_routed_experts), self.context.model.ready.has_experts)
-        self.validate(request)
         return await self.convert(request)
 
     @abstractmethod
-    def validate(self, request: R) -> None:
-        """Raises RequestError for what this route does not support."""
+    async def convert(self, request: R) -> G:
+        """The request as a call of the engine. Raises RequestError, also for what this route does not support."""
 
     @abstractmethod
-    async def convert(self, request: R) -> G:
-        """The request as a call of the engine."""
+    def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
+        """Generate. Raises the errors of the engine."""
 
     @abstractmethod
     def response(self, generation: G, updates: list[SampleUpdate], usage: Usage) -> object:
@@ -218,24 +216,11 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         """The completion's id, which is also the rid of the call."""
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
-    async def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
-        """Generate. Raises the errors of the engine."""
-        unbounded = generation.request.output_limit == AS_MANY_AS_FIT
-        limit = self.context.model.context_length if unbounded else self.default_max_tokens
-        news = self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=generation.limit.default(limit), caller=asker.caller
-        )
-        async with aclosing(news):
-            async for update in news:
-                generation.limit.watch(update)
-                yield update
-
     def headers(self, generation: G) -> Headers:
         """Of a reply that begins: the fields that are not honoured as they stand."""
         return self._noted.headers(generation.notes)
 
     def usage_count(self, generation: G) -> UsageCount:
-        """Counts the tokens of the reply's choices."""
         return UsageCount(generation.request.num_candidates, self.context.args.enable_cache_report)
 
     async def _reply(self, exchange: Exchange, generation: G) -> None:
@@ -326,5 +311,4 @@ class ChunkWriter(ABC):
         """Frames for the new output of a choice; may be empty. The last text of a choice and its finish reason are one chunk."""
 
     def usage(self, usage: Usage) -> bytes:
-        """The frame with the counts."""
         return self.head + b',"choices":[],"usage":' + encode_json(usage) + b"}\n\n"

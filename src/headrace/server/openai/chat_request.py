@@ -6,7 +6,7 @@ Ollama. Pure functions, run in the event loop that serves HTTP.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from headrace.errors import RequestError
 from headrace.media_kinds import DEFAULT_FPS, PARTS, REFS, ImageRef, MediaKind, VideoRef
@@ -62,7 +62,7 @@ _TRUE = ("1", "true", "yes", "y", "on")
 
 def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conversation:
     """The conversation of a request. Raises RequestError that names the unsupported or invalid field."""
-    asked = asked_thinking(request)
+    thinking, _ = asked_thinking(request)
     messages = template_messages(request.messages, context_length)
     if request.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
@@ -77,10 +77,7 @@ def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conv
         choice=choice,
         parallel=request.parallel_tool_calls is not False and not request.functions,
         template_kwargs=request.chat_template_kwargs or {},
-        effort=asked.effort,
-        thinking=asked.thinking,
-        thinking_budget=asked.budget,
-        budget_is_hint=asked.is_hint,
+        **thinking,
         splits_reasoning=request.separate_reasoning is not False,
         opens_reply=request.add_generation_prompt is not False,
         continues_last=bool(request.continue_final_message),
@@ -356,20 +353,11 @@ def _allowed_name(number: int, tool: object) -> str:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class AskedThinking:
-    """What a request asks for. thinking: None = as the template does. budget: None = no limit. is_hint: a budget that cannot be kept is noted,
-    not refused. notes: fields that had no effect, or another value."""
+def asked_thinking(request: ChatCompletionRequest) -> tuple[dict[str, Any], list[str]]:
+    """What the fields of a chat mean together, as fields of a `Conversation`, and those that had no effect, or another value.
 
-    effort: str | None
-    thinking: bool | None
-    budget: int | None
-    is_hint: bool
-    notes: tuple[str, ...]
-
-
-def asked_thinking(request: ChatCompletionRequest) -> AskedThinking:
-    """What the fields of a chat mean together. Raises RequestError that names the one at fault."""
+    Raises RequestError that names the one at fault.
+    """
     reasoning, thinking = request.reasoning or ReasoningFields(), request.thinking or ThinkingFields()
     ignored = {
         "reasoning.summary": reasoning.summary,
@@ -397,7 +385,8 @@ def asked_thinking(request: ChatCompletionRequest) -> AskedThinking:
             switch = True if switch is None and effort is None else switch
         elif budget != value:
             notes.append(f"{name}={budget}")
-    return AskedThinking(effort, switch, budget, is_hint, tuple(notes))
+    asked = {"effort": effort, "thinking": switch, "thinking_budget": budget, "budget_is_hint": is_hint}
+    return asked, notes
 
 
 def _switch(request: ChatCompletionRequest, reasoning: ReasoningFields, thinking: ThinkingFields) -> bool | None:

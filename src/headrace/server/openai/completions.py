@@ -6,6 +6,8 @@ to a thread.
 
 import math
 import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,28 +16,27 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import ServingContext
+from headrace.server.context import Asker
 from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import encode_json
 from headrace.server.openai.base import NOT_ENDED, ChunkWriter, Generation, OpenAIServingBase, Usage
 from headrace.server.openai.fields import AskedGrammar, check_num_logprobs
 from headrace.server.openai.logprobs import LegacyLogprobs, new_logprobs, prompt_logprobs
-from headrace.server.openai.protocol import CompletionRequest
+from headrace.server.openai.protocol import AS_MANY_AS_FIT, CompletionRequest
 from headrace.server.output_limit import OutputLimit
+
+DEFAULT_TOKENS = 16
+"""The limit of a reply whose request gives none, as OpenAI's API has it."""
 
 
 class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[CompletionRequest]]):
     """Handler of /v1/completions."""
 
+    request_type = CompletionRequest
     id_prefix = "cmpl-"
     prompt_field = "prompt"
-    default_max_tokens = 16
 
-    def __init__(self, context: ServingContext) -> None:
-        super().__init__(context, CompletionRequest)
-
-    def validate(self, request: CompletionRequest) -> None:
-        """Raises RequestError for echo, best_of and logprobs beyond what is possible."""
+    def _check(self, request: CompletionRequest) -> None:
         if split_prompt(request.prompt)[0] is not None:
             self.context.check_tokenizer("prompt")
         if request.echo:
@@ -44,14 +45,13 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
                 raise RequestError("echo with a suffix needs a prompt of text", "echo")
         if request.logprobs is not None:
             self.context.check_tokenizer("logprobs")
-        if request.num_candidates < request.num_samples:
-            message = f"best_of must be at least n ({request.num_samples}), got {request.num_candidates}"
-            raise RequestError(message, "best_of")
-        if request.num_candidates > request.num_samples and request.stream:
-            message = (
-                f"best_of must equal n ({request.num_samples}) in a stream: the best is known only when all have ended"
+        made, wanted = request.num_candidates, request.num_samples
+        if made < wanted:
+            raise RequestError(f"best_of must be at least n ({wanted}), got {made}", "best_of")
+        if made > wanted and request.stream:
+            raise RequestError(
+                f"best_of must equal n ({wanted}) in a stream: the best is known only when all have ended", "best_of"
             )
-            raise RequestError(message, "best_of")
         check_num_logprobs("logprobs", request.logprobs)
 
     async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
@@ -59,6 +59,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
 
         With a suffix, the prompt is what stands before the text that is wanted.
         """
+        self._check(request)
         text, ids = split_prompt(request.prompt)
         middle = await middle_of(self.context, request.suffix) if request.suffix else None
         if ids is not None:
@@ -93,8 +94,21 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         call = GenerateReqInput(text=text, input_ids=ids, sampling_params=sampling, rid=generation_id, **fields)
         return Generation(request, call, generation_id, limit)
 
+    async def updates(
+        self, asker: Asker, generation: Generation[CompletionRequest]
+    ) -> AsyncGenerator[SampleUpdate, None]:
+        """See OpenAIServingBase."""
+        unbounded = generation.request.output_limit == AS_MANY_AS_FIT
+        limit = self.context.model.context_length if unbounded else DEFAULT_TOKENS
+        news = self.context.frontend.generate_request(
+            generation.call, default_max_new_tokens=generation.limit.default(limit), caller=asker.caller
+        )
+        async with aclosing(news):
+            async for update in news:
+                generation.limit.watch(update)
+                yield update
+
     def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
-        """Each prompt truncated as requested."""
         length = self.context.model.context_length
         if not ids or not isinstance(ids[0], list):
             return [*request.truncated(cast("list[int]", ids), length)]
@@ -136,7 +150,6 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         return self.context.model.tokenizer.decode(self.prompt_ids(generation, index), skip)
 
     def choice_logprobs(self, generation: Generation[CompletionRequest]) -> LegacyLogprobs:
-        """For one choice, see `LegacyLogprobs`."""
         skip, as_id = generation.request.skip_special_tokens is not False, generation.request.return_tokens_as_token_ids
         return LegacyLogprobs(self.context.model.tokenizer, skip, bool(as_id))
 
@@ -170,7 +183,6 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         return choice
 
     def chunk_writer(self, generation: Generation[CompletionRequest]) -> "CompletionChunks":
-        """See `CompletionChunks`."""
         return CompletionChunks(self, generation)
 
 

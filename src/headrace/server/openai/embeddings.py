@@ -29,8 +29,6 @@ class EmbeddingRequest(PooledRequest, frozen=True, kw_only=True, forbid_unknown_
 
 
 class EmbeddingItem(msgspec.Struct, frozen=True):
-    """An element of `data`."""
-
     object: Literal["embedding"]
     index: int
     embedding: str | list[float]
@@ -40,8 +38,6 @@ _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 
 
 class EmbeddingServing:
-    """The handler."""
-
     def __init__(self, context: ServingContext) -> None:
         self.context = context
 

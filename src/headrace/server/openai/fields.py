@@ -101,7 +101,6 @@ class AskedGrammar:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The runtime's field."""
         is_loose = self.kind == "json_schema" and not self.is_strict
         return {self.kind: with_one_of_as_any_of(self.value) if is_loose else self.value}
 
@@ -251,7 +250,6 @@ class StructuredFields(SharedFields, frozen=True, kw_only=True):
 
 
 def ollamas_format(given: str | Schema | None) -> object:
-    """The schema that `format` means. Raises RequestError."""
     if isinstance(given, str) and given not in ("", "json"):
         raise RequestError(f'format must be "json" or a JSON schema (an object), got {given[:50]!r}', "format")
     return _JSON_OBJECT if given == "json" else given

@@ -141,7 +141,6 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a usage chunk ends the stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -156,7 +155,6 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def noted(self) -> list[str]:
-        """Fields of the request that have no effect."""
         return without_effect(self, self.NOTED)
 
     @property
@@ -355,7 +353,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the reply has the reasoning."""
         return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
 

@@ -104,13 +104,11 @@ class _Messages:
             last["reasoning_content"] = "\n".join(self._thoughts)
 
     def _open(self, message: Message) -> None:
-        """Begin the next message."""
         self.close()
         self.messages.append(message)
         self._contents, self._thoughts, self._call_ids, self._acted = [], [], set(), False
 
     def read(self, where: str, item: Item) -> None:
-        """The next item."""
         match item.get("type") or "message":
             case "message":
                 self._message(where, item)
@@ -145,7 +143,6 @@ class _Messages:
 
     @property
     def _role(self) -> str | None:
-        """Who says the last message."""
         return str(self.messages[-1]["role"]) if self.messages else None
 
     def _message(self, where: str, item: Item) -> None:
@@ -195,7 +192,6 @@ class _Messages:
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """The name under which the model sees a tool of a namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"

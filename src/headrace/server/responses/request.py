@@ -129,7 +129,6 @@ def sampling_of(request: ResponsesRequest) -> SamplingParams:
 
 
 def _schema_of(text_format: TextFormat) -> object:
-    """The schema that `text.format` asks for; None = none. Raises RequestError."""
     if text_format.type == "json_schema":
         return required_schema("text.format.schema", text_format.schema)
     if not is_empty(text_format.schema):
@@ -139,7 +138,6 @@ def _schema_of(text_format: TextFormat) -> object:
 
 
 def is_server_run(tool: Mapping[str, object]) -> bool:
-    """Whether only the tool's vendor can run it."""
     kind = tool.get("type")
     return isinstance(kind, str) and kind in SERVER_RUN
 

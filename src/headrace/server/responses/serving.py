@@ -63,7 +63,6 @@ class ResponsesAPI:
         self._skipped_tools, self._noted = skipped_tools(), noted_fields()
 
     async def create(self, exchange: Exchange) -> None:
-        """Make a response. Errors name the fields as this API spells them."""
         request = await exchange.read_json(self._decoder)
         try:
             await self._answer(exchange, request)
@@ -123,7 +122,6 @@ class ResponsesAPI:
         await exchange.reply_json(reply.response(), headers=headers())
 
     async def get(self, exchange: Exchange) -> None:
-        """A kept response."""
         query = exchange.read_query(GetQuery)
         stored = self._stored(exchange)
         if query.stream or query.starting_after is not None:
@@ -132,7 +130,6 @@ class ResponsesAPI:
         await exchange.reply_json(msgspec.Raw(stored.response))
 
     async def delete(self, exchange: Exchange) -> None:
-        """Forget a kept response."""
         response_id = exchange.path_param("id")
         self.store.delete(owner_of(exchange), response_id)
         await exchange.reply_json({"id": response_id, "object": "response", "deleted": True})
