@@ -1,7 +1,5 @@
-"""What the chat and completion routes share: validating, converting, streaming, counting tokens, naming errors.
-
-Owns `OpenAIServingBase` and the walk from updates of samples to choices. The shapes of the replies are the
-subclasses'. Runs in the event loop that serves HTTP.
+"""What the chat and completion routes share: checking, converting, streaming, counting tokens, naming errors. The shapes of the replies are the
+subclasses' of `OpenAIServingBase`. Runs in the event loop that serves HTTP.
 """
 
 import re
@@ -286,7 +284,8 @@ class ChunkWriter(ABC):
         self.no_usage = b',"usage":null' if generation.request.wants_usage else b""
         self.choice_tail = b"}]%b}\n\n" % self.no_usage
         self.wants_ids = bool(generation.request.return_token_ids)
-        self.counts_everywhere = generation.request.wants_usage_everywhere
+        options = generation.request.stream_options
+        self.counts_everywhere = bool(self.no_usage and options is not None and options.continuous_usage_stats)
 
     def tail(self, update: SampleUpdate, with_ids: bool = True, in_choice: bytes = b"", beside: bytes = b"") -> bytes:
         """The end of a chunk made from `update`: its token ids and the counts so far, if requested.

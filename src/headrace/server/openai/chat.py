@@ -1,7 +1,5 @@
-"""Chat completions: `POST /v1/chat/completions`.
-
-Owns the chat chunks and the reply. `chat_request` checks the messages and tools; `server/chat/` renders, tokenizes and reads the output.
-Runs in the event loop that serves HTTP.
+"""Chat completions: `POST /v1/chat/completions`. Owns the chunks and the reply; `chat_request` checks the messages and tools, `server/chat/` renders,
+tokenizes and reads the output. Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import AsyncGenerator
@@ -9,12 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
-from headrace.server.chat.conversation import unsupported
+from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.chat.custom_tools import InputReader, input_of
 from headrace.server.context import Asker
 from headrace.server.http import encode_json
@@ -78,13 +75,14 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         self.context.check_tokenizer("messages")
         refuse_unsupported(request)
         if request.add_special_tokens:
-            field = "add_special_tokens"
-            raise unsupported(field, f"{field} cannot be set: the chat template adds them")
+            raise unsupported("add_special_tokens", "cannot be set: the chat template adds them")
         if request.continue_final_message and request.add_generation_prompt:
-            message = "add_generation_prompt and continue_final_message exclude each other: the last message goes on, or a new one begins"
-            raise RequestError(message, "add_generation_prompt")
+            raise refused(
+                "add_generation_prompt",
+                "and continue_final_message exclude each other: the last message goes on, or a new one begins",
+            )
         if request.top_logprobs and not request.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+            raise refused("top_logprobs", "needs logprobs: true")
         check_num_logprobs("top_logprobs", request.top_logprobs)
 
     async def convert(self, request: ChatCompletionRequest) -> ChatGeneration:

@@ -1,7 +1,5 @@
-"""Text completions: `POST /v1/completions`.
-
-Owns the legacy logprobs shape, echo and the text chunks. Runs in the event loop that serves HTTP; long work on texts goes
-to a thread.
+"""Text completions: `POST /v1/completions`. Owns echo and the text chunks. Runs in the event loop that serves HTTP; long work on texts goes to a
+thread.
 """
 
 import math
@@ -16,6 +14,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
+from headrace.server.chat.conversation import refused
 from headrace.server.context import Asker
 from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import encode_json
@@ -42,16 +41,14 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         if request.echo:
             self.context.check_tokenizer("echo")
             if request.suffix and split_prompt(request.prompt)[0] is None:
-                raise RequestError("echo with a suffix needs a prompt of text", "echo")
+                raise refused("echo", "with a suffix needs a prompt of text")
         if request.logprobs is not None:
             self.context.check_tokenizer("logprobs")
         made, wanted = request.num_candidates, request.num_samples
         if made < wanted:
-            raise RequestError(f"best_of must be at least n ({wanted}), got {made}", "best_of")
+            raise refused("best_of", f"must be at least n ({wanted}), got {made}")
         if made > wanted and request.stream:
-            raise RequestError(
-                f"best_of must equal n ({wanted}) in a stream: the best is known only when all have ended", "best_of"
-            )
+            raise refused("best_of", f"must equal n ({wanted}) in a stream: the best is known only when all have ended")
         check_num_logprobs("logprobs", request.logprobs)
 
     async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
@@ -75,7 +72,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             texts, alone = [text] if isinstance(text, str) else text, middle is None
             tokenizer = self.context.model.tokenizer
             if alone and not all(texts):
-                raise RequestError("prompt: a prompt is empty", "prompt")
+                raise refused("prompt", ": a prompt is empty")
             rows = await self.context.in_text_thread(lambda: tokenizer.encode_batch(texts, begins and alone, alone))
             ids = self._truncated([*rows[0]] if isinstance(text, str) else [*rows], request)
             text = None
@@ -269,9 +266,9 @@ def split_prompt(
     if isinstance(prompt, str):
         return prompt, None
     if not prompt:
-        raise RequestError("prompt is empty", "prompt")
+        raise refused("prompt", "is empty")
     texts = [item for item in prompt if isinstance(item, str)]
     ids = [item for item in prompt if not isinstance(item, str)]
     if texts and ids:
-        raise RequestError("prompt mixes texts and token ids", "prompt")
+        raise refused("prompt", "mixes texts and token ids")
     return (texts, None) if texts else (None, ids)

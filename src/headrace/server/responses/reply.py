@@ -1,7 +1,5 @@
-"""The response object and the stream that leads to it: events of the model's output as items, and as the events of the stream.
-
-Owns the shapes of output items, the fields of the object, its status, and the first and last events of a stream. A reply that is not streamed is
-written in the same way, and only its frames are dropped. Runs in the event loop that serves HTTP.
+"""The response object and the stream that leads to it: events of the model's output as items, and as the events of the stream. A reply that is not
+streamed is written in the same way, and only its frames are dropped. Runs in the event loop that serves HTTP.
 """
 
 import time
