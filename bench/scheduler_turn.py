@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.program import parser_of, write_report
-from headrace.cache.allocator import PageAllocator
+from headrace.cache.base import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.garbage import freeze
 from headrace.messages.channel import Message
@@ -28,8 +28,7 @@ from headrace.messages.requests import (
 )
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.sampling.params import ResolvedSamplingParams
-from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.kv_part import KvPart
+from headrace.scheduler.kv_manager import KVManager, KvPart
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state import SchedulerConfig
 

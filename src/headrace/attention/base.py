@@ -61,7 +61,6 @@ class KvPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
 
@@ -126,7 +125,6 @@ class OwnRows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its own."""
         return int(self.tokens.stop) - int(self.tokens.start)
 
     def of_reads(self, reads: ReadTokens) -> tuple[slice, ReadTokens]:
@@ -250,3 +248,16 @@ class RotatingBackend(AttentionBackend):
 
         cos, sin: float32[max_positions, rotary_dim / 2]. q and k are clobbered.
         """
+
+
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability (major, minor): Ada, Hopper and later."""
+
+
+def reasons_against_fp8(device: str) -> list[str]:
+    """Why devices of this type do not support fp8; empty if they do."""
+    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+        return [
+            f"the GPU has no fp8: its compute capability {torch.cuda.get_device_capability()} is below {_FP8_CAPABILITY}"
+        ]
+    return []

@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
-from headrace.attention.fp8 import reasons_against_fp8
+from headrace.attention.base import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    KvPool,
+    KvShape,
+    StepRows,
+    reasons_against_fp8,
+    zero_filled,
+)
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels import PAGE_SIZE
 
@@ -35,7 +42,6 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """See `AttentionBackend.reasons_against`."""
         reasons = []
         if needs.device != "cuda":
             reasons.append(f"it runs on CUDA only, not on {needs.device}")
@@ -99,7 +105,6 @@ class FlashInferAttention(AttentionBackend):
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         k_pages, v_pages = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         slots = self._rows.out_slots.long()
         k_pages.view(-1, *k_pages.shape[2:])[slots] = k.to(k_pages.dtype)

@@ -37,7 +37,6 @@ class TorchNativeAttention(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """See `AttentionBackend.reasons_against`."""
         reasons = []
         if needs.kv_cache_dtype in ("int8", "int16") and needs.head_dim % 4:
             reasons.append(
@@ -67,11 +66,9 @@ class TorchNativeAttention(AttentionBackend):
         return self._pool
 
     def prepare(self, rows: StepRows) -> None:
-        """Remember the rows."""
         self._rows = rows
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if k_cache.dtype == torch.int8:
             q, k = rotate_heads(q.float()), rotate_heads(k.float())
@@ -80,20 +77,16 @@ class TorchNativeAttention(AttentionBackend):
         _write(v_cache, self._rows.out_slots, v)
         attend = attend_tiled if q.device.type == "cpu" else attend_whole
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        begin = 0
+        begin, last_keys = 0, self._rows.last_keys
         for row, (start, count) in enumerate(zip(self._rows.starts, self._rows.counts, strict=True)):
             slots = self._rows.slots[row, : start + count]
-            last = self._last_keys(begin, start, count)
+            if last_keys is None:
+                last = torch.arange(start, start + count, device=self._rows.positions.device)
+            else:
+                last = last_keys[begin : begin + count].long()
             out[begin : begin + count] = attend(q[begin : begin + count], k_cache, v_cache, slots, start, layer, last)
             begin += count
         return out.view(q.shape[0], -1)
-
-    def _last_keys(self, begin: int, start: int, count: int) -> torch.Tensor:
-        """int64[count]: what each query of a row sees last."""
-        given = self._rows.last_keys
-        if given is not None:
-            return given[begin : begin + count].long()
-        return torch.arange(start, start + count, device=self._rows.positions.device)
 
 
 def attend_tiled(

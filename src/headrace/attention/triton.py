@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, RotatingBackend, StepRows, zero_filled
-from headrace.attention.fp8 import reasons_against_fp8
+from headrace.attention.base import (
+    AttentionLayerSpec,
+    KvPool,
+    KvShape,
+    RotatingBackend,
+    StepRows,
+    reasons_against_fp8,
+    zero_filled,
+)
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.registry import triton_why_not
 
@@ -37,7 +44,6 @@ class TritonAttention(RotatingBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """See `AttentionBackend.reasons_against`."""
         reason = triton_why_not(needs.device)
         reasons = [reason] if reason else []
         least, most = _HEAD_DIMS
@@ -94,7 +100,6 @@ class TritonAttention(RotatingBackend):
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
         self._kernels.write_kv(k, v, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)
@@ -108,7 +113,6 @@ class TritonAttention(RotatingBackend):
         sin: torch.Tensor,
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """See `RotatingBackend.forward_rotating`."""
         k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
         self._kernels.rotate_write_kv(q, k, v, self._positions, cos, sin, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)

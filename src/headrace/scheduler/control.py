@@ -126,22 +126,18 @@ class Operations:
         return FlushCacheReply(True, "the cache has been flushed")
 
     def internal_state(self, request: InternalStateReq) -> InternalState:
-        """Current counters and pool accounting."""
         return internal_state(self._state, self._receiver.dropped_frames)
 
     def check_health(self, request: HealthCheckReq) -> HealthCheckReply:
-        """The loop is running."""
         gate = self._state.gate
         return HealthCheckReply(bool(self._state.running), gate.holds or gate.draining)
 
     def cache_tree(self, request: CacheTreeQuery) -> CacheTree:
-        """The outline of the prefix cache."""
         kv = self._state.kv
         nodes = kv.outline(request.max_depth, request.max_nodes)
         return CacheTree(self._state.config.replica, kv.num_nodes, kv.num_cached_tokens, nodes)
 
     def slow_down(self, request: SlowDownBody) -> str:
-        """Sleep after each step from now on."""
         self.sleep_s = request.forward_sleep_time or 0.0
         return f"the scheduler sleeps {self.sleep_s:g} s after each step" if self.sleep_s else "full speed"
 
@@ -151,7 +147,6 @@ class Operations:
         return self._profile(ProfileReq(True, request.output_dir or "", request.num_steps or 0, names))
 
     def stop_profile(self, request: Nothing) -> ProfileReply:
-        """Write the trace, or reply why not."""
         return self._profile(ProfileReq(False))
 
     def _profile(self, request: ProfileReq) -> ProfileReply:
@@ -161,12 +156,10 @@ class Operations:
             return ProfileReply(False, error.message)
 
     def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """Start, stop or return the count of chosen experts. Raises RequestError."""
         return self._worker.experts.handle(request)
 
 
 def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
-    """Current counters and pool accounting."""
     counters = state.counters
     return InternalState(
         pool=state.kv.state(),

@@ -48,8 +48,7 @@ from headrace.messages.weights import (
     WorkerOperation,
 )
 from headrace.scheduler import control
-from headrace.scheduler.drain import is_drained
-from headrace.scheduler.retract import retract_all
+from headrace.scheduler.retract import is_drained, retract_all
 from headrace.scheduler.state import SchedulerState
 
 logger = get_logger(__name__)
