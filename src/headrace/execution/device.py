@@ -104,12 +104,10 @@ class CudaDevice:
         self._pool = torch.cuda.graph_pool_handle()
 
     def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Device`."""
         staged = torch.from_numpy(values).pin_memory()
         return staged.to(self._device, non_blocking=True) if out is None else out.copy_(staged, non_blocking=True)
 
     def download(self, values: torch.Tensor) -> Download:
-        """See `Device`."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         done = torch.cuda.Event()
@@ -121,7 +119,6 @@ class CudaDevice:
         return _CudaDownload(host, done)
 
     def record(self) -> Event:
-        """See `Device`."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return _CudaEvent(event)

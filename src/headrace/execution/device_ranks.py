@@ -13,8 +13,8 @@ for its device (`WatchedDevice`).
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from contextlib import AbstractContextManager
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,94 +25,35 @@ from headrace.errors import ExecutionError
 from headrace.execution.device import Device, Download, Event, Graph, upload_parts
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.queued_step import Followers, StepQueue
 from headrace.execution.ranks import LeaderRunner
-from headrace.execution.step_queue import StepQueue
-from headrace.messages.lora import Adapters
 from headrace.messages.rank_step import QueuedKind, RankCapture, late_rows
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 from headrace.sampling.draw import greedy_ids
 
 
-class Followers(Protocol):
-    """The other ranks, as the leader's queued steps see them. All but `turn` is called within a turn. adapters: of all ranks."""
-
-    @property
-    def adapters(self) -> Adapters: ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """What a step, and what comes between two steps, runs in: see `Turn`."""
-
-    def add(self, plan: ModelWorkerBatch) -> None:
-        """See `ModelRunner.add`."""
-
-    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
-        """See `ModelRunner.begin`; they queue the step, too, or run it whole."""
-
-    def share(self, ids: torch.Tensor) -> None:
-        """Queue the sending of the step's ids int64[R], those of constrained rows aside."""
-
-    def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
-        """Queue the sending of further ids int64[n] of the last step; where they go."""
-
-    def capture(self) -> None:
-        """They capture their graphs, as the leader is about to."""
-
-
-class NoFollowers:
-    """`Followers` of a model on one device. runner: of it."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.adapters = runner.adapters
-        self._runner = runner
-
-    def turn(self) -> AbstractContextManager[None]:
-        """See `Followers`."""
-        return nullcontext()
-
-    def add(self, plan: ModelWorkerBatch) -> None:
-        """See `Followers`."""
-        self._runner.add(plan)
-
-    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
-        """See `Followers`."""
-        self._runner.begin(plan)
-
-    def share(self, ids: torch.Tensor) -> None:
-        """See `Followers`."""
-
-    def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
-        """See `Followers`."""
-
-    def capture(self) -> None:
-        """See `Followers`."""
-
-
-class LeaderFollowers:
-    """The `Followers` of a `LeaderRunner`."""
+class LeaderFollowers(Followers):
+    """Those of a `LeaderRunner`."""
 
     def __init__(self, leader: LeaderRunner, devices: DeviceGroup) -> None:
+        super().__init__(leader.runner)
         self.adapters = leader.adapters
         self._leader = leader
         self._devices = devices
 
     def turn(self) -> AbstractContextManager[None]:
-        """See `Followers`."""
         return self._leader.in_turn()
 
     def add(self, plan: ModelWorkerBatch) -> None:
-        """See `Followers`."""
         self._leader.add(plan)
 
     def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
-        """See `Followers`."""
         self._leader.begin(plan, kind)
 
     def share(self, ids: torch.Tensor) -> None:
-        """See `Followers`."""
         self._devices.broadcast(ids)
 
     def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
-        """See `Followers`."""
         try:
             self._leader.tell(late_rows(seqs, positions))
             self._devices.broadcast(ids)
@@ -121,7 +62,6 @@ class LeaderFollowers:
             raise
 
     def capture(self) -> None:
-        """See `Followers`."""
         self._leader.tell(RankCapture())
 
     def greedy_ids(self, logits: torch.Tensor) -> torch.Tensor:
@@ -145,19 +85,16 @@ class FollowerQueue:
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
-        """See `QueuedPart`."""
         self._steps.run(plan, kind)
 
     @torch.inference_mode()
     def write_late(self, seqs: Int32Array, positions: Int32Array) -> None:
-        """See `QueuedPart`."""
         at_seqs, at_positions = upload_parts(self._device, [part.astype(np.int64) for part in (seqs, positions)])
         ids = torch.empty_like(at_seqs)
         self._devices.broadcast(ids)
         self._tokens.index_put_((at_seqs, at_positions), ids.clamp(min=0))
 
     def capture(self) -> None:
-        """See `QueuedPart`."""
         assert self._graphs is not None, "the leader has graphs and this rank has none"
         self._graphs.capture()
 
@@ -184,7 +121,6 @@ class WatchedDevice:
         self._on_broken = on_broken
 
     def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Device`."""
         return self._device.upload(values, out)
 
     def download(self, values: torch.Tensor) -> Download:
@@ -192,11 +128,9 @@ class WatchedDevice:
         return _WatchedDownload(self._device.download(values), self)
 
     def record(self) -> Event:
-        """See `Device`."""
         return self._device.record()
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """See `Device`."""
         return self._device.capture(run)
 
     def settle(self) -> None:

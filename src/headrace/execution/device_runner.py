@@ -18,12 +18,19 @@ import numpy as np
 import torch
 
 from headrace.execution.device import Device, Download
-from headrace.execution.device_ranks import Followers, NoFollowers
 from headrace.execution.forward_batch import cumulative, token_places
 from headrace.execution.graphs import GraphPool, VerifiedStep, num_right
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.queued_step import Busy, ConstrainedStep, Done, GuessingStep, QueuedStep, Unmasked
-from headrace.execution.step_queue import StepQueue
+from headrace.execution.queued_step import (
+    Busy,
+    ConstrainedStep,
+    Done,
+    Followers,
+    GuessingStep,
+    QueuedStep,
+    StepQueue,
+    Unmasked,
+)
 from headrace.execution.worker import Pending
 from headrace.messages.rank_step import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, ragged
@@ -41,7 +48,6 @@ class QueuedVerification:
     chosen: Download
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         ids, right = self.chosen.wait()
         firsts = cumulative(self.plan.counts)[:-1]
         found = [ids[first : first + count + 1].tolist() for first, count in zip(firsts, right[firsts], strict=True)]
@@ -123,7 +129,7 @@ class DeviceRunner:
         self.runner = runner
         self.graphs = graphs
         self._device = device
-        self._followers = followers or NoFollowers(runner)
+        self._followers = followers or Followers(runner)
         self.adapters = self._followers.adapters
         self._steps = StepQueue(runner, device, graphs, self._pick)
         self._busy = Busy()
@@ -136,7 +142,6 @@ class DeviceRunner:
         self._constrained: ConstrainedStep | None = None
 
     def rest(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.rest`."""
         self.runner.rest(left)
 
     def capture(self) -> None:

@@ -17,14 +17,14 @@ it attends, so a draft sees the drafts before it, and how many tokens a sequence
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from headrace.attention.base import AttentionBackend, StepRows
 from headrace.execution.device import Device, Graph
-from headrace.execution.forward_batch import cumulative, token_places
-from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.forward_batch import SequenceTable, cumulative, token_places
 from headrace.log import get_logger
 from headrace.messages.step import MOST_VERIFIED, Int32Array
 from headrace.models.spec import CausalLM
@@ -143,22 +143,16 @@ class GraphPool:
         self._greedy = torch.zeros(largest, dtype=torch.int64, device=on)
         self._drafts, self._right = torch.zeros(2, max((*verifying_sizes, 0)), dtype=torch.int64, device=on)
         self._row_starts = torch.arange(largest + 1, dtype=torch.int32, device=on)
-        self._graphs: dict[int, Graph] = {}
-        self._verifying: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}  # by size, and whether they verify
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every size, the largest first. To be repeated when the weights have moved."""
         self._graphs.clear()
-        self._verifying.clear()
         kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.verifying_sizes]
         for size, verifies in sorted(kinds, reverse=True):
-            if verifies:
-                self._fill(size, (_NOTHING,) * 4)
-                self._verifying[size] = self._device.capture(lambda size=size: self._verify(size))  # type: ignore[misc]
-            else:
-                self._fill(size, (_NOTHING,) * 3)
-                self._graphs[size] = self._device.capture(lambda size=size: self._step(size))  # type: ignore[misc]
+            self._fill(size, (_NOTHING,) * (4 if verifies else 3))
+            self._graphs[size, verifies] = self._device.capture(partial(self._verify if verifies else self._step, size))
         _logger.debug("captured decode steps of %s rows", ", ".join(map(str, self.sizes)))
         if self.verifying_sizes:
             _logger.debug("captured steps with drafts of %s tokens", ", ".join(map(str, self.verifying_sizes)))
@@ -177,7 +171,7 @@ class GraphPool:
         size = self.size_for(num_rows)
         assert size is not None, (num_rows, self.sizes)
         self._fill(size, (seqs, positions, out_slots))
-        self._graphs[size].replay()
+        self._graphs[size, False].replay()
         at_rows, at_positions, _ = self._inputs[: 3 * size].view(3, size)
         return GraphStep(self._logits[:num_rows], self._greedy[:num_rows], at_rows[:num_rows], at_positions[:num_rows])
 
@@ -189,7 +183,7 @@ class GraphPool:
         assert size is not None, (num_rows, self.verifying_sizes)
         at_seqs, positions = token_places(seqs, starts, counts, cumulative(counts))
         self._fill(size, (at_seqs, positions, out_slots, np.repeat(starts + counts - 1, counts) - positions))
-        self._verifying[size].replay()
+        self._graphs[size, True].replay()
         of_rows = self._inputs[: 4 * size].view(4, size)[:, :num_rows]
         return VerifiedStep(
             logits=self._logits[:num_rows],

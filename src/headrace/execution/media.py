@@ -66,17 +66,14 @@ class MediaRows:
 
     @property
     def num_slices(self) -> int:
-        """See `MediaEncoder.num_slices`."""
         return self._encoder.num_slices
 
     @property
     def num_deep(self) -> int:
-        """See `MediaEncoder.num_deep`."""
         return self._encoder.num_deep
 
     @property
     def sees_ahead(self) -> bool:
-        """See `MediaEncoder.sees_ahead`."""
         return self._encoder.sees_ahead
 
     def work(self, work: EncodeWork) -> Encoded:

@@ -16,11 +16,10 @@ import torch
 from headrace.attention.base import AttentionBackend, ReadTokens
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.execution.device import upload_parts
-from headrace.execution.forward_batch import ForwardBatch, last_tokens
+from headrace.execution.forward_batch import ForwardBatch, SequenceTable, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.pooling import PooledRows
-from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
@@ -80,21 +79,17 @@ class Peers(Protocol):
 
     def settle(self) -> None:
         """Wait until nothing that is queued on a device waits for them: values are read next."""
+        return
 
     def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
         """These tokens were written to the token buffer: ids[i] at positions[i] of sequence seqs[i]."""
+        return
 
 
-class _NoPeers:
-    """`Peers` of a whole model."""
+class _NoPeers(Peers):
+    """Those of a whole model."""
 
     only_peaks = False
-
-    def settle(self) -> None:
-        """See `Peers`."""
-
-    def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
-        """See `Peers`."""
 
 
 def logits_shape(max_seqs: int, vocab_size: int) -> tuple[int, int]:
@@ -142,7 +137,6 @@ class ModelRunner:
 
     @property
     def adapters(self) -> Adapters:
-        """What the scheduler loads adapters with."""
         return self.loras
 
     @torch.inference_mode()

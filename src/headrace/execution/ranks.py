@@ -56,31 +56,23 @@ class OtherRanks(Protocol):
 
     def check(self) -> None:
         """Raises the error of one that has ended instead of loading its part."""
+        return
 
     def wait_loaded(self) -> None:
         """Wait until all have their weights, where they have been told that this is waited for. Raises the error of one that cannot load."""
+        return
 
     def wait_ready(self) -> None:
         """Wait until all can run steps, and watch them from then on. Raises the error of one that cannot."""
+        return
 
     def give_up(self, reason: str) -> None:
         """End every rank: they no longer agree on where they are."""
+        return
 
 
-class _NoOtherRanks:
-    """`OtherRanks` of a whole model."""
-
-    def check(self) -> None:
-        """See `OtherRanks`."""
-
-    def wait_loaded(self) -> None:
-        """See `OtherRanks`."""
-
-    def wait_ready(self) -> None:
-        """See `OtherRanks`."""
-
-    def give_up(self, reason: str) -> None:
-        """See `OtherRanks`."""
+class _NoOtherRanks(OtherRanks):
+    """Those of a whole model."""
 
 
 NO_OTHER_RANKS: OtherRanks = _NoOtherRanks()
@@ -109,7 +101,6 @@ class LeaderRunner:
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """See `ModelRunner.run`."""
         with self.in_turn():
             self.add(plan)
             self.begin(plan, "whole")
@@ -133,7 +124,6 @@ class LeaderRunner:
             return self.runner.finish(begun)
 
     def rest(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.rest`."""
         self.runner.rest(left)
 
     @contextlib.contextmanager
@@ -206,7 +196,6 @@ class _StartedStep:
     begun: Begun
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         return self.leader.finish(self.begun)
 
 
@@ -223,33 +212,22 @@ class QueuedPart(Protocol):
         """Capture its graphs."""
 
 
-class _NothingQueued:
-    """`QueuedPart` on a CPU."""
-
-    def run(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
-        """See `QueuedPart`."""
-        raise AssertionError(f"step {plan.step} was queued ({kind}) without a device")
-
-    def write_late(self, seqs: Int32Array, positions: Int32Array) -> None:
-        """See `QueuedPart`."""
-        raise AssertionError(f"{len(seqs)} ids come late without a device")
-
-    def capture(self) -> None:
-        """See `QueuedPart`."""
-        raise AssertionError("there is no device whose graphs could be captured")
-
-
 class FollowerRunner:
     """Runs this rank's part of the leader's steps, with `runner`. weights: of its part of the model. profiler: of its steps. queued: on a device,
     its part of the steps that are queued there."""
 
     def __init__(self, runner: ModelRunner, rank: Rank, weights: ModelWeights, profiler: StepProfiler) -> None:
         self.runner = runner
-        self.queued: QueuedPart = _NothingQueued()
+        self.queued: QueuedPart | None = None
         self._group = group_of(rank)
         self._profiler = profiler
         self._jobs = FollowerJobs(self._group, runner.loras, weights, profiler, runner.table.tokens.device)
         self._started: deque[Begun] = deque()
+
+    @property
+    def _on_device(self) -> QueuedPart:
+        assert self.queued is not None, "a step was queued without a device"
+        return self.queued
 
     def follow(self) -> None:
         """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
@@ -259,9 +237,9 @@ class FollowerRunner:
                     with self._profiler.step(message.step):
                         self._run_step(message)
                 case RankLateRows():
-                    self.queued.write_late(*places_of(message))
+                    self._on_device.write_late(*places_of(message))
                 case RankCapture():
-                    self.queued.capture()
+                    self._on_device.capture()
                 case RankFinish():
                     if self.runner.stage.is_first:
                         self._finish(self._started.popleft(), message.only_peaks)
@@ -277,7 +255,7 @@ class FollowerRunner:
         if step.kind == "none":
             return
         if step.kind != "whole":
-            self.queued.run(plan, step.kind)
+            self._on_device.run(plan, step.kind)
             return
         begun = runner.start(plan)
         if runner.stage.is_whole:

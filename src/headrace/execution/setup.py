@@ -29,9 +29,8 @@ from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_thr
 from headrace.execution.memory import available_bytes, check_pool_fits
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.released import DraftMemory
-from headrace.execution.save_weights import WeightSaver
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
-from headrace.execution.weight_cache import Progress, WeightCache, open_cache
+from headrace.execution.weight_files import Progress, WeightCache, WeightSaver, open_cache
 from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu.threads import default_num_threads
@@ -59,7 +58,6 @@ class Setup:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the model runs on the CPU."""
         return self.config.device == "cpu"
 
     def kv_shape(self, stage: Stage) -> KvShape:
@@ -68,7 +66,6 @@ class Setup:
         return kv_shape(self.model_config, dtype, self.placement.attention.shard, stage)
 
     def make_attention(self) -> AttentionBackend:
-        """A fresh backend, still without a pool."""
         config = self.config
         rounded = config.activations == "bfloat16"
         return select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
@@ -184,7 +181,6 @@ def load_checkpoint(
 
 
 def device_facts() -> DeviceFacts:
-    """The devices and kernels available to this process."""
     has_cuda = torch.cuda.is_available()
     reason = native_cpu.why_not()
     return DeviceFacts(
