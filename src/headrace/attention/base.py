@@ -59,6 +59,19 @@ class KvPool:
     num_slots: int
     page_size: int
 
+    @classmethod
+    def zeros(
+        cls,
+        shape: KvShape,
+        sizes: tuple[tuple[int, ...], tuple[int, ...]],
+        num_slots: int,
+        page_size: int,
+        device: torch.device,
+    ) -> "KvPool":
+        """sizes: of the tensors of a layer, for K and for V."""
+        k, v = ([zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)] for size in sizes)
+        return cls(k, v, num_slots, page_size)
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))

@@ -15,7 +15,6 @@ from headrace.attention.base import (
     PagedKv,
     ReadTokens,
     StepRows,
-    zero_filled,
 )
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.cpu import why_not
@@ -109,12 +108,7 @@ class CpuAttention(AttentionBackend):
         num_pages = -(-num_slots // kernels.PAGE_SIZE)
         k_shape, v_shape = kernels.kv_cache_shapes(num_pages, shape.num_kv_heads, shape.head_dim, shape.dtype)
         self._collected = None if page_size == kernels.PAGE_SIZE else CollectedPages(shape)
-        pool = KvPool(
-            k=[zero_filled(k_shape, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(v_shape, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        pool = KvPool.zeros(shape, (k_shape, v_shape), num_slots, page_size, device)
         rounded = self.rounded and shape.dtype == torch.bfloat16
         self._kv = PagedKv(pool, _no_rows(), torch.empty(0, 0, dtype=torch.int32), rounded)
         return pool

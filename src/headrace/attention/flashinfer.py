@@ -22,7 +22,6 @@ from headrace.attention.base import (
     KvShape,
     StepRows,
     reasons_against_fp8,
-    zero_filled,
 )
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels import PAGE_SIZE
@@ -71,12 +70,7 @@ class FlashInferAttention(AttentionBackend):
         """Zero-filled pages for K and for V of each layer."""
         assert num_slots % page_size == 0, (num_slots, page_size)
         size = (num_slots // page_size, page_size, shape.num_kv_heads, shape.head_dim)
-        self._pool = KvPool(
-            k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        self._pool = KvPool.zeros(shape, (size, size), num_slots, page_size, device)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._pool
 

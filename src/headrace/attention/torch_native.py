@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from headrace import kernels
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.packing import rotate_heads, rotation_size
 
@@ -34,6 +34,8 @@ class TorchNativeAttention(AttentionBackend):
     name = "torch_native"
     verified = frozenset({"cpu", "cuda"})
     sees_ahead = True
+    _pool: KvPool
+    _rows: StepRows
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -48,21 +50,11 @@ class TorchNativeAttention(AttentionBackend):
             reasons.append(f"on {needs.device} its bits depend on the batch")
         return reasons
 
-    def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
-        super().__init__(deterministic=deterministic, rounded=rounded)
-        self._pool: KvPool
-        self._rows: StepRows
-
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
         """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer; int8: head_dim + 4, int16: head_dim + 2."""
         more = 0 if shape.dtype.is_floating_point else _SCALE_BYTES // shape.dtype.itemsize
         size = (num_slots, shape.num_kv_heads, shape.head_dim + more)
-        self._pool = KvPool(
-            k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        self._pool = KvPool.zeros(shape, (size, size), num_slots, page_size, device)
         return self._pool
 
     def prepare(self, rows: StepRows) -> None:

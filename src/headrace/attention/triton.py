@@ -19,7 +19,6 @@ from headrace.attention.base import (
     RotatingBackend,
     StepRows,
     reasons_against_fp8,
-    zero_filled,
 )
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.registry import triton_why_not
@@ -70,12 +69,7 @@ class TritonAttention(RotatingBackend):
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
         """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer."""
         size = (num_slots, shape.num_kv_heads, shape.head_dim)
-        self.pool = KvPool(
-            k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        self.pool = KvPool.zeros(shape, (size, size), num_slots, page_size, device)
         self._num_processors = HOST_PROCESSORS
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count

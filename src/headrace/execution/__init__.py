@@ -6,7 +6,7 @@ how steps run beside the scheduler).
 - A step: forward_batch.py (tables of sequences; a step as tensors), verify.py (rows that sample several tokens), lora.py (adapters in memory, rows
   of a step by adapter), ranks.py (steps of several ranks), rank_jobs.py, rank_operations.py (what they do beside the steps)
 - On a GPU: device_runner.py (how a step runs, also one that verifies guesses), queued_step.py (queues it on the device, and when its constrained rows
-  are sampled), graphs.py (CUDA graphs of decode), device.py (the seam), device_ranks.py (queued steps of several ranks)
+  are sampled), graphs.py (CUDA graphs of decode), device.py (the seam)
 - Vectors instead of tokens: pooling.py (steps of an encoder, results of encoders and decoders)
 - Images: media.py (what the encoder makes of them, in slices, and where it goes)
 - Guesses: build_draft.py, drafting.py (by a model)

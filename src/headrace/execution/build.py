@@ -25,8 +25,7 @@ from headrace.distributed.rank import ALONE, Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build_draft import LoadedDraft, load_draft, make_drafts
-from headrace.execution.device import CudaDevice, Device
-from headrace.execution.device_ranks import FollowerQueue, LeaderFollowers, WatchedDevice, received_ids
+from headrace.execution.device import CudaDevice, Device, WatchedDevice
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.drafting import DeviceDraftSteps, DraftSteps
 from headrace.execution.faults import FaultyEmbeddingRunner, FaultyRunner, FaultySampler
@@ -40,8 +39,16 @@ from headrace.execution.model_runner import ModelRunner
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.pooling import EmbeddingRunner
 from headrace.execution.profiler import ExpertRecorder, StepProfiler
-from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
-from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
+from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights
+from headrace.execution.ranks import (
+    NO_OTHER_RANKS,
+    FollowerQueue,
+    FollowerRunner,
+    LeaderRunner,
+    OtherRanks,
+    group_of,
+    received_ids,
+)
 from headrace.execution.released import DraftMemory
 from headrace.execution.setup import (
     Setup,
@@ -241,9 +248,8 @@ def _build(
     draft = load_draft(setup, model, resources, decisions, tokenize)
     memory = _allocate(setup, model, rank, others, decisions, draft)
     link: Device | None = None if setup.is_cpu else CudaDevice(setup.placement.device)
-    if (
-        link is not None and rank.devices is not None and rank.leads
-    ):  # it does not wait for the device longer than for the other ranks
+    if link is not None and rank.devices is not None and rank.leads:
+        # It does not wait for the device longer than for the other ranks.
         link = WatchedDevice(link, rank.devices, args.rank_timeout_s, others.give_up)
     table = _sequence_table(setup, memory, link, rank)
     vocab_size = setup.model_config.vocab_size
@@ -257,7 +263,7 @@ def _build(
         weights.at_first_update = unmeasured(setup)
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, rank)
-    profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))
+    profiler = StepProfiler(args.profile_dir, f"-rank{rank.number}")
     make_runner = FaultyRunner if args.enable_fault_injection and rank.leads else ModelRunner
     runner = make_runner(
         model,
@@ -281,7 +287,6 @@ def _build(
 def _drafts(
     setup: Setup, model: CausalLM, memory: _Memory, draft: LoadedDraft | None, table: SequenceTable, sampler: Sampler
 ) -> Drafts | None:
-    """What guesses the tokens of `model`; None = nothing."""
     if draft is None:
         return make_drafts(setup.args, sampler, on_host=setup.is_cpu)
     assert memory.draft is not None
@@ -356,7 +361,6 @@ def _needs(setup: Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
 
 
 def _sequence_table(setup: Setup, memory: _Memory, link: Device | None, rank: Rank) -> SequenceTable:
-    """link: None = on the CPU."""
     config = setup.config
     part = rank.number if setup.args.enable_dp_attention else 0
     return SequenceTable(
@@ -385,14 +389,10 @@ def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
 
 def _device_worker(built: _Built, link: Device, resources: ExitStack) -> Worker:
     """The worker of a GPU, with its graphs captured, in every rank. It takes over `resources`. Raises ConfigError."""
-    devices = built.rank.devices
-    followers, greedy = None, greedy_ids
-    if built.leader is not None:
-        assert devices is not None, built.rank
-        followers = LeaderFollowers(built.leader, devices)
-        greedy = followers.greedy_ids
+    leader = built.leader
+    greedy = greedy_ids if leader is None else leader.greedy_ids
     graphs = _graph_pool(built, link, built.setup.model_config.vocab_size, greedy)
-    runner = DeviceRunner(built.runner, link, graphs, followers)
+    runner = DeviceRunner(built.runner, link, graphs, leader)
     if graphs is not None:
         begin = time.perf_counter()
         try:
@@ -403,7 +403,7 @@ def _device_worker(built: _Built, link: Device, resources: ExitStack) -> Worker:
             ) from error
         count = len(graphs.sizes) + len(graphs.verifying_sizes)
         _logger.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - begin)
-        built.weights.moved = graphs.capture if devices is None else runner.capture_later
+        built.weights.moved = graphs.capture if leader is None else runner.capture_later
     return ModelWorker(runner, QueuedLane, *_beside_steps(built, resources, "" if graphs is None else _NOT_IN_GRAPHS))
 
 
@@ -494,8 +494,9 @@ def _encoder_info(built: _Built) -> EncoderInfo | None:
     media, setup = built.runner.media, built.setup
     if media is None:
         return None
-    row_bytes = (1 + media.num_deep) * setup.model_config.hidden_size * setup.placement.compute_dtype.itemsize
-    return EncoderInfo(max(1, setup.args.encoder_cache_bytes // row_bytes), media.num_slices, media.sees_ahead)
+    encoder = media.encoder
+    row_bytes = (1 + encoder.num_deep) * setup.model_config.hidden_size * setup.placement.compute_dtype.itemsize
+    return EncoderInfo(max(1, setup.args.encoder_cache_bytes // row_bytes), encoder.num_slices, encoder.sees_ahead)
 
 
 def _load_adapters(args: ServerArgs, loras: LoraPool, rank: Rank) -> tuple[str, ...]:
@@ -548,7 +549,6 @@ def _graph_sizes(setup: Setup, decisions: list[str]) -> tuple[int, ...]:
 
 
 def _compile(model: CausalLM, model_class: str) -> None:
-    """Raises ConfigError when the model has no pieces to compile."""
     reason = (
         model.compile_pieces() if isinstance(model, DecoderLM) else f"the model class {model_class} has other layers"
     )

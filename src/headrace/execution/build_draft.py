@@ -50,7 +50,7 @@ class LoadedDraft:
     """What guesses, with its weights and still without a KV cache.
 
     needs: what it takes beside the target. make: the drafter, from its steps. backend: a fresh attention backend; bind: lets the model fuse its
-    layers with it, once it has a pool. keepers: of its weights. page_size: of the target. device: of both.
+    layers with it, once it has a pool. keepers: of its weights.
     """
 
     needs: RankNeeds
@@ -59,13 +59,14 @@ class LoadedDraft:
     backend: AttentionBackend
     bind: Callable[[AttentionBackend], object]
     keepers: list[Keeper]
-    page_size: int
-    device: torch.device
+    target: Setup
 
     def with_cache(self, num_slots: int) -> DraftMemory:
         """All that it holds, with a KV cache of as many slots as the target's, in pages as large. Raises ConfigError."""
         with naming_memory("the draft model's KV cache", "lower --max-total-tokens or --mem-fraction-static"):
-            pool = self.backend.make_kv_pool(self.shape, num_slots, self.page_size, self.device)
+            pool = self.backend.make_kv_pool(
+                self.shape, num_slots, self.target.config.page_size, self.target.placement.device
+            )
         self.bind(self.backend)
         return DraftMemory(self.keepers, self.backend, pool, self.bind)
 
@@ -128,8 +129,7 @@ def _load_model(target: Setup, resources: ExitStack, decisions: list[str], token
         backend=setup.make_attention(),
         bind=draft.fuse if target.is_cpu else lambda attention: None,
         keepers=keepers_of(draft.weights()),
-        page_size=target.config.page_size,
-        device=target.placement.device,
+        target=target,
     )
 
 
@@ -202,8 +202,7 @@ def _load_head(target: Setup, model: CausalLM, decisions: list[str]) -> LoadedDr
         backend=target.make_attention(),
         bind=lambda attention: None,
         keepers=keepers_of(head.weights()),
-        page_size=target.config.page_size,
-        device=target.placement.device,
+        target=target,
     )
 
 
@@ -247,7 +246,6 @@ def _most_kept(target: Setup) -> int:
 
 
 def _features_shape(target: Setup) -> tuple[int, int, int]:
-    """Of what `DeviceEagleDrafter` keeps."""
     most = target.args.speculative_num_draft_tokens
     return target.config.max_running_requests, 1 + most, target.model_config.hidden_size
 

@@ -171,7 +171,6 @@ def _tensors(
 
 
 def _config(config: ModelConfig, scheme: StoredScheme) -> dict[str, Any]:
-    """config.json of the quantised model."""
     quantization = {"quant_method": OWN_METHOD, "scheme": scheme, "group_size": KERNEL_GROUP}
     changes: dict[str, Any] = {"quantization_config": quantization, "torch_dtype": "bfloat16"}
     if config.eos_token_ids:
@@ -228,19 +227,16 @@ def _calibrate(
 
 
 def _calibrated(parts: Sequence[Weight], calibrator: Calibrator, hessian: torch.Tensor) -> dict[str, QuantizedMatrix]:
-    """The matrices of one layer, by name."""
     if parts[0].shape[1] % KERNEL_GROUP:
         return _nearest(parts, FINEST_STORED)
     return _by_name(parts, calibrator(torch.cat([part.read().float() for part in parts]), hessian))
 
 
 def _nearest(parts: Sequence[Weight], scheme: Scheme) -> dict[str, QuantizedMatrix]:
-    """The matrices rounded to nearest, by name."""
     return _by_name(parts, integer_format(scheme).quantize(torch.cat([part.read() for part in parts])))
 
 
 def _by_name(parts: Sequence[Weight], whole: QuantizedMatrix) -> dict[str, QuantizedMatrix]:
-    """The rows of each part of `whole`."""
     ends = list(accumulate(part.shape[0] for part in parts))
     return {part.name: whole.rows(end - part.shape[0], end) for part, end in zip(parts, ends, strict=True)}
 

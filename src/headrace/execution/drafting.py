@@ -368,6 +368,5 @@ class DeviceEagleDrafter(_HeadDrafter):
             self._unread.append(([rows[row] for row in wanted], guessed))
 
     def _places(self, seqs: Int32Array, positions: Int32Array) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the features after these positions are kept."""
         at_seqs, numbers = self._steps.uploaded(seqs, positions % self._features.shape[1])
         return at_seqs, numbers

@@ -93,7 +93,6 @@ def _forward_faults(plan: ModelWorkerBatch) -> None:
 
 
 def _do(fault: FaultReq) -> None:
-    """Sleep, end the process, or raise ExecutionError."""
     _logger.warning("injected fault: %s at stage %s for %s", fault.kind, fault.stage, fault.rid)
     if fault.kind == "sleep":
         time.sleep(fault.seconds)

@@ -53,7 +53,6 @@ class HostTables:
             self.slots[rows, positions] = slots
 
     def slots_at(self, rows: Int32Array, positions: Int32Array, page_size: int) -> Int32Array:
-        """What `enter_slots` was told of them."""
         if not page_size:
             return self.slots[rows, positions]
         return self.pages[rows, positions // page_size] * page_size + positions % page_size

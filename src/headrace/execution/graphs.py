@@ -157,13 +157,10 @@ class GraphPool:
         if self.verifying_sizes:
             _logger.debug("captured steps with drafts of %s tokens", ", ".join(map(str, self.verifying_sizes)))
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest size with at least `num_rows` rows; None if there is none."""
-        return _at_least(num_rows, self.sizes)
-
-    def verifying_size_for(self, num_tokens: int) -> int | None:
-        """The smallest size of a step that verifies drafts, with at least `num_tokens` tokens; None if there is none."""
-        return _at_least(num_tokens, self.verifying_sizes)
+    def size_for(self, num_rows: int, verifies: bool = False) -> int | None:
+        """The smallest size with at least `num_rows` rows; None if there is none. verifies: of a step that verifies drafts, whose tokens are rows."""
+        sizes = self.verifying_sizes if verifies else self.sizes
+        return next((size for size in sizes if size >= num_rows), None)
 
     def replay(self, seqs: Int32Array, positions: Int32Array, out_slots: Int32Array) -> GraphStep:
         """Queue one decode step: row r computes position positions[r] of sequence seqs[r]. At most `sizes[-1]` rows."""
@@ -179,7 +176,7 @@ class GraphPool:
         """Queue one step that verifies drafts: positions starts[i] .. starts[i] + counts[i] - 1 of sequence seqs[i], the first of which is known and
         the others are drafts. At most `verifying_sizes[-1]` tokens. The greedy ids are in the token buffer, in place of the drafts."""
         num_rows = len(out_slots)
-        size = self.verifying_size_for(num_rows)
+        size = self.size_for(num_rows, verifies=True)
         assert size is not None, (num_rows, self.verifying_sizes)
         at_seqs, positions = token_places(seqs, starts, counts, cumulative(counts))
         self._fill(size, (at_seqs, positions, out_slots, np.repeat(starts + counts - 1, counts) - positions))
@@ -236,7 +233,3 @@ class GraphPool:
         table.tokens.index_put_((seqs, positions + 1), greedy.clamp(min=0))
         self._logits[:size].copy_(logits)
         self._greedy[:size].copy_(greedy)
-
-
-def _at_least(count: int, sizes: tuple[int, ...]) -> int | None:
-    return next((size for size in sizes if size >= count), None)

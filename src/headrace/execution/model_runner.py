@@ -122,6 +122,7 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self.loras = loras
+        self.adapters: Adapters = loras
         self.stage = stage
         self.drafts = drafts
         self.media = media
@@ -134,10 +135,6 @@ class ModelRunner:
         # Pages that no step has used take no memory.
         on_host = table.host is not None
         self._logits = torch.empty(logits_shape(table.max_seqs, sampler.vocab_size)) if on_host else None
-
-    @property
-    def adapters(self) -> Adapters:
-        return self.loras
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
@@ -432,7 +429,6 @@ class ModelRunner:
         return joined
 
     def _sample_places(self, rows: Sequence[SampledRow], pick: Picker, outcome: Outcome) -> None:
-        """Sample the positions of these rows, in order."""
         for number, places in enumerate(waves(rows, self.sampler.depends_on_ids)):
             if number:  # the masks of the first positions have been begun before the layers
                 self.sampler.begin([place.row.seq for place in places], [place.position for place in places])

@@ -29,6 +29,7 @@ from headrace.execution.forward_batch import ForwardBatch, SequenceTable
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.worker import Pending
+from headrace.messages.lora import Adapters
 from headrace.messages.rank_step import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, one_id_a_row
 from headrace.sampling.grammar_rows import NO_MASKS, ReadyMasks
@@ -104,20 +105,19 @@ class Followers:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.adapters = runner.adapters
-        self._runner = runner
+        self.runner = runner
+        self.adapters: Adapters = runner.adapters
 
     def turn(self) -> AbstractContextManager[None]:
         """What a step, and what comes between two steps, runs in: see `Turn`."""
         return nullcontext()
 
     def add(self, plan: ModelWorkerBatch) -> None:
-        """See `ModelRunner.add`."""
-        self._runner.add(plan)
+        self.runner.add(plan)
 
     def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
         """See `ModelRunner.begin`; they queue the step, too, or run it whole."""
-        self._runner.begin(plan)
+        self.runner.begin(plan)
 
     def share(self, ids: torch.Tensor) -> None:
         """Queue the sending of the step's ids int64[R], those of constrained rows aside."""

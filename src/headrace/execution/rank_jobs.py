@@ -183,7 +183,6 @@ class LeaderJobs:
         return sum(answer.num_bytes for answer in answers)
 
     def _poll(self, job: int) -> list[_Answer]:
-        """The followers' answers."""
         with self._turn:
             self._group.send(pack(RankPoll(job)))
             return _gather_answers(self._group, _Answer("done"))[1:]
@@ -203,7 +202,7 @@ class LeaderProfiler(StepProfiler):
     """Profiles the same steps in all ranks, each in a file of its own."""
 
     def __init__(self, folder: str | None, jobs: LeaderJobs) -> None:
-        super().__init__(folder, rank_suffix(0))
+        super().__init__(folder, "-rank0")
         self._jobs = jobs
 
     def handle(self, request: ProfileReq) -> str:
@@ -235,11 +234,6 @@ class LeaderExperts(ExpertRecorder):
         super().stop()
 
 
-def rank_suffix(rank: int) -> str:
-    """What the names of a rank's files end with."""
-    return f"-rank{rank}"
-
-
 class LeaderAdapters:
     """The `Adapters` of all ranks. pool: the leader's."""
 
@@ -248,7 +242,6 @@ class LeaderAdapters:
         self._jobs = jobs
 
     def __contains__(self, lora_id: int) -> bool:
-        """See `Adapters`. The leader has what all have."""
         return lora_id in self._pool
 
     def load(self, lora_id: int, path: str, fingerprint: str = "") -> str:

@@ -104,8 +104,6 @@ _Plain = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in the file."""
-
     offset: int
     shape: torch.Size
     dtype: torch.dtype

@@ -481,7 +481,6 @@ def _dtype_fault(name: str, tensor: torch.Tensor) -> str:
 
 
 def _raise(faults: Sequence[str]) -> None:
-    """Raises ModelError if there are any."""
     if faults:
         more = f" and {len(faults) - _NAMES_IN_A_MESSAGE} more" if len(faults) > _NAMES_IN_A_MESSAGE else ""
         raise ModelError(f"the tensors do not fit the model: {'; '.join(faults[:_NAMES_IN_A_MESSAGE])}{more}")

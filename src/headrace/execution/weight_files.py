@@ -111,7 +111,6 @@ class WeightCache:
         return not self.outcome.endswith(" s")
 
     def write(self, weights: Iterable[Weight]) -> None:
-        """Write what the layers keep; log why when that fails."""
         self._write({name: keeper.kept() for name, keeper in _keepers(weights).items()})
 
     def _write(self, kept: dict[str, Kept]) -> None:

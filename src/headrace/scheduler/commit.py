@@ -109,7 +109,7 @@ def count_step(state: SchedulerState, batch: ScheduleBatch, result: StepResult) 
     if batch.expected_s:
         counters.prompt_steps += 1
         counters.prompt_steps_s += forward_s
-        counters.expected_s += batch.expected_s
+        counters.prompt_steps_expected_s += batch.expected_s
 
 
 def end(state: SchedulerState, req: Req) -> TokenIDOut:

@@ -1,7 +1,7 @@
 """Handlers of control messages: one function each, which `Scheduler` calls; and of control operations (`Operations`)."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
 
@@ -160,34 +160,16 @@ class Operations:
 
 
 def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
-    counters = state.counters
+    counters = {field.name: getattr(state.counters, field.name) for field in fields(state.counters)}
     return InternalState(
         pool=state.kv.state(),
         num_running=len(state.running),
         num_waiting=len(state.waiting),
         num_in_flight_steps=len(state.in_flight),
-        num_steps=counters.num_steps,
-        num_retracted=counters.num_retracted,
-        num_aborted=counters.num_aborted,
-        num_finished=counters.num_finished,
-        prompt_tokens=counters.prompt_tokens,
-        generation_tokens=counters.generation_tokens,
-        cached_tokens=counters.cached_tokens,
-        computed_prefill_tokens=counters.computed_prefill_tokens,
-        prefix_query_tokens=counters.prefix_query_tokens,
-        memory_repairs=counters.memory_repairs,
         dropped_frames=dropped_frames,
         gen_throughput=state.gen_throughput,
         new_token_ratio=state.ratio.value,
-        forward_s=counters.forward_s,
-        host_s=counters.host_s,
-        prompt_steps=counters.prompt_steps,
-        prompt_steps_s=counters.prompt_steps_s,
-        prompt_steps_expected_s=counters.expected_s,
         num_grammar_queue=len(state.compiling),
-        num_sat_out=counters.num_sat_out,
-        masks_s=counters.masks_s,
-        speculation=counters.speculation,
         grammars=state.compiling.stats(),
         encodings=state.encodings.stats,
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
@@ -195,6 +177,7 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
         released=tuple(sorted(state.gate.released)),
         weight_version=state.weight_version,
         replica=state.config.replica,
+        **counters,
     )
 
 

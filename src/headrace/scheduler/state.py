@@ -104,11 +104,7 @@ class ScheduleBatch:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. forward_s: seconds the worker spent in steps. host_s: seconds spent here on planning and committing them.
-
-    prompt_steps, prompt_steps_s, expected_s: of the steps with prompt tokens whose time was expected: number, time taken, time expected.
-    num_sat_out: rows that steps did not sample, because the mask of their grammar was not ready. masks_s: seconds spent on masks.
-    """
+    """Totals since start, by their names in `InternalState`, which says what they count."""
 
     num_steps: int = 0
     num_retracted: int = 0
@@ -124,7 +120,7 @@ class Counters:
     host_s: float = 0.0
     prompt_steps: int = 0
     prompt_steps_s: float = 0.0
-    expected_s: float = 0.0
+    prompt_steps_expected_s: float = 0.0
     num_sat_out: int = 0
     masks_s: float = 0.0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)

@@ -25,7 +25,6 @@ from headrace.messages.weights import (
     CheckWeights,
     CommitUpdate,
     ContinueGeneration,
-    DestroyGroup,
     DropUpdate,
     GetWeight,
     HoldForUpdate,
@@ -139,20 +138,7 @@ class WeightControl:
             case HoldForUpdate():
                 state.gate.held = False
                 self._queue.append((request.id, operation))
-            case (
-                PrepareUpdate()
-                | CommitUpdate()
-                | UpdateFromDisk()
-                | UpdateFromTensors()
-                | UpdateFromDistributed()
-                | InitGroup()
-                | DestroyGroup()
-                | GetWeight()
-                | CheckWeights()
-                | SaveWeights()
-                | ReleaseMemory()
-                | ResumeMemory()
-            ):
+            case _:
                 self._queue.append((request.id, operation))
         return ended
 
