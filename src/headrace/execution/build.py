@@ -54,7 +54,6 @@ from headrace.execution.setup import (
     Setup,
     check_asked_pool,
     choose_kernels,
-    fingerprint_of,
     load_checkpoint,
     model_bytes,
     open_model,
@@ -115,7 +114,6 @@ class _Built:
     weights: ModelWeights
     profiler: StepProfiler
     decisions: list[str]
-    fingerprint: str
     lora_fingerprints: tuple[str, ...]
 
 
@@ -154,7 +152,6 @@ def build_worker(
 def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
     """`build_worker` for the encoder in `checkpoint`."""
     begin = time.perf_counter()
-    fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, ALONE)
     decisions = [f"model class {setup.spec.name}: an encoder, whose texts are computed whole", *setup.config.decisions]
     longest, most = setup.config.context_length, setup.config.chunked_prefill_size
@@ -165,7 +162,7 @@ def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Pr
     with ExitStack() as resources:
         choose_kernels(setup, resources)
         with naming_memory("the weights", "use --quantization int8, a smaller model, or a machine with more memory"):
-            model, _ = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, decisions)
+            model, _ = load_checkpoint(setup, checkpoint, resources, decisions, progress)
         attention = setup.make_attention()
         reason = model.fuse(attention)
         decisions.append(
@@ -178,7 +175,7 @@ def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Pr
         lane = ThreadedLane if setup.config.overlap else InlineLane
         worker = ModelWorker(runner, lane, weights, resources.pop_all(), StepProfiler(args.profile_dir))
     most_tokens = max(most, page_size * setup.config.max_running_requests)
-    info = _model_info(setup, model, decisions, fingerprint, time.perf_counter() - begin)
+    info = _model_info(setup, model, decisions, time.perf_counter() - begin)
     num_tokens = _STEPS_OF_SLOTS * -(-most_tokens // page_size) * page_size
     return worker, msgspec.structs.replace(info, max_total_tokens=num_tokens)
 
@@ -225,7 +222,6 @@ def _build(
 
     resources: get what must end with it. tokenize, wait_loaded: see `settle_kv_cache`. Raises ConfigError or ModelError.
     """
-    fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, rank)
     if rank.group is not None and not setup.is_cpu:
         devices = DeviceGroup.join(group_of(rank), setup.placement.device, args.rank_timeout_s, others.check)
@@ -238,7 +234,7 @@ def _build(
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
-        model, cache = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, of_load)
+        model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress)
     checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, tokenize, wait_loaded)
     if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
         check_asked_pool(setup, rank)
@@ -279,9 +275,7 @@ def _build(
     leader = LeaderRunner(runner, rank) if rank.group is not None and rank.leads else None
     if leader is not None and isinstance(link, WatchedDevice):
         leader.settle = link.settle
-    return _Built(
-        setup, rank, memory, link, runner, leader, weights, profiler, decisions, fingerprint, lora_fingerprints
-    )
+    return _Built(setup, rank, memory, link, runner, leader, weights, profiler, decisions, lora_fingerprints)
 
 
 def _drafts(
@@ -444,7 +438,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
     num_parts = setup.args.num_kv_parts
     of_all = kv_shape(setup.model_config, getattr(torch, setup.config.kv_cache_dtype)).bytes_per_token
     of_this = setup.kv_shape(built.rank.stage).bytes_per_token
-    info = _model_info(setup, built.runner.model, built.decisions, built.fingerprint, load_s)
+    info = _model_info(setup, built.runner.model, built.decisions, load_s)
     return msgspec.structs.replace(
         info,
         max_total_tokens=num_parts * memory.plan.num_tokens,
@@ -457,7 +451,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
     )
 
 
-def _model_info(setup: Setup, model: Model, decisions: list[str], fingerprint: str, load_s: float) -> ReadyInfo:
+def _model_info(setup: Setup, model: Model, decisions: list[str], load_s: float) -> ReadyInfo:
     """Of any model, as if it had no KV cache. Logs the decisions."""
     for decision in decisions:
         _logger.debug("%s", decision)
@@ -485,7 +479,7 @@ def _model_info(setup: Setup, model: Model, decisions: list[str], fingerprint: s
         chunked_prefill_size=config.chunked_prefill_size,
         max_step_ms=config.max_step_ms,
         decisions=tuple(decisions),
-        fingerprint=fingerprint,
+        fingerprint=setup.fingerprint,
     )
 
 

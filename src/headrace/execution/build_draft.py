@@ -108,10 +108,9 @@ def load_draft(
 def _load_model(target: Setup, resources: ExitStack, decisions: list[str], tokenize: Tokenize) -> LoadedDraft:
     args = _own_args(target)
     checkpoint = open_model(args)
-    fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, ALONE)
     _check(target, setup)
-    draft, cache = load_checkpoint(setup, checkpoint, fingerprint, lambda done, total: None, resources, decisions)
+    draft, cache = load_checkpoint(setup, checkpoint, resources, decisions)
     setup = settle_kv_cache(setup, draft, ALONE, cache, tokenize)
     most = target.args.speculative_num_draft_tokens
     shape = setup.kv_shape(ALL_LAYERS)

@@ -44,7 +44,7 @@ from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 class Setup:
     """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs.
 
-    pooling: what it makes of a text; None = it generates. file_format, stored_precision: of its checkpoint.
+    pooling: what it makes of a text; None = it generates. file_format, stored_precision, fingerprint (when it was opened): of its checkpoint.
     """
 
     args: ServerArgs
@@ -55,6 +55,7 @@ class Setup:
     placement: Placement
     file_format: Literal["gguf", "safetensors"]
     stored_precision: str
+    fingerprint: str
 
     @property
     def is_cpu(self) -> bool:
@@ -73,6 +74,7 @@ class Setup:
 
 def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
     """Raises ConfigError or ModelError."""
+    fingerprint = fingerprint_of(checkpoint)
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     pooling = read_pooling(checkpoint.path, model_config, args.is_embedding)
     spec = _spec(model_config, pooling, args)
@@ -100,7 +102,7 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_attention=args.enable_dp_attention,
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
     )
-    stored = checkpoint.file_format, checkpoint.stored_precision
+    stored = checkpoint.file_format, checkpoint.stored_precision, fingerprint
     setup = Setup(args, model_config, pooling, spec, config, placement, *stored)
     if model_config.encoder is None:
         check_asked_pool(setup, rank)
@@ -143,14 +145,13 @@ def _spec(model_config: ModelConfig, pooling: PoolingConfig | None, args: Server
 def load_checkpoint(
     setup: Setup,
     checkpoint: Checkpoint,
-    fingerprint: str,
-    progress: Progress,
     resources: ExitStack,
     decisions: list[str],
+    progress: Progress = lambda done, total: None,
 ) -> tuple[Any, WeightCache | None]:
     """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go. Returns both.
 
-    fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
+    resources: get what must end with the worker. Raises ModelError.
     """
     decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
@@ -170,7 +171,7 @@ def load_checkpoint(
         # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
         resources.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-    check_unchanged(checkpoint, fingerprint)
+    check_unchanged(checkpoint, setup.fingerprint)
     checkpoint.release()
     give_back_free_memory()
     if cache is not None and cache.needs_writing:
