@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.messages.cache_tree import CacheNode
+from headrace.messages.control import CacheNode
 
 
 class Lease:

@@ -32,7 +32,7 @@ from headrace.execution.queued_step import (
     Unmasked,
 )
 from headrace.execution.worker import Pending
-from headrace.messages.rank_step import QueuedKind
+from headrace.messages.ranks import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, ragged
 from headrace.sampling.sampler import BAD_LOGITS
 
@@ -134,8 +134,8 @@ class DeviceRunner:
         # The last step with constrained rows.
         self._constrained: ConstrainedStep | None = None
 
-    def rest(self, left: Iterable[int]) -> None:
-        self.runner.rest(left)
+    def idle(self, left: Iterable[int]) -> None:
+        self.runner.idle(left)
 
     def capture(self) -> None:
         """Capture the graphs, with all ranks."""

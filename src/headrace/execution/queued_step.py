@@ -29,9 +29,9 @@ from headrace.execution.forward_batch import ForwardBatch, SequenceTable
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.worker import Pending
-from headrace.messages.lora import Adapters
-from headrace.messages.rank_step import QueuedKind
+from headrace.messages.ranks import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, one_id_a_row
+from headrace.messages.weights import Adapters
 from headrace.sampling.grammar_rows import NO_MASKS, ReadyMasks
 from headrace.sampling.sampler import BAD_LOGITS, Sampler
 

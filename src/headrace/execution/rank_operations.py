@@ -15,8 +15,7 @@ from headrace.attention.base import KvPool
 from headrace.child_pool.child_side import resident_bytes
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, RequestError
-from headrace.messages.faults import fault_of
-from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered
+from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered, fault_of
 from headrace.models.spec import Model
 
 REPLY_BYTES = 1024

@@ -42,7 +42,7 @@ from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJob
 from headrace.execution.update_weights import ModelWeights
 from headrace.execution.worker import Pending
 from headrace.log import get_logger
-from headrace.messages.rank_step import (
+from headrace.messages.ranks import (
     QueuedKind,
     RankCapture,
     RankFinish,
@@ -137,8 +137,8 @@ class LeaderRunner(Followers):
                 self._group.send(pack(RankFinish(self.only_peaks)))
             return self.runner.finish(begun)
 
-    def rest(self, left: Iterable[int]) -> None:
-        self.runner.rest(left)
+    def idle(self, left: Iterable[int]) -> None:
+        self.runner.idle(left)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

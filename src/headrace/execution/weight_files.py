@@ -35,7 +35,7 @@ from headrace.errors import ExecutionError, RequestError
 from headrace.kernels import cpu as native_cpu
 from headrace.layers.weight import Keeper, Kept, Placement, Weight
 from headrace.log import get_logger
-from headrace.messages.safetensors_bytes import safetensors_parts
+from headrace.messages.packing import safetensors_parts
 from headrace.messages.weights import Prepared
 
 _logger = get_logger(__name__)

@@ -22,10 +22,9 @@ from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.profiler import NO_EXPERTS, ExpertRecorder, StepProfiler
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
-from headrace.messages.lora import Adapters
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
-from headrace.messages.weights import WeightExecutor
+from headrace.messages.weights import Adapters, WeightExecutor
 from headrace.sampling.params import ResolvedSamplingParams
 
 _logger = get_logger(__name__)
@@ -42,8 +41,8 @@ class StepHost(Protocol):
     def adapters(self) -> Adapters:
         """What the scheduler loads adapters with."""
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `Worker.rest`."""
+    def idle(self, left: Iterable[int]) -> None:
+        """See `Worker.idle`."""
 
 
 class Runner(StepHost, Protocol):
@@ -252,8 +251,8 @@ class ModelWorker(Generic[_Host]):
     def collect(self) -> StepResult:
         return self.lane.collect()
 
-    def rest(self, left: tuple[int, ...]) -> None:
-        self.lane.later(lambda: self.runner.rest(left))
+    def idle(self, left: tuple[int, ...]) -> None:
+        self.lane.later(lambda: self.runner.idle(left))
 
     def close(self) -> None:
         """Let the steps in flight end and release what the worker holds. Idempotent."""
@@ -332,7 +331,7 @@ def warm_up(worker: Worker, info: ReadyInfo) -> None:
         worker.collect()
         for seq, count in zip(seqs, counts, strict=True):
             computed[seq] += int(count)
-    worker.rest((0, 1))
+    worker.idle((0, 1))
     get_logger(__name__).debug("warmed up in %.1f s", time.perf_counter() - begin)
 
 
