@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.model_config import load_model_config, parse_hf_config
-from headrace.checkpoint.quantization_settings import stored_settings
+from headrace.checkpoint.quantized_formats import stored_settings
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
 from headrace.text.tokenizers import load_tokenizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.checkpoint.quantization_settings import stored_settings
+from headrace.checkpoint.quantized_formats import stored_settings
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
 

@@ -36,8 +36,8 @@ from headrace.execution.model_runner import ModelRunner
 from headrace.execution.setup import open_model
 from headrace.execution.worker import ModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
-from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.logits import Peaks
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.messages.control import ReadyInfo
 from headrace.messages.requests import PromptContent, SampleTask

@@ -39,7 +39,7 @@ class Codes:
 
     bits: of a code. dtype: of a tensor that holds one code per element. zero: the code that stands for weight 0 when there are no minimums.
     scale_per_row: each row has one scale; otherwise each KERNEL_GROUP elements of a row (or a multiple of that) have one.
-    minimums: matrices of this format may have minimums. rotated: they stand for rotated weights (`checkpoint.rotation`).
+    minimums: matrices of this format may have minimums. rotated: they stand for rotated weights (`checkpoint.quantized_matrix`).
     max_norm: the largest sqrt(sum of squares) that the codes in any WIDE_GROUP elements of a row may have; None = no limit.
     """
 
@@ -56,7 +56,7 @@ class Codes:
 class Rounding:
     """How a linear layer rounds its input on CPU: to integers of `bits` bits, with one scale for each `group` elements of a row.
 
-    rotated: the row is rotated first, as its weights were (`checkpoint.rotation`).
+    rotated: the row is rotated first, as its weights were (`checkpoint.quantized_matrix`).
     """
 
     bits: Literal[8, 16]
@@ -127,7 +127,6 @@ class FormatFacts:
         return self.codes is None and self.on_cpu
 
     def itemsize(self, dtype_bytes: int) -> float:
-        """Bytes of one packed weight. dtype_bytes: of an element of the model's dtype."""
         return float(dtype_bytes) if self.bytes_per_weight is None else self.bytes_per_weight
 
     def reason_against(self, needs: FormatNeeds) -> str:
@@ -219,7 +218,6 @@ FORMATS: dict[Scheme, FormatFacts] = {facts.name: facts for facts in _FORMATS}
 
 
 def codes_of(scheme: Scheme) -> Codes:
-    """The codes of a format. ValueError for one whose weights are floats."""
     codes = FORMATS[scheme].codes
     if codes is None:
         raise ValueError(f"{scheme} weights are floats, they have no codes")
@@ -227,17 +225,14 @@ def codes_of(scheme: Scheme) -> Codes:
 
 
 def names_on_cpu() -> list[Scheme]:
-    """The formats that quantise and run on CPU, in the order of the table."""
     return [facts.name for facts in _FORMATS if facts.quantizes and facts.on_cpu and facts.option == "--quantization"]
 
 
 def names_on_gpus() -> list[Scheme]:
-    """The formats that quantise and run on GPUs, sorted."""
     return sorted(facts.name for facts in _FORMATS if facts.quantizes and facts.gpu is not None)
 
 
 def help_text() -> str:
-    """The formats that quantise, for the help of `--quantization`."""
     on_cpu = [f"{name} ({FORMATS[name].note})" if FORMATS[name].note else name for name in names_on_cpu()]
     return f"On CPU: {', '.join(on_cpu[:-1])} or {on_cpu[-1]}; on a GPU: {' or '.join(names_on_gpus())}."
 

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.quantization_settings import stored_scheme
+from headrace.checkpoint.quantized_formats import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
 from headrace.config.checks import check_guesses_on

@@ -15,7 +15,7 @@ from headrace.messages.control import ReadyInfo
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSpan, MediaStats, MediaSupport
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
-from headrace.multimodal.layout import LoadedItem
+from headrace.multimodal.families import LoadedItem
 
 MAX_MEDIA_BYTES = 256 << 20
 """Most bytes of decoded media to send to the scheduler for one call; every sample carries those of its prompt."""
