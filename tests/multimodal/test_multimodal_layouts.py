@@ -27,7 +27,7 @@ from headrace.checkpoint import families
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.checkpoint.media_tokens import ItemFacts, layout_of
 from headrace.checkpoint.preprocessor_config import image_settings
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import ModelError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaRefs

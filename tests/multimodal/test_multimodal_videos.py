@@ -22,7 +22,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from headrace.checkpoint.families import vision
 from headrace.checkpoint.media_tokens import ItemFacts
 from headrace.checkpoint.preprocessor_config import ImageSettings, Size, read_video_settings
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ModelError, RequestError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, VideoRef, refs_of

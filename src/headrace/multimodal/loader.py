@@ -33,7 +33,7 @@ from headrace.checkpoint.preprocessor_config import (
 )
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
@@ -124,7 +124,7 @@ _THREADS = 2
 
 
 class MediaLoader:
-    """See the module docstring, and `frontend.media.Loader`. `close` ends the children; nothing is loaded afterwards."""
+    """See the module docstring. `close` ends the children; nothing is loaded afterwards."""
 
     def __init__(self, family: Family, settings: MediaSettings, args: MediaArgs) -> None:
         self._family = family
@@ -204,6 +204,7 @@ class MediaLoader:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def append(self, tokens: list[int], more: Sequence[int]) -> int:
+        """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
         return self._family.joints.append(tokens, more)
 
     def close(self) -> None:
