@@ -15,22 +15,15 @@ from headrace.api.engine_scores import encoded, scored
 from headrace.api.scores import Route
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.sample_update import SampleUpdate, failure_of
-from headrace.frontend.tenants import Caller
 from headrace.launch import RunningEngine
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.processes.model_files import served_model
-from headrace.server.context import ServerStatus, ServingContext
+from headrace.server.context import Program, ServerStatus, ServingContext
 from headrace.server.openai.chat import ChatGeneration, ChatServing
 from headrace.server.openai.protocol import ChatCompletionRequest
-
-
-class _Program:
-    """Who asks: the program that owns the engine."""
-
-    caller = Caller()
 
 
 class EngineChat:
@@ -59,7 +52,7 @@ class EngineChat:
         grammar = request.asked_grammar()
         try:
             generation = await serving.prepare(request)
-            async with aclosing(serving.updates(_Program(), generation)) as updates:
+            async with aclosing(serving.updates(Program(self._context), generation)) as updates:
                 news = [update async for update in updates]
         except RequestError as exc:
             raise serving.renamed(exc, request, grammar) from None
@@ -97,7 +90,7 @@ class EngineChat:
         """The events of a stream, as a client of the server would get them."""
         serving = self._serving
         writer, count = serving.chunk_writer(generation), serving.usage_count(generation)
-        async with aclosing(serving.updates(_Program(), generation)) as updates:
+        async with aclosing(serving.updates(Program(self._context), generation)) as updates:
             async for update in updates:
                 if update.finish is not None:
                     if (failure := failure_of(update.finish)) is not None:

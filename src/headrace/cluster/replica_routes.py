@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headrace.errors import RequestError
 from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
-from headrace.server.request_counter import UNKNOWN_ROUTE, RouteNames
+from headrace.server.middleware import UNKNOWN_ROUTE, RouteNames
 from headrace.server.routes import RouteSpec
 
 

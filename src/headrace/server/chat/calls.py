@@ -27,7 +27,7 @@ from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
 from headrace.server.chat.thinking import cannot_end, check_reasoning, with_thinking_budget
 from headrace.server.context import Asker, ServingContext
-from headrace.server.output_limit import OutputLimit
+from headrace.server.notes import OutputLimit
 
 CONTEXT_TOKENS = 8
 """Tokens at the end of a prompt on which the text of the first output tokens may depend."""

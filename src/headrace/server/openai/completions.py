@@ -17,8 +17,9 @@ from headrace.frontend.sample_update import LogprobItem, SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.chat.logprobs import finite_logprob, token_text
 from headrace.server.context import ServingContext
-from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import encode_json
+from headrace.server.infill import middle_of, stopping
+from headrace.server.notes import OutputLimit
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
@@ -30,7 +31,6 @@ from headrace.server.openai.base import (
 from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
 from headrace.server.openai.structured_outputs import AskedGrammar
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
-from headrace.server.output_limit import OutputLimit
 from headrace.text.incremental import IncrementalDecoder
 from headrace.text.tokenizers import Tokenizer
 
@@ -98,7 +98,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             limit.fit(limit.least_room)
         sampling = request.sampling_params(limit.strict)
         if middle is not None:
-            sampling = middle.ending(sampling)
+            sampling = stopping(sampling, middle.how)
         logprobs = logprob_options(request, whole_prompt=bool(request.echo))
         if request.num_candidates > request.num_samples:
             logprobs["return_logprob"] = True
