@@ -18,10 +18,8 @@ import msgspec
 from headrace.errors import CapacityError, RequestError, TooLargeError
 from headrace.frontend.inputs import pack_row
 from headrace.garbage import give_back_free_memory
-from headrace.messages.field_errors import field_error
-from headrace.messages.neutral import without_neutral
+from headrace.messages.bodies import field_error, with_whole_numbers, without_neutral
 from headrace.messages.requests import GenerateReqInput
-from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS
 
 T = TypeVar("T")

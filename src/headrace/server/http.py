@@ -19,7 +19,7 @@ import msgspec
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError, TooLargeError
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
-from headrace.messages.field_errors import field_error
+from headrace.messages.bodies import field_error
 from headrace.messages.operations import Nothing
 from headrace.server.body import Prepare, decode_json
 from headrace.server.context import ServingContext

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.log import get_logger
-from headrace.messages.neutral import asks_for_nothing
+from headrace.messages.bodies import asks_for_nothing
 from headrace.server.http import Headers
 
 log = get_logger(__name__)

@@ -14,13 +14,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.remote_methods import WireCaller, remote_methods
+from headrace.frontend.front_door import WireCaller, remote_methods
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ShutdownReq
-from headrace.messages.faults import error_of_fault
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,
@@ -30,17 +29,18 @@ from headrace.messages.front import (
     FrontReplies,
     FrontTaken,
 )
+from headrace.messages.operations import error_of_fault
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 
 T = TypeVar("T")
-Soon: TypeAlias = T | Awaitable[T]
+MaybeAwaitable: TypeAlias = T | Awaitable[T]
 """A result that is returned directly if the front end is in this process, and awaited if it is not (`remote_frontend`)."""
 
 
-async def answer(soon: Soon[T]) -> T:
+async def answer(result: MaybeAwaitable[T]) -> T:
     """The result, awaited if necessary."""
-    return await soon if isinstance(soon, Awaitable) else soon
+    return await result if isinstance(result, Awaitable) else result
 
 
 class AdaptersFrontend(Protocol):
@@ -79,17 +79,17 @@ class ControlFrontend(Protocol):
 class RecordsFrontend(Protocol):
     """What the server needs of the `Records`."""
 
-    def timelines(self, rid: str, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
+    def timelines(self, rid: str, caller: Caller = ...) -> MaybeAwaitable[list[dict[str, Any]]]:
         """The timelines of a request of the caller, or for an admin of any caller. Raises NotFoundError."""
 
-    def latest(self, limit: int, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
+    def latest(self, limit: int, caller: Caller = ...) -> MaybeAwaitable[list[dict[str, Any]]]:
         """The last samples of the caller, or for an admin of any caller, without their events; live ones first."""
 
 
 class SettingsFrontend(Protocol):
     """What the server needs of the `RuntimeSettings`."""
 
-    def changed_options(self) -> Soon[dict[str, Any]]:
+    def changed_options(self) -> MaybeAwaitable[dict[str, Any]]:
         """Options changed since the start, with their current values."""
 
 
@@ -144,10 +144,10 @@ class RequestFrontend(Protocol):
         session_id: str | None = None,
         timeout_s: float | None = None,
         caller: Caller = ...,
-    ) -> Soon[str]:
+    ) -> MaybeAwaitable[str]:
         """Open a session and return its id. Raises RequestError, CapacityError."""
 
-    def close_session(self, session_id: str, caller: Caller = ...) -> Soon[None]:
+    def close_session(self, session_id: str, caller: Caller = ...) -> MaybeAwaitable[None]:
         """Close a session of the caller, or for an admin any session. Raises NotFoundError."""
 
     async def health(self, generate: bool = False) -> bool:
@@ -173,10 +173,10 @@ class RequestFrontend(Protocol):
     def weights(self) -> WeightFrontend:
         """Operations on weights, generation and memory."""
 
-    def counters(self) -> Soon[dict[str, int]]:
+    def counters(self) -> MaybeAwaitable[dict[str, int]]:
         """Counters of this process."""
 
-    def metrics_text(self) -> Soon[bytes]:
+    def metrics_text(self) -> MaybeAwaitable[bytes]:
         """Every metric, in Prometheus' text format."""
 
     def count_reply(self, route: str, status: int) -> None:

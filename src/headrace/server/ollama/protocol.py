@@ -14,10 +14,9 @@ import msgspec
 from msgspec import Meta, inspect
 
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.config.names import LATEST
+from headrace.config.server_args import LATEST
 from headrace.errors import RequestError
-from headrace.messages.allowed_values import alternatives
-from headrace.messages.neutral import asks_for_nothing
+from headrace.messages.bodies import alternatives, asks_for_nothing
 from headrace.sampling.params import SamplingParams
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
