@@ -22,7 +22,6 @@ from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.choice_stream import ChoiceStream
-from headrace.server.chat.logprobs import token_logprob
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import ApiError, ollama_error, renaming
 from headrace.server.http import Exchange, Headers, describe_error, encode_json
@@ -42,6 +41,7 @@ from headrace.server.ollama.protocol import (
     read_body,
     sampling_params,
 )
+from headrace.server.openai.logprobs import token_logprob
 from headrace.server.sse import stream_reply
 from headrace.text.tokenizers import Tokenizer
 
