@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantized_formats import OWN_METHOD, own_tensors
+from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, Scheme, StoredScheme
+from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, OWN_METHOD, Scheme, StoredScheme
 from headrace.errors import ModelError
 from headrace.execution.load_weights import IN_THIS_THREAD, Job, LoadThreads, load_model
 from headrace.execution.perplexity import WindowRunner
