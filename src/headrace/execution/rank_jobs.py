@@ -28,7 +28,7 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.profiler import ExpertRecorder, StepProfiler, new_stem
 from headrace.execution.rank_operations import REPLY_BYTES, gathered, reply_bytes
 from headrace.execution.update_weights import Job, ModelWeights, bytes_message, tensor_in_file
-from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
