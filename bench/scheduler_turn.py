@@ -68,7 +68,7 @@ class InstantWorker:
         forward_s = TOKEN_S * int(batch.counts.sum())
         return StepResult(batch.step, np.full(id_starts[-1], 7, np.int32), id_starts, forward_s=forward_s)
 
-    def rest(self, left: tuple[int, ...]) -> None:
+    def idle(self, left: tuple[int, ...]) -> None:
         """Nothing to give back."""
 
     def close(self) -> None:

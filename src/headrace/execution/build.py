@@ -65,9 +65,9 @@ from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
 from headrace.models.media import WORK_BYTES
 from headrace.models.spec import CausalLM, kv_shape
-from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import greedy_ids
 from headrace.sampling.logit_processors import LogitProcessor, load_processors
+from headrace.sampling.penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
 from headrace.speculative.choice import make_drafts

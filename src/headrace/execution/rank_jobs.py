@@ -27,12 +27,13 @@ from headrace.execution import rank_operations
 from headrace.execution.lora import LoraPool
 from headrace.execution.profiler import ExpertRecorder, StepProfiler, new_stem
 from headrace.execution.update_weights import Job, ModelWeights, bytes_message, tensor_in_file
-from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
 from headrace.messages.operations import OperationReply, OperationReq
-from headrace.messages.rank_job import (
+from headrace.messages.packing import safetensors_parts
+from headrace.messages.ranks import (
     RankAsk,
     RankBesideSteps,
     RankDrop,
@@ -46,9 +47,8 @@ from headrace.messages.rank_job import (
     RankUnload,
     RankWeights,
     RankWork,
+    pack,
 )
-from headrace.messages.rank_step import pack
-from headrace.messages.safetensors_bytes import safetensors_parts
 from headrace.messages.weights import (
     CheckWeights,
     DestroyGroup,

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from headrace.checkpoint.rotation import walsh_hadamard
+from headrace.checkpoint.quantized_matrix import walsh_hadamard
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP, Rounding, Scheme
 
 PAGE_SIZE = 16

@@ -6,8 +6,7 @@ thread that loads, updates or exports a model.
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.rotation import unrotated_weights
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, unrotated_weights
 from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS, PackedLinear
 from headrace.kernels.quantized_packing import quantized_matrix, unpack_quantized
 from headrace.kernels.torch_quantized import unpack_fp8, unpack_int4
