@@ -14,7 +14,7 @@ it may be called from any thread. No torch.
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs, lora_paths
@@ -31,14 +31,14 @@ from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
-from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate, TokenText
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import ANONYMOUS, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.tokenize import AnyCall, PromptTokenizer
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.media_kinds import MediaRefs
-from headrace.messages.channel import Message, Receiver, Sender
+from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
@@ -143,7 +143,7 @@ class TokenizerManager:
             ready,
             check,
             self.link.send,
-            to_detokenizer.send if to_detokenizer is not None else _drop,
+            to_detokenizer.send if to_detokenizer is not None else lambda message: None,
             self.table.queue,
             request_log,
         )
@@ -277,7 +277,7 @@ class TokenizerManager:
 
         Raises RequestError for a rid in use, CapacityError when the queue is full or a limit of the caller's key is reached.
         """
-        token_text = self._token_text if obj.return_text_in_logprobs else _no_text
+        token_text: TokenText = self._token_text if obj.return_text_in_logprobs else lambda token_id: None
         state = CallState(
             stream=obj.stream, is_list=call.is_list, token_text=token_text, wants_progress=obj.return_progress
         )
@@ -310,20 +310,14 @@ class TokenizerManager:
                 sample.sent_s = now
                 sample.request = request
                 wanted.append(sample)
-        is_sent = False
         try:
             self.link.submit(wanted)
-            is_sent = True
-        finally:
-            if not is_sent:
-                self._take_back(wanted)
-
-    @staticmethod
-    def _take_back(samples: Iterable[ReqState]) -> None:
-        """After a failed submit: samples that no replica has will not be sent later, and have no end to wait for."""
-        for sample in samples:
-            if sample.replica == NOWHERE:
-                sample.request, sample.sent_s = None, 0.0
+        except BaseException:
+            # Samples that no replica has will not be sent later, and have no end to wait for.
+            for sample in wanted:
+                if sample.replica == NOWHERE:
+                    sample.request, sample.sent_s = None, 0.0
+            raise
 
     async def _wait_for_all(self, state: CallState, is_disconnected: IsDisconnected | None) -> None:
         """Wait until every sample has ended. Raises the first failure if all have failed."""
@@ -465,11 +459,3 @@ class TokenizerManager:
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-def _drop(_message: Message) -> None:
-    """Used when there is no detokenizer to send to."""
-
-
-def _no_text(_token_id: int) -> str | None:
-    return None
