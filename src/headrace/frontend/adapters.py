@@ -1,8 +1,7 @@
 """LoRA adapters by name: which exist, which are in memory, and how many samples use them.
 
 Owns names, numbers and use counts, and the choice of the adapter to evict when memory is full: the least recently used one that is neither
-pinned nor in use. It stays known and is read again when a request names it. Does not read files: the engine does, on request. Used by the
-tokenizer manager, in its event loop only.
+pinned nor in use. It stays known and is read again when a request names it. The engine reads the files.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ class AdapterReplicas:
 
 
 class Adapters:
-    """See the module docstring. loaded: (name, path) of those that the engine loaded at start, with the numbers 1, 2, ...
+    """loaded: (name, path) of those that the engine loaded at start, with the numbers 1, 2, ...
 
     fingerprints: of their files.
     """

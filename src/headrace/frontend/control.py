@@ -1,7 +1,7 @@
 """Control operations: the way of all of them to the schedulers (`ask`), those that need more, and those of the main process itself.
 
 Owns the requests to the replicas, and what a restarted one is told again. Operations on weights are in `weight_control`, lasting settings in
-`runtime_settings`. Runs in the tokenizer manager's event loop.
+`runtime_settings`.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ RETRY_S = 0.02
 
 
 class Control:
-    """See the module docstring. to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works.
+    """to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works.
 
     own: set by the owner; the operations of this process.
     """

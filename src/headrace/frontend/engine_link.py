@@ -1,14 +1,13 @@
-"""Sends samples to the schedulers, and sends them again when a scheduler has died.
+"""The way to the schedulers, and the loop that receives the engine's messages.
 
 Owns which replica has which sample, and the samples that are held while no scheduler can take them. After a death a sample is sent again
 with the outputs that have arrived here, and the new scheduler continues after them, as after a retraction. Outputs are functions of the
 prompt, the seed and the position, so the text continues as if nothing had happened. Late outputs of a dead scheduler are recognised by
-their `source` and dropped. Does not notice deaths or start processes (`supervisor`, `recovery`), or choose among replicas
-(`balancers`). Used by the tokenizer manager, in its event loop only, except `new_source`.
+their `source` and dropped. `processes` notices deaths and starts processes; `balancers` chooses among replicas.
 
 A request itself may be what kills a scheduler. Samples that were in flight at SUSPECT_DEATHS deaths, without PROBATION_TOKENS new tokens
 between them, are suspects: they are sent one at a time, each until it has made that much progress, while all others continue. The suspect
-that is on probation when the next death comes, or that was alone in flight, is given up.
+that is on probation when the next death comes, or that was alone in flight, is cancelled.
 """
 
 import asyncio
@@ -353,7 +352,7 @@ def _has_passed(sample: ReqState) -> bool:
 
 
 class EngineLoop:
-    """See the module docstring.
+    """Receives the engine's messages, in the event loop that first uses it; `is_here` may be called from any thread.
 
     handlers: by kind of message. failure: why the engine has failed; None while it works. on_broken: set by the owner; called in the event
     loop when a handler has failed and no more messages are received.

@@ -1,8 +1,8 @@
-"""What the front end does when a process of the engine dies, and when it has been restarted.
+"""Whether the engine is alive and makes tokens, and what the front end does when one of its processes dies and has been restarted.
 
 Owns the restarted schedulers that are on their way into service: each first gets all operations that the others have carried out, then it
-gets requests. Nothing is awaited between the last operation and the first request, so no operation is missed. Does not notice deaths nor
-start processes (`processes`). The methods may be called from any thread; the work is done in the tokenizer manager's event loop.
+gets requests. Nothing is awaited between the last operation and the first request, so no operation is missed. The methods of `EngineParts`
+may be called from any thread; the work is done in the event loop.
 """
 
 import asyncio
@@ -174,9 +174,7 @@ class Teller(Protocol):
 
 @dataclass(eq=False)
 class EngineParts:
-    """See the module docstring.
-
-    num_restarts: how often a process came back into service. askers: may wait for replies of a scheduler that dies. tellers: are called in
+    """num_restarts: how often a process came back into service. askers: may wait for replies of a scheduler that dies. tellers: are called in
     this order.
     """
 

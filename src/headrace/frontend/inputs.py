@@ -1,7 +1,6 @@
 """The prompts that a call gives, as text, token ids or embeddings, and what each of them contains once it is tokenized.
 
-Owns the fields of a call that hold prompts: their shape, their checks, and the `PromptContent` made of them. Does not own the other fields
-(`prompts`) or what is done with a prompt (`tokenize`). Used in the tokenizer manager's event loop; large calls are checked in a thread.
+Owns the fields of a call that hold prompts: their shape, their checks, and the `PromptContent` made of them. Large calls are checked in a thread.
 """
 
 import math

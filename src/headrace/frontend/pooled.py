@@ -1,7 +1,7 @@
 """A call of an embedding model or a classifier (`EmbeddingReqInput`): its inputs, and the tokens of each as the scheduler gets them.
 
-Owns the shape of such a call, and the checks that need the number of tokens; `prompts` and `tokenize` do the same for calls that generate. Runs in
-the tokenizer manager's event loop; large calls are split in a thread.
+Owns the shape of such a call, and the checks that need the number of tokens; `prompts` and `tokenize` do the same for calls that generate.
+Large calls are split in a thread.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar. `pooled_prompts` does so for an `EmbeddingReqInput`.
+"""Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar; `pooled` does so for an `EmbeddingReqInput`.
 
-Owns the shape of a call: which fields may be lists, how they are distributed over the prompts, which are refused by name.
-Does not own the fields that give the prompts themselves (`inputs`). Pure functions, run in the tokenizer manager's event loop, or in a
-thread for large calls.
+Owns the shape of a call: which fields may be lists, how they are distributed over the prompts, which are refused by name. Pure functions,
+in a thread for large calls.
 """
 
 import uuid

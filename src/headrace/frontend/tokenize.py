@@ -1,7 +1,7 @@
 """Tokenizes the prompts of a call: tokens and checked parameters of each sample, as the scheduler gets them.
 
-Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Does not own the shape of a
-call (`prompts`), nor sending. Runs in the tokenizer manager's event loop; large calls are checked in a thread.
+Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Large calls are checked in a
+thread.
 """
 
 import asyncio
@@ -88,9 +88,7 @@ MAX_TOKEN_CHARACTERS = 256
 
 @dataclass(eq=False)
 class PromptTokenizer:
-    """See the module docstring.
-
-    limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
+    """limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
     found that a request of a session replaces. pooling: what the model makes of a text; None = it generates. media: makes those of prompts.
     """
 

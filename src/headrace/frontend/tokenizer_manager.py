@@ -64,9 +64,7 @@ ABORT_WAIT_S = 2.0
 
 
 class TokenizerManager:
-    """See the module docstring.
-
-    ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. media: makes those of prompts.
+    """ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. media: makes those of prompts.
     more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in the detokenizer, and news of deaths. clock: seconds; the
     one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs. spans: gets the timeline of every sample that has ended.
     on_broken: set by the owner; called in the event loop when taking outputs has failed, after every waiter has been answered.

@@ -1,9 +1,7 @@
-"""Operations on weights, generation and memory, as awaitable calls of the main process.
+"""Operations on weights, generation and memory, as awaitable calls of the main process; the scheduler and the worker carry them out.
 
 Owns which operations may run at the same time, waiting for replies, what a restarted replica gets before it serves, and the files in which
-tensors are passed. The state in force is in the log (`update_phases`), as is an update in phases. Does not carry out operations:
-the scheduler and the worker do. Everything runs in the event loop of the tokenizer manager, except `TensorFile`, which its creator owns, and
-where noted.
+tensors are passed (`TensorFile`, in its creator's thread). `update_phases` has the state in force and an update in phases.
 
     pause, continue     at once, even while others wait; the last one counts. Entered in the log before they are sent.
     cancel              at once: updates and joins of groups that have not taken effect fail
@@ -62,9 +60,7 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class WeightControl:
-    """See the module docstring.
-
-    check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
+    """check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
     scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
     succeeded on all replicas.
     """
