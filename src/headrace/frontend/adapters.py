@@ -96,7 +96,8 @@ class Adapters:
         adapter can be evicted.
         """
         self._replicas.check()
-        self._check_name(name)
+        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
         if not path:
             raise RequestError("lora_path is empty", "lora_path")
         if self._max_loras == 0:
@@ -176,11 +177,6 @@ class Adapters:
         if adapter.leaving:
             raise RequestError(f"the adapter {name!r:.100} is being unloaded", param)
         return adapter
-
-    @staticmethod
-    def _check_name(name: str) -> None:
-        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
-            raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
 
     async def _bring_in(self, adapter: Adapter) -> None:
         """With the lock held: make room, and load it under a new number."""

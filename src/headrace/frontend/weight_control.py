@@ -11,10 +11,10 @@ tensors are passed (`TensorFile`, in its creator's thread). `update_phases` has 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -56,6 +56,8 @@ from headrace.messages.weights import (
 )
 
 logger = get_logger(__name__)
+
+O = TypeVar("O")
 
 
 @dataclass(eq=False)
@@ -109,8 +111,16 @@ class WeightControl:
                         reply = await self._update(operation, undecided)
             case InitGroup():
                 reply = await _to_its_end(self._join_group(operation))
-            case _:
-                reply = await _to_its_end(self._in_turn(operation))
+            case ReleaseMemory():
+                reply = await self._in_turn(self._release, operation)
+            case ResumeMemory():
+                reply = await self._in_turn(self._resume, operation)
+            case DestroyGroup():
+                reply = await self._in_turn(self._destroy_group, operation)
+            case SetWeightVersion():
+                reply = await self._in_turn(self._tell, operation)
+            case CheckWeights():
+                reply = await self._in_turn(self._check_weights, operation)
         reply = msgspec.structs.replace(reply, weight_version=self.version)
         if reply.success:
             self.on_done(operation)
@@ -139,22 +149,13 @@ class WeightControl:
 
     # -- one at a time
 
-    async def _in_turn(self, operation: WeightOperation) -> WeightOpReply:
-        async with self._turn:
-            self.check()
-            match operation:
-                case ReleaseMemory():
-                    return await self._release(operation)
-                case ResumeMemory():
-                    return await self._resume(operation)
-                case DestroyGroup():
-                    return await self._destroy_group(operation)
-                case SetWeightVersion():
-                    return await self._tell(operation)
-                case CheckWeights():
-                    return await self._check_weights(operation)
-                case _:
-                    raise AssertionError(operation)
+    async def _in_turn(self, work: Callable[[O], Awaitable[WeightOpReply]], operation: O) -> WeightOpReply:
+        async def run() -> WeightOpReply:
+            async with self._turn:
+                self.check()
+                return await work(operation)
+
+        return await _to_its_end(run())
 
     @contextlib.contextmanager
     def _cancellable(self) -> Iterator[Undecided]:
