@@ -354,8 +354,8 @@ def _has_passed(sample: ReqState) -> bool:
 class EngineLoop:
     """Receives the engine's messages, in the event loop that first uses it; `is_here` may be called from any thread.
 
-    handlers: by kind of message. failure: why the engine has failed; None while it works. on_broken: set by the owner; called in the event
-    loop when a handler has failed and no more messages are received.
+    handlers: by kind of message. asyncio_loop: None before `start`. failure: why the engine has failed; None while it works. on_broken: set by
+    the owner; called in the event loop when a handler has failed and no more messages are received.
     """
 
     def __init__(self, receiver: Receiver, link: EngineLink, watchdog: Watchdog) -> None:
@@ -366,12 +366,7 @@ class EngineLoop:
         self._link = link
         self._watchdog = watchdog
         self._thread = -1
-        self._asyncio_loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def asyncio_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that it runs in; None before `start`."""
-        return self._asyncio_loop
+        self.asyncio_loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def dropped_frames(self) -> int:
@@ -383,8 +378,8 @@ class EngineLoop:
 
     def start(self) -> None:
         """Start receiving messages in the running event loop. Later calls do nothing."""
-        if self._asyncio_loop is None:
-            self._asyncio_loop = asyncio.get_running_loop()
+        if self.asyncio_loop is None:
+            self.asyncio_loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
             self._receiver.listen(self._handle)
             self._watchdog.start()
@@ -410,7 +405,7 @@ class EngineLoop:
 
     def is_here(self, method: Callable[..., None], *args: object) -> bool:
         """Whether this is the loop's thread (or there is none yet). If not, `method` is scheduled to be called there."""
-        loop = self._asyncio_loop
+        loop = self.asyncio_loop
         if loop is None or threading.get_ident() == self._thread:
             return True
         if not loop.is_closed():

@@ -10,10 +10,10 @@ import concurrent.futures
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from headrace.errors import ExecutionError, HeadraceError
-from headrace.frontend.communicator import Replica
+from headrace.frontend.communicator import Communicator, Replica
 from headrace.frontend.control import Control
 from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.records import Records
@@ -157,25 +157,10 @@ LOOK_S = 0.2
 """Seconds between two checks that the event loop still runs, while a thread waits for it."""
 
 
-class Asker(Protocol):
-    """Waits for replies of replicas."""
-
-    def lost(self, replica: Replica) -> None: ...
-
-    def fail_all(self, error: HeadraceError) -> None: ...
-
-
-class Teller(Protocol):
-    """Has something to tell a restarted scheduler before it gets requests."""
-
-    def tell_scheduler(self, sender: Sender) -> None:
-        """Send what a scheduler that has just started does not know."""
-
-
 @dataclass(eq=False)
 class EngineParts:
-    """num_restarts: how often a process came back into service. askers: may wait for replies of a scheduler that dies. tellers: are called in
-    this order.
+    """num_restarts: how often a process came back into service. replies: for which the front end may wait. tellers: send
+    a scheduler that has just started what it does not know, in this order.
     """
 
     engine_loop: EngineLoop
@@ -185,8 +170,8 @@ class EngineParts:
     heartbeats: Heartbeats
     records: Records
     metrics: Metrics
-    askers: Sequence[Asker]
-    tellers: Sequence[Teller]
+    replies: Sequence[Communicator[Any]]
+    tellers: Sequence[Callable[[Sender], None]]
     num_restarts: int = field(init=False, default=0)
     _rejoining: dict[int, Replica] = field(init=False, default_factory=dict)
 
@@ -205,10 +190,10 @@ class EngineParts:
             return
         if (rejoining := self._rejoining.get(index)) is not None:
             rejoining.is_lost = True
-            self.weights.lost(rejoining)
+            self.weights.replies.lost(rejoining)
         replica = self.link.scheduler_down(index)
-        for asker in self.askers:
-            asker.lost(replica)
+        for replies in self.replies:
+            replies.lost(replica)
 
     def gone(self, name: str, index: int) -> None:
         """A scheduler that has died is not restarted; the other replicas continue."""
@@ -228,8 +213,8 @@ class EngineParts:
             self.settings.tell_detokenizer()
             self.link.detokenizer_up()
         else:
-            for teller in self.tellers:
-                teller.tell_scheduler(sender)
+            for tell in self.tellers:
+                tell(sender)
             self.link.scheduler_up(index, source, sender)
 
     def rejoin(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:

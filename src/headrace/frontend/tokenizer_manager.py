@@ -40,6 +40,7 @@ from headrace.log import get_logger
 from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
+from headrace.messages.operations import OperationReply
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import LoraReply, WeightOpReply
@@ -173,7 +174,7 @@ class TokenizerManager:
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
         if media.loader is not None:
             self.metrics.media.watch(media.loader.stats)
-        self._askers = (self.control, replicas.replies, self.weights)
+        self._replies = (self.control.replies, replicas.replies, self.weights.replies)
         self.parts = EngineParts(
             self.engine_loop,
             self.link,
@@ -182,8 +183,13 @@ class TokenizerManager:
             self.heartbeats,
             self.records,
             self.metrics,
-            self._askers,
-            tellers=(self.settings, self.control, self.experts, self.adapters),
+            self._replies,
+            [
+                self.settings.tell_scheduler,
+                self.control.tell_scheduler,
+                self.experts.tell_scheduler,
+                self.adapters.tell_scheduler,
+            ],
         )
         self._register_handlers()
 
@@ -194,7 +200,8 @@ class TokenizerManager:
         handlers.register(Heartbeat, self.heartbeats.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         handlers.register(LoraReply, self.adapters.handle)
-        handlers.register(WeightOpReply, self.weights.handle)
+        handlers.register(WeightOpReply, self.weights.replies.handle)
+        handlers.register(OperationReply, self.control.replies.handle)
 
     def detokenize_with(self, detokenizer: DetokenizerManager) -> None:
         """Take the outputs of schedulers as token ids: `detokenizer` makes text of them here. Before `start`."""
@@ -439,8 +446,8 @@ class TokenizerManager:
         self.link.close()
         error = ExecutionError(message)
         self.table.fail(error)
-        for asker in self._askers:
-            asker.fail_all(error)
+        for replies in self._replies:
+            replies.fail_all(error)
         for sample in list(self.table.samples.values()):
             if sample.call.abandoned:
                 self.endings.forget(sample)

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelError, RequestError
+from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.update_phases import (
@@ -77,8 +77,8 @@ class WeightControl:
 
     def __post_init__(self) -> None:
         self.log = OperationLog()
-        self._replies = Communicator[WeightOpReply]("weights")
-        self._phases = UpdatePhases(self.link, self._replies, self.log)
+        self.replies = Communicator[WeightOpReply]("weights")
+        self._phases = UpdatePhases(self.link, self.replies, self.log)
         self._turn = asyncio.Lock()
 
     @property
@@ -125,15 +125,6 @@ class WeightControl:
         if reply.success:
             self.on_done(operation)
         return reply
-
-    def handle(self, reply: WeightOpReply) -> None:
-        self._replies.handle(reply)
-
-    def lost(self, replica: Replica) -> None:
-        self._replies.lost(replica)
-
-    def fail_all(self, error: HeadraceError) -> None:
-        self._replies.fail_all(error)
 
     # -- pause and continue
 
@@ -333,10 +324,10 @@ class WeightControl:
         return replicas
 
     async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
-        return await self._replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
+        return await self.replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
 
     async def _ask_every(self, operation: SchedulerOperation) -> Replies:
-        return await self._replies.call_every(
+        return await self.replies.call_every(
             self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
         )
 
