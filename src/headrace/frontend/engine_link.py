@@ -362,32 +362,24 @@ class EngineLoop:
         self.handlers = TypeBasedDispatcher()
         self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
-        self._receiver = receiver
+        self.receiver = receiver
         self._link = link
-        self._watchdog = watchdog
+        self.watchdog = watchdog
         self._thread = -1
         self.asyncio_loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def dropped_frames(self) -> int:
-        return self._receiver.dropped_frames
-
-    @property
-    def num_stalls(self) -> int:
-        return self._watchdog.num_stalls
 
     def start(self) -> None:
         """Start receiving messages in the running event loop. Later calls do nothing."""
         if self.asyncio_loop is None:
             self.asyncio_loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
-            self._receiver.listen(self._handle)
-            self._watchdog.start()
+            self.receiver.listen(self._handle)
+            self.watchdog.start()
 
     def close(self) -> None:
         """Stop receiving and close the receiver: in the loop. Idempotent."""
-        self._receiver.close()
-        self._watchdog.stop()
+        self.receiver.close()
+        self.watchdog.stop()
 
     def check(self) -> None:
         if self.failure is not None:
@@ -413,11 +405,11 @@ class EngineLoop:
         return False
 
     def _handle(self, message: Message) -> None:
-        self._watchdog.begin()
+        self.watchdog.begin()
         try:
             self.handlers(message)
         except Exception:
             logger.exception("receiving engine messages failed")
-            self._receiver.close()
+            self.receiver.close()
             self.on_broken()
-        self._watchdog.end()
+        self.watchdog.end()

@@ -40,16 +40,16 @@ FRESH_S = 1.0
 
 
 class Heartbeats:
-    """When each process of the engine was last heard. clock: in seconds."""
+    """When each process of the engine was last heard. clock: in seconds. dropped_frames: malformed ones that each has received."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._heard_s: dict[str, float] = {}
-        self._dropped_frames: dict[str, int] = {}
+        self.dropped_frames: dict[str, int] = {}
 
     def handle(self, message: Heartbeat) -> None:
         self._heard_s[message.process] = self._clock()
-        self._dropped_frames[message.process] = message.dropped_frames
+        self.dropped_frames[message.process] = message.dropped_frames
 
     def forget(self, process: str) -> None:
         self._heard_s.pop(process, None)
@@ -70,10 +70,6 @@ class Heartbeats:
         silent = {name: now - last_s > HEARTBEAT_LIMIT_S for name, last_s in self._heard_s.items()}
         schedulers = [is_silent for name, is_silent in silent.items() if name != DETOKENIZER]
         return silent.get(DETOKENIZER, False) or (bool(schedulers) and all(schedulers))
-
-    @property
-    def detokenizer_dropped_frames(self) -> int:
-        return self._dropped_frames.get(DETOKENIZER, 0)
 
 
 class SharedProbe:

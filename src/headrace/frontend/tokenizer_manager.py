@@ -23,7 +23,7 @@ from headrace.frontend.adapters import AdapterReplicas, Adapters
 from headrace.frontend.balancers import make_balancer
 from headrace.frontend.control import Control, ExpertRecording, MainOperations
 from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
-from headrace.frontend.engine_parts import EngineParts, Health, Heartbeats
+from headrace.frontend.engine_parts import DETOKENIZER, EngineParts, Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Endings, Outputs
 from headrace.frontend.prompts import refuse_text
@@ -397,9 +397,9 @@ class TokenizerManager:
         """Counters of survived faults outside the scheduler: malformed frames, unknown outputs, stalls, restarts, replays."""
         return {
             "num_unknown_outputs": self.outputs.num_unknown,
-            "dropped_frames": self.engine_loop.dropped_frames,
-            "detokenizer_dropped_frames": self.heartbeats.detokenizer_dropped_frames,
-            "num_stalls": self.engine_loop.num_stalls,
+            "dropped_frames": self.engine_loop.receiver.dropped_frames,
+            "detokenizer_dropped_frames": self.heartbeats.dropped_frames.get(DETOKENIZER, 0),
+            "num_stalls": self.engine_loop.watchdog.num_stalls,
             "num_restarts": self.parts.num_restarts,
             "num_replayed": self.link.num_replayed,
             "num_given_up": self.link.num_given_up,
