@@ -1,6 +1,6 @@
 """Timelines of the last requests: recorded, looked up for clients, and dumped to files for operators.
 
-Owns the lookup, and when a file is written. What is recorded is in `timeline`, the format of the files in `crash_dump`. Runs in the
+Owns the lookup, and when a file is written. What is recorded, and the format of the files, is in `timeline`. Runs in the
 tokenizer manager's event loop.
 """
 
@@ -24,8 +24,7 @@ from headrace.messages.weights import (
     UpdateFromTensors,
     WeightOperation,
 )
-from headrace.metrics.crash_dump import described, write_crash_dump, write_dump
-from headrace.metrics.timeline import Note, Timeline, Timelines
+from headrace.metrics.timeline import Note, Timeline, Timelines, described, write_crash_dump, write_dump
 
 
 class Records:
