@@ -13,7 +13,7 @@ from headrace.kernels.quantized_packing import (
     half_scales,
     pack_native_quantized,
     quantized_matrix,
-    unpack_quantized,
+    unpack_linear,
 )
 from headrace.layers.quantization import integer_format
 
@@ -235,7 +235,7 @@ def test_half_precision_scales_survive_packing_exactly(kind, shape):
     minimums = None if matrix.minimums is None else matrix.minimums.half().float()
     matrix = QuantizedMatrix(matrix.scheme, matrix.codes, scales, minimums, matrix.group_size)
     want = matrix.dequantize()
-    got = unpack_quantized(pack_native_quantized(matrix, None))
+    got = unpack_linear(pack_native_quantized(matrix, None))
     assert torch.equal(got, want)
 
 

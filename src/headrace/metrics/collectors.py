@@ -26,9 +26,9 @@ F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 
 def _family(kind: type[F], name: str, text: str, model_name: str, values: Mapping[str, float], label: str = "") -> F:
     """values: by the value of the label, if there is one."""
-    family = kind(name, text, labels=["model_name", *([label] if label else [])])
-    for key, value in values.items():
-        family.add_metric([model_name, *([key] if label else [])], value)
+    family = kind(name, text, labels=["model_name", label] if label else ["model_name"])
+    for of_label, value in values.items():
+        family.add_metric([model_name, of_label] if label else [model_name], value)
     return family
 
 
