@@ -5,16 +5,24 @@
 A turn plans a step, makes the worker's batch, commits the step before and makes its outputs. The worker behind it answers at once with the
 same token for every row, and the outputs are thrown away. Every request streams (a chunk each turn), unless `--no-stream`.
 Processor time, not wall time: what else runs on the machine hardly changes it. Prints JSON, milliseconds a turn.
+
+It needs nothing of `bench`, so that it also measures another checkout, whose commit is in the JSON:
+
+    PYTHONPATH=OTHER/src .venv/bin/python -m bench.scheduler_turn
 """
 
+import argparse
+import json
 import statistics
 import time
 from collections import deque
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.program import parser_of, write_report
+from headrace.benchmark.machine import revision, this_machine
 from headrace.cache.allocator import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.garbage import freeze
@@ -35,8 +43,11 @@ from headrace.scheduler.state import SchedulerConfig
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64
-WARM_UP_TURNS = 20
+WARM_UP_TURNS = 60
+"""Enough to prefill 256 requests: a step with prompts has at most twice the tokens of the largest one before."""
 VOCAB_SIZE = 32_000
+TOKEN_S = 1e-6
+"""What the worker says that a token took. Of steps that seem to take no time nothing is learnt, and no step with prompts would grow."""
 
 
 class InstantWorker:
@@ -54,9 +65,10 @@ class InstantWorker:
         batch = self._steps.popleft()
         id_starts = np.zeros(len(batch.seqs) + 1, np.int32)
         np.cumsum(batch.num_logits, out=id_starts[1:])
-        return StepResult(batch.step, np.full(id_starts[-1], 7, np.int32), id_starts)
+        forward_s = TOKEN_S * int(batch.counts.sum())
+        return StepResult(batch.step, np.full(id_starts[-1], 7, np.int32), id_starts, forward_s=forward_s)
 
-    def rest(self, left: tuple[int, ...]) -> None:
+    def idle(self, left: tuple[int, ...]) -> None:
         """Nothing to give back."""
 
     def close(self) -> None:
@@ -143,16 +155,23 @@ def measure(num_rows: int, num_turns: int, stream: bool) -> dict[str, float | in
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--no-stream", dest="stream", action="store_false")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    results = [measure(rows, options.turns, options.stream) for rows in options.rows]
     found = {
+        **asdict(revision()),
+        "machine": asdict(this_machine()),
         "stream": options.stream,
-        "results": [measure(rows, options.turns, options.stream) for rows in options.rows],
+        "results": results,
     }
-    write_report(found, options.output)
+    text = json.dumps(found, indent=1)
+    print(text, flush=True)
+    if options.output is not None:
+        options.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

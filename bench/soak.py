@@ -24,8 +24,8 @@ from rich.table import Table
 
 from bench.program import words
 from headrace.api.runtime import Runtime
+from headrace.benchmark.http_stream import DONE, EventParser
 from headrace.benchmark.results import header, write_json
-from headrace.benchmark.sse import DONE, EventParser
 from headrace.benchmark.tables import print_table
 from headrace.errors import ExecutionError
 

@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from bench.program import parser_of, write_report
 from headrace import Engine
-from headrace.benchmark.tasks import PERSON_SCHEMA, TASKS
+from headrace.benchmark.workloads import PERSON_SCHEMA, TASKS
 
 Output = dict[str, Any]
 

@@ -59,8 +59,8 @@ class MarkedWorker:
     def collect(self) -> StepResult:
         return self._worker.collect()
 
-    def rest(self, left: tuple[int, ...]) -> None:
-        self._worker.rest(left)
+    def idle(self, left: tuple[int, ...]) -> None:
+        self._worker.idle(left)
 
     def close(self) -> None:
         self._worker.close()

@@ -61,12 +61,10 @@ class ContextLengthError(RequestError):
 
     @classmethod
     def of_prompt(cls, param: str, context_length: int, num_prompt_tokens: int, held: str = "") -> Self:
-        """The prompt alone is too long."""
         return cls(param, context_length, f"your messages resulted in {num_prompt_tokens} tokens", held=held)
 
     @classmethod
     def of_both(cls, param: str, context_length: int, num_prompt_tokens: int, num_output_tokens: int) -> Self:
-        """The prompt leaves too little room for the requested output."""
         asked = (
             f"you requested {num_prompt_tokens + num_output_tokens} tokens ({num_prompt_tokens} in the messages, "
             f"{num_output_tokens} in the completion)"

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.config.kv_events import check_pyzmq, read_kv_events
-from headrace.config.machine import check_open_files, cuda_is_there, host_memory_bytes
-from headrace.config.nodes import dist_secret, with_nodes
+from headrace.config.machine import check_open_files, cuda_is_there, dist_secret, host_memory_bytes, with_nodes
 from headrace.config.resolve import refuse_early, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
-from headrace.messages.channel import IpcDir, Ports, Receiver
+from headrace.messages.channel import FanOutSender, IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
-from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import (
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from headrace.frontend.media import PromptMedia
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.spans import Spans
-    from headrace.sampling.params import GenerationDefaults
     from headrace.text.chat_templates import ChatTemplate
     from headrace.text.tokenizers import Tokenizer
 
@@ -96,9 +95,12 @@ def launch_engine(
     check_open_files(args)
     args = with_encoder(args)
     _check_kv_events(args)
-    spans = _open_spans(args)
     with contextlib.ExitStack() as resources:
-        if spans is not None:
+        spans = None
+        if args.otlp_traces_endpoint is not None:
+            from headrace.metrics.spans import Spans, otlp_exporter
+
+            spans = Spans(args.served_name, otlp_exporter(args.otlp_traces_endpoint))
             resources.callback(spans.close)
         parts = _start_parts(args, resources)
         try:
@@ -112,7 +114,8 @@ def launch_engine(
             template = open_chat_template(args, tokenizer)
             media = open_media(args, tokenizer, model, pooling)
             open_output_format(args, tokenizer, template)  # a wrong name is refused before the model is loaded
-            _import_front_end()
+            import headrace.frontend.tokenizer_manager  # noqa: F401 needed next, and the children still load
+
             _check_not_stopped(should_stop)
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
@@ -127,7 +130,6 @@ def launch_engine(
 
 
 def _check_node(args: ServerArgs) -> None:
-    """Raises ConfigError if this node cannot serve."""
     if args.num_nodes > 1:
         if args.node_rank:
             raise ConfigError(
@@ -137,7 +139,6 @@ def _check_node(args: ServerArgs) -> None:
 
 
 def _check_kv_events(args: ServerArgs) -> None:
-    """Raises ConfigError when what publishes KV events is not installed."""
     config = read_kv_events(args.kv_events_config, args.num_replicas)
     if config is None:
         return
@@ -162,11 +163,6 @@ def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
     return ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir()), args.detokenize_in))
 
 
-def _import_front_end() -> None:
-    """Import what the main process needs, while the children load."""
-    import headrace.frontend.tokenizer_manager  # noqa: F401
-
-
 def _tokenizer_manager(
     args: ServerArgs,
     ready: ReadyInfo,
@@ -178,11 +174,14 @@ def _tokenizer_manager(
     from_engine: Receiver,
     spans: "Spans | None",
 ) -> "TokenizerManager":
-    """The front end, connected to every part."""
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.catalog import Metrics
+    from headrace.sampling.params import GenerationDefaults
     from headrace.text.detokenizer_manager import DetokenizerManager
 
+    defaults = sampling_defaults(args, model)
+    if defaults.not_followed:
+        logger.warning("the model has sampling settings that are not supported: %s", ", ".join(defaults.not_followed))
     schedulers = [parts.channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]
     to_detokenizer = parts.channels.sender("to_detokenizer")
     manager = TokenizerManager(
@@ -191,7 +190,8 @@ def _tokenizer_manager(
         tokenizer,
         schedulers[0],
         from_engine,
-        defaults=_generation_defaults(args, model),
+        # Of requests that do not give their own.
+        defaults=msgspec.convert(defaults, GenerationDefaults, from_attributes=True),
         pooling=pooling,
         media=media.as_loaded(ready),
         metrics=Metrics(args.served_name),
@@ -207,28 +207,3 @@ def _tokenizer_manager(
             DetokenizerManager(tokenizer, to_detokenizer, FanOutSender(schedulers), enable_faults=faults)
         )
     return manager
-
-
-def _generation_defaults(args: ServerArgs, model: "ModelConfig") -> "GenerationDefaults":
-    """Sampling parameters for requests that do not give their own; a warning for settings of the model that are not supported."""
-    from headrace.sampling.params import GenerationDefaults
-
-    defaults = sampling_defaults(args, model)
-    if defaults.not_followed:
-        logger.warning("the model has sampling settings that are not supported: %s", ", ".join(defaults.not_followed))
-    return GenerationDefaults(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-    )
-
-
-def _open_spans(args: ServerArgs) -> "Spans | None":
-    """The exporter of traces, None without --otlp-traces-endpoint. Raises ConfigError."""
-    if args.otlp_traces_endpoint is None:
-        return None
-    from headrace.metrics.spans import Spans, otlp_exporter
-
-    return Spans(args.served_name, otlp_exporter(args.otlp_traces_endpoint))

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace import log
-from headrace.config.machine import check_open_files
-from headrace.config.nodes import with_nodes
+from headrace.config.machine import check_open_files, with_nodes
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
@@ -35,12 +34,8 @@ if TYPE_CHECKING:
 
 logger = log.get_logger(__name__)
 
-_EXPLAINED = (
-    "activations",
-    "quantization",
-    "kv_cache_dtype",
-    "output projection",
-)  # choices that the start-up summary explains
+_EXPLAINED = ("activations", "quantization", "kv_cache_dtype", "output projection")
+"""Choices that the start-up summary explains."""
 
 OWNER_GONE_S = (0.25, 0.75)
 """After its owner has died, a server drains for the first time, ends its requests for the second, and then exits."""
@@ -189,7 +184,6 @@ class Ending:
         self._loop.call_soon_threadsafe(self._server.shutdown)
 
     def cancel(self) -> None:
-        """Wait for requests no longer: the server has ended."""
         if self._drain is not None:
             self._drain.cancel()
 
@@ -207,27 +201,24 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     limit = reply_limit(engine.args)
     pooling, has_kv = engine.pooling, engine.model.encoder is None
     cache = f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"
-    rows = (
+    rows = [
         ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB{ranks})"),
         ("precision", f"{ready.precision}, {f'{ready.kv_cache_dtype} KV, ' if has_kv else ''}on {ready.device}"),
-        *(
-            ("because", choice)
-            for choice in ready.decisions
-            if choice.startswith(_EXPLAINED) and (has_kv or not choice.startswith("kv_cache"))
-        ),
-        *((("KV cache", cache),) if has_kv else ()),
-        ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
-        ("attention", ready.attention),
-        ("sampling", sampling_defaults(engine.args, engine.model).summary())
-        if pooling is None
-        else ("makes", pooling.summary()),
-        *(
-            (("replies", f"end at {limit} tokens where a request gives no limit (--default-max-tokens)"),)
-            if limit and pooling is None
-            else ()
-        ),
-        ("URL", url),
-    )
+    ]
+    for choice in ready.decisions:
+        if choice.startswith(_EXPLAINED) and (has_kv or not choice.startswith("kv_cache")):
+            rows.append(("because", choice))
+    if has_kv:
+        rows.append(("KV cache", cache))
+    rows.append(("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"))
+    rows.append(("attention", ready.attention))
+    if pooling is not None:
+        rows.append(("makes", pooling.summary()))
+    else:
+        rows.append(("sampling", sampling_defaults(engine.args, engine.model).summary()))
+        if limit:
+            rows.append(("replies", f"end at {limit} tokens where a request gives no limit (--default-max-tokens)"))
+    rows.append(("URL", url))
     if engine.args.log_format == "json":
         told = "; ".join(f"{name}: {value}" for name, value in rows)
         logger.info("Headrace is ready after %.1f s; %s", seconds, told, extra=log.with_fields({"url": url}))

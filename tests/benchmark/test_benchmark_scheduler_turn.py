@@ -5,14 +5,16 @@ import pytest
 from bench import scheduler_turn
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_every_timed_turn_decodes_every_row(stream):
-    scheduler = scheduler_turn.decoding(num_rows=3, num_turns=40, stream=stream)
+@pytest.mark.parametrize(("num_rows", "stream"), [(3, True), (3, False), (256, True)])
+def test_every_timed_turn_decodes_every_row(num_rows, stream):
+    scheduler = scheduler_turn.decoding(num_rows, num_turns=40, stream=stream)
     before = [req.num_outputs for req in scheduler.state.running]
     for _ in range(40):
         scheduler.run_once()
 
-    assert [req.num_outputs - made for req, made in zip(scheduler.state.running, before, strict=True)] == [40] * 3
+    assert [req.num_outputs - made for req, made in zip(scheduler.state.running, before, strict=True)] == [
+        40
+    ] * num_rows
     assert scheduler.state.counters.num_finished == 0
 
 

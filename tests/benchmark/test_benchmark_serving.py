@@ -14,9 +14,17 @@ from fake_openai_server import FakeServer, serving
 from rich.console import Console
 
 from headrace.benchmark.figures import NO_LIMITS, Limits, summarise
-from headrace.benchmark.load import arrival_times, run_closed_loop, run_open_loop, with_beside
 from headrace.benchmark.results import document, plot, print_results, rate_text, write_json
-from headrace.benchmark.serving import LoadOptions, compare_greedy, measure, run_client
+from headrace.benchmark.serving import (
+    LoadOptions,
+    arrival_times,
+    compare_greedy,
+    measure,
+    run_client,
+    run_closed_loop,
+    run_open_loop,
+    with_beside,
+)
 from headrace.benchmark.targets import OpenAITarget
 from headrace.benchmark.workloads import PRESETS, Answer, Workload
 from headrace.errors import ConfigError
@@ -200,7 +208,7 @@ async def test_the_first_requests_of_a_spaced_preset_start_one_after_the_other(m
     server = FakeServer()
     async with serving(server), aiohttp.ClientSession() as session:
         target = await connect(session, server)
-        monkeypatch.setattr("headrace.benchmark.load.asyncio.sleep", sleep)
+        monkeypatch.setattr("headrace.benchmark.serving.asyncio.sleep", sleep)
         await run_closed_loop(target, workload(6, gap_s=0.02), concurrency=3)
         monkeypatch.undo()
 

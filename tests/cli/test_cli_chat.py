@@ -11,7 +11,7 @@ from rich.console import Console
 from headrace.cli.app import main
 from headrace.cli.chat import run_chat
 from headrace.cli.chat_sources import ChatSampling, Piece, Reading, ServerChat, ToolUse, new_texts
-from headrace.cli.given_json import read_tools
+from headrace.cli.given import read_tools
 from headrace.errors import ConfigError, RequestError
 
 

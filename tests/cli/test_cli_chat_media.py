@@ -3,7 +3,6 @@
 import base64
 import io
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from headrace.cli.app import main
-from headrace.cli.chat import run_chat
+from headrace.cli.chat import Conversation, run_chat
 from headrace.cli.chat_sources import ChatSampling, Piece
-from headrace.cli.conversation import Conversation
-from headrace.cli.media import number_of, read_part, shown
+from headrace.cli.given import number_of, read_part, shown
 from headrace.errors import ConfigError, RequestError
 from headrace.media_kinds import DEFAULT_FILE_BYTES, MediaKind
 
@@ -85,7 +83,7 @@ def test_media_of_the_command_go_with_the_first_message(monkeypatch, files, stdi
 
 def test_the_options_name_files_and_can_be_repeated(monkeypatch, files):
     source = Source()
-    monkeypatch.setattr("headrace.cli.chat_sources.ServerChat", lambda *_: nullcontext(source))
+    monkeypatch.setattr("headrace.cli.chat_sources.ServerChat", lambda *_: source)
     monkeypatch.setattr("sys.stdin", io.StringIO("what?\n"))
     sound = ["--audio", str(files["audio"])]
     with pytest.raises(SystemExit) as left:

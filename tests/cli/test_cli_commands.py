@@ -9,8 +9,7 @@ import pytest
 
 from headrace.benchmark.machine import NumaNode
 from headrace.cli.app import main
-from headrace.cli.arguments import with_model
-from headrace.cli.command_group import OTHER_COMMANDS
+from headrace.cli.arguments import OTHER_COMMANDS, with_model
 from headrace.cli.running_servers import address, is_server
 from headrace.config.cli import asked_page
 from headrace.config.server_args import ServerArgs

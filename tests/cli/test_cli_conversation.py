@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from headrace.cli.chat import Conversation
 from headrace.cli.chat_sources import ChatSampling
-from headrace.cli.conversation import Conversation
-from headrace.cli.typed_input import MAX_ENTRIES, MAX_ENTRY_CHARS, History
+from headrace.cli.terminal import MAX_ENTRIES, MAX_ENTRY_CHARS, History
 from headrace.errors import ConfigError
 
 

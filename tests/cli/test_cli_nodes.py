@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from headrace.config.nodes import dist_secret, host_and_port, with_nodes
+from headrace.config.machine import dist_secret, host_and_port, with_nodes
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.processes.rank_groups import descriptors_of, ranks_here, starts_here

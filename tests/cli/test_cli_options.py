@@ -9,8 +9,9 @@ import yaml
 from typer.testing import CliRunner
 
 from headrace.cli.app import app as headrace
-from headrace.config.cli import ENGINE_FIELDS, ENV_VARS, flag, options_markdown, parse, with_server_options
+from headrace.config.cli import ENGINE_FIELDS, ENV_VARS, parse, with_server_options
 from headrace.config.server_args import ServerArgs
+from headrace.config.server_options import flag
 from headrace.config.settings import variable
 from headrace.errors import ConfigError
 
@@ -144,13 +145,3 @@ def test_a_switch_shows_no_value_in_the_help():
 
     assert len(switches) > 20
     assert [param.name for param in switches if param.metavar != ""] == []
-
-
-def test_the_markdown_table_lists_every_option_with_its_choices():
-    text = options_markdown()
-
-    for name, f in FIELDS.items():
-        assert f"| `{flag(name)}" in text
-        assert f.default is not True or f"`{flag(f'no_{name}')}` turns it off." in text
-    assert "`--dtype {auto,float32,bfloat16,float16}` | `auto`" in text
-    assert "HEADRACE_API_KEY" in text

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from headrace.cli.reply_writer import ReplyWriter
+from headrace.cli.terminal import ReplyWriter
 
 WIDTH = 20
 

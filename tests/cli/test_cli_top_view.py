@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from headrace.cli.top_reader import Load, Request, Snapshot
-from headrace.cli.top_view import MAX_LISTED, View, printable, sparkline
+from headrace.cli.running_servers import Load, Request, Snapshot
+from headrace.cli.top import MAX_LISTED, View, printable, sparkline
 
 LOADS = [Load(0, 8, 20, 4, 0.25, 0.5, 200.0), Load(1, 0, 0, 0, 0.9, 0.25, 131.4)]
 REQUESTS = [

@@ -30,7 +30,7 @@ from headrace.execution.update_weights import ModelWeights
 from headrace.execution.weight_cache import open_cache
 from headrace.kernels import cpu
 from headrace.layers.weight import Placement, Weight
-from headrace.messages.rank_step import RankStep, RankStop, pack, unpack
+from headrace.messages.ranks import RankStep, RankStop, pack, unpack
 from headrace.messages.weights import Prepared, UpdateFromTensors, WorkerOperation
 from headrace.models.registry import model_class_for
 

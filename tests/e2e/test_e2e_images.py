@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from headrace import Engine
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, VideoRef

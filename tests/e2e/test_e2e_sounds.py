@@ -17,7 +17,7 @@ import transformers
 from server_process import ServerProcess, serving
 
 from headrace import Engine
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import RequestError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import AudioRef, MediaKind, MediaRefs

@@ -31,7 +31,7 @@ from headrace.messages.step import ModelWorkerBatch
 from headrace.messages.weights import WeightExecutor
 from headrace.models.registry import model_class_for
 from headrace.models.spec import kv_shape
-from headrace.sampling.device_penalties import DevicePenalties
+from headrace.sampling.penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
 

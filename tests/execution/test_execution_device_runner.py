@@ -16,9 +16,8 @@ from headrace.execution.faults import FaultyRunner
 from headrace.kernels import triton
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec
-from headrace.sampling.device_penalties import count_dtype, penalty_bytes
-from headrace.sampling.params import ResolvedSamplingParams
-from headrace.sampling.thinking_budget import ThinkingBudget
+from headrace.sampling.params import ResolvedSamplingParams, ThinkingBudget
+from headrace.sampling.penalties import count_dtype, penalty_bytes
 
 A, B, C = prompt(40, 1), prompt(9, 2), prompt(17, 3)
 PENALISED = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0, repetition_penalty=1.7)

@@ -12,8 +12,7 @@ from headrace.messages.grammar import GrammarSpec
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import GenerateReqInput, PromptContent
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES
-from headrace.sampling.params import GenerationDefaults, SamplingParams
-from headrace.sampling.thinking_budget import ThinkingBudget
+from headrace.sampling.params import GenerationDefaults, SamplingParams, ThinkingBudget
 
 LIMITS = CallLimits(vocab_size=VOCAB_SIZE, hidden_size=2, max_n=4, max_prompts=3, max_samples=100, context_length=64)
 NOT_YET = {

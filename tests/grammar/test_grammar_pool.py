@@ -17,9 +17,9 @@ from headrace.checkpoint.names import resolve_model
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import child_environment
 from headrace.errors import ExecutionError
-from headrace.grammar import compile_pool
+from headrace.grammar import compiler
 from headrace.grammar.compile_child import Passed, Refused, try_grammar
-from headrace.grammar.compile_pool import CompilePool
+from headrace.grammar.compiler import CompilePool
 from headrace.grammar.matcher import MatcherTokens
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
@@ -188,7 +188,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused():
 
 
 def test_a_child_that_has_grown_is_replaced_after_its_answer(stub, monkeypatch):
-    monkeypatch.setattr(compile_pool, "MAX_LEFT_BYTES", 8 * MIB)
+    monkeypatch.setattr(compiler, "MAX_LEFT_BYTES", 8 * MIB)
     pool = stub(num_children=1, limit_s=60)
     pool.try_spec(spec("keep:1000000"))
     (pid,) = pool.pids
@@ -263,7 +263,7 @@ def test_a_child_gets_no_secret_and_prints_nothing(stub, capfd, monkeypatch):
 def test_a_child_ends_with_its_parent():
     program = """
 import os, sys, signal
-from headrace.grammar.compile_pool import CompilePool
+from headrace.grammar.compiler import CompilePool
 from headrace.grammar.matcher import MatcherTokens
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec

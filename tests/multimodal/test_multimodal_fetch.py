@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from seeing_checkpoints import file_of, picture
 
-from headrace.config.media_args import MediaArgs, MediaDomains, media_args, parse_media_domains, parse_media_folder
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import MediaArgs, MediaDomains, media_args, parse_media_domains, parse_media_folder
 from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch
 from headrace.multimodal.fetch import Fetcher, is_public

@@ -25,7 +25,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from headrace.checkpoint.image_processors import image_settings
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import ModelError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaRefs

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from seeing_checkpoints import file_of, picture, write_checkpoint
 
-from headrace.config.media_args import MediaArgs, parse_media_domains
+from headrace.config.web import MediaArgs, parse_media_domains
 from headrace.errors import ExecutionError, RequestError
 from headrace.media_kinds import ImageRef, MediaKind
 from headrace.messages.media import KEY_BYTES

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from headrace.checkpoint.image_processors import ImageSettings, Size, read_video_settings
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ModelError, RequestError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, VideoRef, refs_of

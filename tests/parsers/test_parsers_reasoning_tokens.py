@@ -3,8 +3,7 @@
 import pytest
 from parser_harness import make_format
 
-from headrace.parsers.reasoning_tokens import reasoning_tokens
-from headrace.parsers.registry import choose
+from headrace.parsers.registry import choose, reasoning_tokens
 
 TEMPLATE = {
     "start_anchor": "<|bot|>",

@@ -21,9 +21,8 @@ from headrace.cache.radix_cache import RadixCache  # noqa: E402
 from headrace.checkpoint.weight_cache import identity  # noqa: E402
 from headrace.config.server_args import ServerArgs  # noqa: E402
 from headrace.errors import ModelError  # noqa: E402
-from headrace.messages.channel import Channels  # noqa: E402
+from headrace.messages.channel import Channels, FanOutSender  # noqa: E402
 from headrace.messages.control import ReadyInfo  # noqa: E402
-from headrace.messages.fan_out import FanOutSender  # noqa: E402
 from headrace.messages.step import StepResult  # noqa: E402
 from headrace.messages.weights import Prepared, UpdateFromDisk, UpdateFromTensors, WorkerOperation  # noqa: E402
 from headrace.metrics.watchdog import Watchdog  # noqa: E402

@@ -1,11 +1,49 @@
-"""The tables of docs/coming-from-sglang.md and docs/coming-from-vllm.md, as Markdown.
+"""The tables of docs/cli.md, docs/coming-from-sglang.md and docs/coming-from-vllm.md, as Markdown.
 
-`python tests/repo/option_pages.py sglang|vllm` prints them.
+`python tests/repo/option_pages.py cli|sglang|vllm` prints them.
 """
 
 import sys
+from dataclasses import fields
 
+from headrace.config.cli import ALIASES, ENV_VARS, choices_of, is_on, metavar_of
 from headrace.config.other_servers import VALUES, Alias, Already, Refused, Server, table
+from headrace.config.server_args import ServerArgs
+from headrace.config.server_options import flag
+
+
+def options() -> str:
+    """Every option of `headrace serve`: one table per group."""
+    groups = {}
+    for f in fields(ServerArgs):
+        groups.setdefault(f.metadata["group"], []).append(f)
+    blocks = []
+    for group, members in groups.items():
+        rows = "\n".join(f"| `{_spelling(f)}` | {_default_text(f)} | {_help_text(f)} |" for f in members)
+        blocks.append(f"### {group}\n\n| option | default | meaning |\n|---|---|---|\n{rows}\n")
+    return "\n".join(blocks)
+
+
+def _spelling(f) -> str:
+    if f.type is bool:
+        return flag(f.name)
+    choices = choices_of(f.type)
+    names = ", ".join((flag(f.name), *ALIASES.get(f.name, ())))
+    return f"{names} {'{' + ','.join(choices) + '}' if choices else metavar_of(f.type)}"
+
+
+def _default_text(f) -> str:
+    if f.default is None or f.default == "":
+        return ""
+    if isinstance(f.default, bool):
+        return "on" if f.default else "off"
+    return f"`{f.default}`"
+
+
+def _help_text(f) -> str:
+    off = f" `{flag(f'no_{f.name}')}` turns it off." if is_on(f) else ""
+    env = f" Also from the environment: `{ENV_VARS[f.name]}`." if f.name in ENV_VARS else ""
+    return str(f.metadata["help"]).replace("|", "\\|") + off + env
 
 
 def markdown(server: Server) -> str:
@@ -15,7 +53,7 @@ def markdown(server: Server) -> str:
         f"| {_names(entry.names)} | {_ours(entry)} | {entry.says} |" for entry in mine if isinstance(entry, Alias)
     ]
     values = [
-        f"| `{_flag(name)} {theirs}` | `{_flag(name)} {ours}` | |"
+        f"| `{flag(name)} {theirs}` | `{flag(name)} {ours}` | |"
         for name, pairs in VALUES.items()
         for theirs, ours in pairs.items()
         if name != "sampling_defaults" and theirs not in {"sglang", "vllm"} - {server}
@@ -46,13 +84,9 @@ def _names(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}{'*' if name.endswith('-') else ''}`" for name in names)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _ours(entry: Alias) -> str:
     words = (
-        _flag(name) if entry.is_switch and value == "true" else f"{_flag(name)} {value or 'VALUE'}"
+        flag(name) if None not in entry.sets.values() and value == "true" else f"{flag(name)} {value or 'VALUE'}"
         for name, value in entry.sets.items()
     )
     return ", ".join(f"`{word}`" for word in words)
@@ -63,13 +97,13 @@ def _unless(entry: Already) -> str:
         return ""
     name, value = entry.unless
     return (
-        f"`{_flag(name)}`"
+        f"`{flag(name)}`"
         if value == "true"
-        else f"`{_flag(f'no_{name}')}`"
+        else f"`{flag(f'no_{name}')}`"
         if value == "false"
-        else f"`{_flag(name)} {value}`"
+        else f"`{flag(name)} {value}`"
     )
 
 
 if __name__ == "__main__":
-    print(markdown("vllm" if sys.argv[1:] == ["vllm"] else "sglang"))
+    print(options() if sys.argv[1:] == ["cli"] else markdown("vllm" if sys.argv[1:] == ["vllm"] else "sglang"))

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from headrace.config.cli import parse
-from headrace.config.nodes import host_and_port, with_nodes
+from headrace.config.machine import host_and_port, with_nodes
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import from_environment
 from headrace.metrics.catalog import Metrics

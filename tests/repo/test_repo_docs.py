@@ -4,17 +4,19 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import typer
-from option_pages import markdown
+from option_pages import markdown, options
 
 from headrace.benchmark.workloads import PRESETS
 from headrace.checkpoint.weight_formats import names_on_cpu, names_on_gpus
 from headrace.cli.app import app
-from headrace.config.cli import options_markdown
-from headrace.config.other_servers import Refused, find, names
+from headrace.config.other_servers import Refused, find, table
+from headrace.config.server_args import ServerArgs
+from headrace.config.server_options import flag
 from headrace.config.settings import own_options
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -50,9 +52,16 @@ def test_python_in_the_pages_runs_from_the_top(tmp_path):
 
 
 def test_cli_docs_hold_the_table_of_options():
-    assert options_markdown() in (DOCS / "cli.md").read_text(), (
-        "docs/cli.md is out of date; replace its tables by the output of: python -m headrace.config.cli"
+    text = options()
+
+    assert text in (DOCS / "cli.md").read_text(), (
+        "docs/cli.md is out of date; replace its tables by the output of: python tests/repo/option_pages.py cli"
     )
+    for f in fields(ServerArgs):
+        assert f"| `{flag(f.name)}" in text
+        assert f.default is not True or f"`{flag(f'no_{f.name}')}` turns it off." in text
+    assert "`--dtype {auto,float32,bfloat16,float16}` | `auto`" in text
+    assert "HEADRACE_API_KEY" in text
 
 
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
@@ -64,7 +73,8 @@ def test_the_pages_of_other_servers_hold_their_tables_of_options(server):
 
 def test_the_tables_of_other_servers_have_no_option_of_ours():
     ours = own_options().keys()
-    both = sorted(set(names()) & ours) + sorted(name for name in ours if isinstance(find(name), Refused))
+    names = {name for entry in table() for name in entry.names}
+    both = sorted(names & ours) + sorted(name for name in ours if isinstance(find(name), Refused))
     assert both == [], "these are options now: take them out of config/other_servers.toml, and renew the pages"
 
 

@@ -6,9 +6,8 @@ import torch
 
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask
 from headrace.messages.step import NewSequence
-from headrace.sampling.params import ResolvedSamplingParams
+from headrace.sampling.params import ResolvedSamplingParams, ThinkingBudget
 from headrace.sampling.sampler import BAD_LOGITS, NOTHING_LEFT, Sampler
-from headrace.sampling.thinking_budget import ThinkingBudget
 
 VOCAB = 200
 PROMPT = (5, 6, 7, 5)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from headrace import kernels
 from headrace.kernels import cpu
 from headrace.kernels.drawing import ONE
-from headrace.sampling.draw import TEMPERATURES, Filters, largest
-from headrace.sampling.random import uniform
+from headrace.sampling.draw import TEMPERATURES, Filters, uniform
+from headrace.sampling.logprobs import largest
 
 FILTERS = [
     Filters(1.0),

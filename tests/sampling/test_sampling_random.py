@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace.sampling.random import philox4x32, uniform
+from headrace.sampling.draw import philox4x32, uniform
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import torch
 from test_sampler import VOCAB, one, sample, sampler, sequence
 
 from headrace.errors import RequestError
-from headrace.sampling.params import GenerationDefaults, SamplingParams
-from headrace.sampling.thinking_budget import ThinkingBudget, ThinkingLimit
+from headrace.sampling.params import GenerationDefaults, SamplingParams, ThinkingBudget
+from headrace.sampling.penalties import ThinkingLimit
 
 END, OTHER_END, BEGIN = 50, 51, (60, 61)
 OPEN = ThinkingBudget(num_tokens=2, end_id=END, end_ids=(END, OTHER_END), begins=(BEGIN,), is_open=True)

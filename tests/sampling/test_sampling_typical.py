@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import kernels
-from headrace.sampling.draw import DrawTable, Filters, TokenMasks
-from headrace.sampling.typical import typical_logits, typical_rows
+from headrace.sampling.draw import DrawTable, Filters, TokenMasks, typical_logits, typical_rows
 
 
 def kept(logits: np.ndarray, typical_p: float, top_k: int = 0) -> set[int]:

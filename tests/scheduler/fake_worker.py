@@ -284,7 +284,7 @@ class FakeWorker:
             part = bisect_right(batch.part_starts, row) - 1 if batch.part_starts else 0
             assert set((slots * self.num_parts // len(self.kv)).tolist()) == {part}, "a row in another part"
 
-    def rest(self, left: tuple[int, ...]) -> None:
+    def idle(self, left: tuple[int, ...]) -> None:
         assert not self.queue, "it rests with a step in flight"
         self.rested += left
         self.num_rests += 1

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fake_frontend import MODEL, TEMPLATE, Running, running_server
 
-from headrace.sampling.thinking_budget import ThinkingBudget
+from headrace.sampling.params import ThinkingBudget
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}

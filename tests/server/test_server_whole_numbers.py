@@ -10,9 +10,9 @@ import pytest
 from fake_frontend import MODEL, Running
 from msgspec import inspect
 
-from headrace.api.generate_request import generate_request
+from headrace.api.arguments import generate_request
 from headrace.errors import RequestError
-from headrace.messages.allowed_values import alternatives
+from headrace.messages.bodies import alternatives
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.http import decode_json

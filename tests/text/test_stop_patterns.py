@@ -6,14 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import RequestError
-from headrace.text.pattern_width import longest_match
-from headrace.text.stop_patterns import (
+from headrace.text.stop import (
     MAX_STOP_PATTERNS,
     MIN_WINDOW_CHARS,
     SEARCH_COST,
     PatternSearch,
-    check_stop_regex,
     compile_stop_patterns,
+    longest_match,
 )
 
 ATOMS = [
@@ -49,7 +48,7 @@ PATTERNS = st.recursive(
 
 def accepted(pattern):
     try:
-        check_stop_regex([pattern])
+        compile_stop_patterns((pattern,))
     except RequestError:
         return False
     return True
@@ -103,7 +102,7 @@ def test_a_pattern_stops_at_the_first_piece_after_which_the_whole_text_has_a_mat
 )
 def test_what_costs_too_much_at_every_token_is_refused(patterns):
     with pytest.raises(RequestError) as refused:
-        check_stop_regex(patterns)
+        compile_stop_patterns(tuple(patterns))
     assert refused.value.param == "stop_regex"
 
 

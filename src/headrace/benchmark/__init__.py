@@ -1,9 +1,9 @@
-"""`headrace bench`: measures a server from outside (serving.py) and an Engine from inside (offline.py). No torch there.
+"""`headrace bench`: measures a server from outside and an Engine from inside (serving.py). No torch there.
 
-Read first: workloads.py (what is sent; tasks.py: texts that ask for something), figures.py (what is computed from it).
+Read first: workloads.py (what is sent), figures.py (what is computed from it).
 
-- Clients: serving.py, offline.py, load.py (when requests are sent), targets.py (where they go), http_stream.py, sse.py
-- Exactness: quality.py (an Engine against float32), agreement.py (the arithmetic), held_out.py (the text)
+- Clients: serving.py (what is sent when), targets.py (where it goes), http_stream.py
+- Exactness: quality.py (an Engine against float32), agreement.py (the texts and the arithmetic)
 - Inside one process: step.py (prefill and decode steps)
 - Results: results.py (JSON, table, plot), machine.py (what it was measured on), tables.py (in the terminal)
 

@@ -1,14 +1,23 @@
 """How close the outputs of a class of precision come to those of float32: greedy tokens, logprobs, perplexity.
 
-Owns the prompts and the arithmetic. Generates nothing: quality.py does for an Engine, `bench/compare` for servers.
+Owns the prompts, the text that perplexities are measured on and weights are calibrated on, and the arithmetic. Generates nothing: quality.py does for
+an Engine, `bench/compare` for servers.
 """
 
 import math
+import pydoc_data.topics
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace.benchmark.workloads import TokenIds
+from headrace.text.tokenizers import Tokenizer
+
+WINDOW = 512
+"""Tokens that a perplexity sees at a time."""
+
+_HELD_OUT_EVERY = 4
 
 NUM_TOKENS = 32
 """Tokens generated for each prompt, whatever they are: the end of the sequence is ignored."""
@@ -71,7 +80,7 @@ class Agreement:
 
 def agreement(reference: Greedy, got: Greedy) -> Agreement:
     """Compare continuations of the same prompts, in the same order. ValueError unless there are equally many, and at least one."""
-    equal = [_common(want, have) for want, have in zip(reference.ids, got.ids, strict=True)]
+    equal = [common_length(want, have) for want, have in zip(reference.ids, got.ids, strict=True)]
     if not equal:
         raise ValueError("no continuations to compare")
     differences = [
@@ -90,10 +99,9 @@ def agreement(reference: Greedy, got: Greedy) -> Agreement:
     )
 
 
-def _common(want: TokenIds, have: TokenIds) -> int:
-    """The number of tokens before the first one that differs."""
-    both = min(len(want), len(have))
-    return next((index for index in range(both) if want[index] != have[index]), both)
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the longest common beginning."""
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def perplexity(logprobs: Sequence[float]) -> float:
@@ -114,3 +122,23 @@ def increase_error(reference: Sequence[float], got: Sequence[float], window: int
     differences = [want - have for want, have in zip(reference, got, strict=True)]
     means = [statistics.fmean(differences[start : start + window]) for start in range(0, len(differences), window)]
     return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+
+
+def default_text(part: Literal["calibration", "held out"]) -> str:
+    """One part of Python's own reference, the topics of `help()`, which every machine has; they share no topic.
+
+    Another Python version has a slightly different text.
+    """
+    topics = pydoc_data.topics.topics
+    return "\n\n".join(
+        topics[name]
+        for index, name in enumerate(sorted(topics))
+        if (index % _HELD_OUT_EVERY == 0) == (part == "held out")
+    )
+
+
+def windows_of(tokenizer: Tokenizer, text: str, max_tokens: int) -> list[list[int]]:
+    """The text's first `max_tokens` tokens in windows of 512, the last one dropped when it is short, unless it is the only one."""
+    ids = tokenizer.encode(text)[:max_tokens]
+    windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+    return [window for window in windows if len(window) == WINDOW] or windows[:1]

@@ -6,6 +6,7 @@ no clock, no network. Times are seconds.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -39,17 +40,14 @@ class RequestRecord:
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the last byte."""
         return self.end_s - self.start_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending to the first text; None when there was none."""
         return self.chunk_s[0] - self.start_s if self.chunk_s else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between successive chunks."""
         return [after - before for before, after in pairwise(self.chunk_s)]
 
     @property
@@ -70,7 +68,6 @@ class Limits:
 
     @property
     def any(self) -> bool:
-        """Whether any limit is set."""
         return (self.ttft_s, self.per_token_s, self.e2e_s) != (None, None, None)
 
     def kept_by(self, record: RequestRecord) -> bool:
@@ -131,7 +128,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> Distribution:
-    """Mean, p50, p90 and p99 of the values in any order."""
     if not values:
         return Distribution(0, None, None, None, None)
     ordered = sorted(values)
@@ -144,10 +140,7 @@ def summarise(
 ) -> Summary:
     """Figures of one repetition. Failed requests count as errors and in nothing else. beside: what was sent beside the workload."""
     done = [record for record in records if record.error is None]
-    errors: dict[str, int] = {}
-    for record in (*records, *beside):
-        if record.error is not None:
-            errors[record.error] = errors.get(record.error, 0) + 1
+    errors = Counter(record.error for record in (*records, *beside) if record.error is not None)
     prompt_tokens = sum(record.prompt_tokens for record in done)
     output_tokens = sum(record.output_tokens for record in done)
     rate = 1 / duration_s if duration_s > 0 else 0.0
@@ -155,7 +148,7 @@ def summarise(
     return Summary(
         duration_s=duration_s,
         num_requests=len(records),
-        num_errors=sum(errors.values()),
+        num_errors=errors.total(),
         prompt_tokens=prompt_tokens,
         cached_tokens=sum(record.cached_tokens for record in done),
         output_tokens=output_tokens,
@@ -170,7 +163,7 @@ def summarise(
         good_requests=good,
         goodput=None if good is None else good * rate,
         token_source="+".join(sorted({record.token_source for record in done})) or "none",
-        errors=errors,
+        errors=dict(errors),
         beside_ttft_s=distribution([r.ttft_s for r in beside if r.error is None and r.ttft_s is not None]),
     )
 
@@ -209,6 +202,5 @@ class Timing:
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """Statistics of at least one repetition."""
     ordered = sorted(seconds)
     return Timing(len(ordered), ordered[0], statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))])

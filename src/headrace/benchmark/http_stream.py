@@ -1,18 +1,42 @@
-"""One POST whose reply is timed piece by piece, at less cost than a general client's.
+"""One POST whose reply is timed piece by piece, at less cost than a general client's, and the events in such a reply.
 
 The client of a benchmark often shares the machine with the server, so its work per token slows the server down. Owns one
-connection per request. Does not look into bodies. HTTP is read by httptools, the parser of uvicorn. Runs in an event loop.
+connection per request. HTTP is read by httptools, the parser of uvicorn. Runs in an event loop; the terminal chat reads events, too.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httptools
 
 CONNECT_S = 10.0
+DONE = b"[DONE]"
+
+
+class EventParser:
+    """Cuts a byte stream into events. Keeps what an unfinished line holds; a line may end in LF or CRLF.
+
+    Only `data` matters here; comments, `event`, `id` and `retry` lines are passed over. Format:
+    https://html.spec.whatwg.org/multipage/server-sent-events.html
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """The data of every event that `piece` completes, several `data` lines of one event joined by LF."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                event, self._data = b"\n".join(self._data), []
+                yield event
 
 
 @dataclass(slots=True)
@@ -25,7 +49,6 @@ class StreamReply:
 
     @property
     def body(self) -> bytes:
-        """The pieces together."""
         return b"".join(piece for _, piece in self.pieces)
 
 
@@ -44,11 +67,9 @@ class _Connection(asyncio.Protocol):
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
-        """The connection is open."""
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes were received."""
         self._now_s = time.perf_counter()
         try:
             self._parser.feed_data(data)
@@ -64,16 +85,13 @@ class _Connection(asyncio.Protocol):
     # What the parser calls.
 
     def on_header(self, name: bytes, _value: bytes) -> None:
-        """A header of the reply."""
         self._has_length = self._has_length or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        """The body follows."""
         self._reply.status = self._parser.get_status_code()
         self._in_body = True
 
     def on_body(self, piece: bytes) -> None:
-        """A piece of the body."""
         self._reply.pieces.append((self._now_s, piece))
 
     def on_message_complete(self) -> None:

@@ -55,7 +55,6 @@ class Revision:
 
 
 def this_machine() -> Machine:
-    """The machine this process runs on."""
     model, flags = cpuinfo(Path("/proc/cpuinfo"))
     return Machine(
         cpu=model,
@@ -118,11 +117,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
     """Name and flags of the first core of /proc/cpuinfo. Family and model tell generations apart, which a name in a guest often does not."""
-    try:
-        first_core = path.read_text().partition("\n\n")[0]
-    except OSError:
-        first_core = ""
-    pairs = (line.partition(":") for line in first_core.splitlines())
+    pairs = (line.partition(":") for line in _text(path).partition("\n\n")[0].splitlines())
     fields = {key.strip(): value.strip() for key, _, value in pairs}
     name = fields.get("model name") or platform.processor() or platform.machine()
     if "cpu family" in fields:
@@ -131,11 +126,12 @@ def cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
 
 
 def _first_line(path: Path) -> str:
-    return next(iter(_lines(path)), "").strip()
+    return _text(path).partition("\n")[0].strip()
 
 
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
+    """Of a file; empty if it cannot be read."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return []
+        return ""

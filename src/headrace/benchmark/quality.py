@@ -1,6 +1,6 @@
 """`headrace bench quality`: how close an Engine with the given options comes to one that computes in float32.
 
-Figures of speed are published beside these. Owns what is generated and the report; the arithmetic is agreement.py's, the text held_out.py's.
+Figures of speed are published beside these. Owns what is generated and the report; text and arithmetic are agreement.py's.
 Runs in the main process, one Engine after the other.
 """
 
@@ -15,13 +15,15 @@ from headrace.api.options import SamplingOptions
 from headrace.benchmark.agreement import (
     NUM_TOKENS,
     PROMPTS,
+    WINDOW,
     Greedy,
     agreement,
+    default_text,
     increase_error,
     mean_difference,
     perplexity,
+    windows_of,
 )
-from headrace.benchmark.held_out import WINDOW, default_text, windows_of
 from headrace.benchmark.results import header, write_json
 from headrace.benchmark.workloads import TokenIds
 from headrace.checkpoint.names import resolve_model
@@ -44,7 +46,8 @@ def run_quality(server_args: ServerArgs, num_tokens: int, output: Path | None, c
 
     Raises ConfigError when the model cannot be computed in float32, because its checkpoint is quantised to integers.
     """
-    windows = windows_of(load_tokenizer(_tokenizer_path(server_args)), default_text("held out"), num_tokens)
+    tokenizer = resolve_model(server_args.tokenizer_path or server_args.model_path)
+    windows = windows_of(load_tokenizer(tokenizer), default_text("held out"), num_tokens)
     reference = outputs_of(
         replace(server_args, dtype="float32", activations="auto", quantization="none", kv_cache_dtype="float32"),
         windows,
@@ -108,7 +111,3 @@ def _document(server_args: ServerArgs, reference: Outputs, got: Outputs) -> dict
             "agreement": asdict(agreement(reference.greedy, got.greedy)),
         },
     }
-
-
-def _tokenizer_path(server_args: ServerArgs) -> Path:
-    return resolve_model(server_args.tokenizer_path or server_args.model_path)

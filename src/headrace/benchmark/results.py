@@ -5,6 +5,7 @@ commit, machine, target, workload, every repetition, median and spread.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from rich.table import Table
 from headrace.benchmark.figures import Limits, Summary, over_repetitions
 from headrace.benchmark.machine import revision, this_machine
 from headrace.benchmark.tables import print_table
-from headrace.benchmark.workloads import PRESETS, Preset
+from headrace.benchmark.workloads import PRESETS
 from headrace.errors import ConfigError
 from headrace.version import VERSION
 
@@ -47,13 +48,6 @@ class Agreement:
     num_equal: int
     common_characters: list[int]
     text_characters: list[int]
-
-
-def _described(preset: Preset) -> dict[str, Any]:
-    """A preset as one object, with what it asks of an answer."""
-    fields = asdict(preset)
-    answer: dict[str, Any] = fields.pop("answer")
-    return {**fields, **answer}
 
 
 def header(kind: str, command: str = "headrace") -> dict[str, Any]:
@@ -91,10 +85,12 @@ def document(
 
 def _result_entry(result: Result) -> dict[str, Any]:
     median, spread = over_repetitions(result.repetitions)
+    workload = asdict(PRESETS[result.preset])
+    answer = workload.pop("answer")
     return {
         "target": result.target,
         "preset": result.preset,
-        "workload": _described(PRESETS[result.preset]),
+        "workload": {**workload, **answer},
         "flushed": result.flushed,
         "repetitions": [asdict(summary) for summary in result.repetitions],
         "median": median,
@@ -168,7 +164,8 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
     for table in (rates, *latencies.values()):
         if table.row_count:
             print_table(console, table)
-    for error, count in sorted(_all_errors(results).items()):
+    errors = sum((Counter(summary.errors) for result in results for summary in result.repetitions), Counter())
+    for error, count in sorted(errors.items()):
         console.print(f"[red]{count} x[/red] {error}", markup=True, highlight=False)
 
 
@@ -180,7 +177,6 @@ def rate_text(value: float) -> str:
 
 
 def print_agreements(console: Console, agreements: Sequence[Agreement]) -> None:
-    """One line per compared server."""
     for each in agreements:
         colour = "green" if each.num_equal == each.num_prompts else "yellow"
         shares = ", ".join(
@@ -204,7 +200,9 @@ def plot(path: Path, content: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     results = content["results"]
-    labels = [_label(entry, len(content["targets"]) > 1) for entry in results]
+    labels = [entry["preset"] for entry in results]
+    if len(content["targets"]) > 1:
+        labels = [f"{entry['preset']} · {entry['target']}" for entry in results]
     positions = list(range(len(results)))
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(11, 2.2 + 0.4 * len(results)), sharey=True, layout="constrained"
@@ -256,10 +254,6 @@ def save_figure(figure: Any, path: Path) -> None:
         pyplot.close(figure)
 
 
-def _label(entry: dict[str, Any], show_target: bool) -> str:
-    return f"{entry['preset']} · {entry['target']}" if show_target else str(entry["preset"])
-
-
 def _table(title: str, show_target: bool) -> Table:
     table = Table(
         title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
@@ -275,12 +269,3 @@ def _cells(figures: dict[str, float]) -> list[str]:
     if "p50" not in figures:
         return ["-"] * 4
     return [f"{figures[key] * _MS:.1f}" for key in ("mean", "p50", "p90", "p99")]
-
-
-def _all_errors(results: Sequence[Result]) -> dict[str, int]:
-    errors: dict[str, int] = {}
-    for result in results:
-        for summary in result.repetitions:
-            for error, count in summary.errors.items():
-                errors[error] = errors.get(error, 0) + count
-    return errors

@@ -1,14 +1,18 @@
-"""`headrace bench serving`: measure any OpenAI-compatible server from the client's side.
+"""`headrace bench serving`: measure any OpenAI-compatible server from the client's side; `bench offline`: an Engine of this process, without HTTP.
 
-Owns the order of a run: connect, check agreement, warm up, then per repetition and preset every server in turn, so that two
-servers are compared interleaved. Sending is targets.py, scheduling load.py, arithmetic figures.py, output results.py.
+Owns the order of a run (connect, check agreement, warm up, then per repetition and preset every target in turn, so that two servers are compared
+interleaved), and when requests are sent. Sending is targets.py, arithmetic figures.py, output results.py. Runs in the benchmark client's event loop.
 """
 
 import asyncio
 import importlib.util
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +21,8 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from headrace.benchmark.figures import NO_LIMITS, Limits, Summary, summarise
-from headrace.benchmark.load import run_closed_loop, run_open_loop, with_beside
+from headrace.benchmark.agreement import common_length
+from headrace.benchmark.figures import NO_LIMITS, Limits, RequestRecord, Summary, summarise
 from headrace.benchmark.results import (
     Agreement,
     Result,
@@ -29,7 +33,7 @@ from headrace.benchmark.results import (
     write_json,
 )
 from headrace.benchmark.tables import progress_columns
-from headrace.benchmark.targets import OpenAITarget, PromptForm, Target
+from headrace.benchmark.targets import EngineTarget, OpenAITarget, PromptForm, Target
 from headrace.benchmark.workloads import (
     CHECK_TEXTS,
     EMBEDDING,
@@ -43,6 +47,7 @@ from headrace.benchmark.workloads import (
     preset_names,
 )
 from headrace.checkpoint.names import resolve_model
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, RequestError
 from headrace.text.chat_templates import chat_template_of
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
@@ -89,18 +94,8 @@ class LoadOptions:
             raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
     def described(self) -> dict[str, Any]:
-        """As the results record it."""
-        return {
-            "presets": preset_names(self.presets),
-            "tokenizer": self.tokenizer,
-            "repeat": self.repeat,
-            "rate": self.rate,
-            "concurrency": self.concurrency,
-            "num_requests": self.num_requests,
-            "rounds": self.rounds,
-            "warm_up": self.warm_up,
-            "seed": self.seed,
-        }
+        said = {name: value for name, value in asdict(self).items() if name not in ("limits", "output", "plot")}
+        return said | {"presets": preset_names(self.presets)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,17 +134,15 @@ async def _run_serving(options: ServingOptions, console: Console) -> dict[str, A
             aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector)
         )
 
-        async def connect(url: str) -> OpenAITarget:
-            return await OpenAITarget.connect(
-                session,
-                url,
-                tokenizer.decode,
-                options.model,
-                options.prompt_form,
-                options.extra_body,
-                _probe(options.load),
-            )
-
+        connect = partial(
+            OpenAITarget.connect,
+            session,
+            decode=tokenizer.decode,
+            model=options.model,
+            prompt_form=options.prompt_form,
+            extra_body=options.extra_body,
+            probe=_probe(options.load),
+        )
         targets = [await connect(url) for url in options.urls]
         agreements = []
         if options.check_against is not None:
@@ -163,6 +156,24 @@ async def _run_serving(options: ServingOptions, console: Console) -> dict[str, A
     return content
 
 
+def run_offline(server_args: ServerArgs, options: LoadOptions, console: Console) -> dict[str, Any]:
+    """Start an Engine, measure, print, write; the results document. Raises what the Engine raises when it cannot start."""
+    from headrace.api.engine import Engine
+
+    tokenizer = load_tokenizer(resolve_model(options.tokenizer))
+    with Engine(**asdict(server_args)) as engine:
+
+        async def run() -> dict[str, Any]:
+            target = EngineTarget(f"Engine {server_args.model_path}", engine)
+            results = await measure([target], tokenizer, options, console)
+            said = {target.name: await target.describe()}
+            content = document("offline", said, results, options.described(), options.limits)
+            report(content, results, options, console)
+            return content
+
+        return asyncio.run(run())
+
+
 async def compare_greedy(reference: OpenAITarget, target: OpenAITarget) -> Agreement:
     """Send both the same texts, one at a time, greedily. Raises ConfigError when either does not answer."""
     common, lengths = [], []
@@ -171,18 +182,10 @@ async def compare_greedy(reference: OpenAITarget, target: OpenAITarget) -> Agree
         for each, record in ((reference, want), (target, got)):
             if record.error is not None:
                 raise ConfigError(f"{each.name} did not answer the agreement check: {record.error}")
-        common.append(common_beginning(want.text, got.text))
+        common.append(common_length(want.text, got.text))
         lengths.append(max(len(want.text), len(got.text)))
     num_equal = sum(same == length for same, length in zip(common, lengths, strict=True))
     return Agreement(reference.name, target.name, len(CHECK_TEXTS), num_equal, common, lengths)
-
-
-def common_beginning(a: str, b: str) -> int:
-    """Characters of the longest common beginning."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))
 
 
 async def measure(
@@ -213,7 +216,11 @@ async def measure(
                     on_done = start_bar(f"[{progress}] {title}", len(workload.prompts), _work(workload))
                     summary = await _run_once(target, workload, options, on_done)
                     summaries.setdefault((name, target.name), []).append(summary)
-                    console.print(f"[dim][{progress}] {_in_one_line(title, summary)}[/dim]")
+                    errors = f", errors: {summary.num_errors}" if summary.num_errors else ""
+                    console.print(
+                        f"[dim][{progress}] {title}: {summary.duration_s:.1f} s, prompt {summary.prompt_throughput:.0f} tok/s, "
+                        f"output {summary.output_throughput:.1f} tok/s{errors}[/dim]"
+                    )
     return [
         Result(target_name, name, flushed[target_name], repetitions)
         for (name, target_name), repetitions in summaries.items()
@@ -227,13 +234,6 @@ def _chats(tokenizer: Tokenizer) -> Callable[[str], TokenIds]:
     except RequestError:
         return tokenizer.encode
     return lambda text: tokenizer.encode_rendered(template.render([{"role": "user", "content": text}]))
-
-
-def _in_one_line(title: str, summary: Summary) -> str:
-    """One line with the results of a workload, shown while a long run continues."""
-    errors = f", errors: {summary.num_errors}" if summary.num_errors else ""
-    rates = f"prompt {summary.prompt_throughput:.0f} tok/s, output {summary.output_throughput:.1f} tok/s"
-    return f"{title}: {summary.duration_s:.1f} s, {rates}{errors}"
 
 
 async def _run_once(target: Target, workload: Workload, options: LoadOptions, on_done: Callable[[], None]) -> Summary:
@@ -265,7 +265,6 @@ async def _warm_up(
 
 
 def report(content: dict[str, Any], results: Sequence[Result], options: LoadOptions, console: Console) -> None:
-    """Print the tables and write the requested files."""
     print_results(console, results)
     if options.output is not None:
         write_json(options.output, content)
@@ -308,3 +307,77 @@ def _progress(console: Console, work: float) -> Iterator[_StartBar]:
             return on_done
 
         yield start_bar
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The records in the order of the prompts, and the seconds from the first request sent to the last one answered. beside: of what was sent beside
+    them."""
+
+    records: list[RequestRecord]
+    duration_s: float
+    beside: list[RequestRecord] = field(default_factory=list)
+
+
+def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
+    """Seconds from the start at which each request of a Poisson process of `rate` requests per second arrives."""
+    rng = random.Random(seed)
+    return list(accumulate((rng.expovariate(rate) for _ in range(num_requests - 1)), initial=0.0))
+
+
+async def run_closed_loop(
+    target: Target, workload: Workload, concurrency: int, on_done: Callable[[], None] = lambda: None
+) -> LoadResult:
+    """Keep `concurrency` requests in flight until all prompts are answered. The first ones start as the preset says."""
+    records: dict[int, RequestRecord] = {}
+    pending = iter(enumerate(workload.prompts))
+
+    async def one_client(number: int) -> None:
+        await asyncio.sleep(number * workload.preset.start_gap_s)
+        for index, prompt in pending:
+            records[index] = await target.complete(prompt, workload.preset.answer)
+            on_done()
+
+    start_s = time.perf_counter()
+    await asyncio.gather(*(one_client(number) for number in range(concurrency)))
+    return LoadResult([records[index] for index in sorted(records)], time.perf_counter() - start_s)
+
+
+async def run_open_loop(
+    target: Target, workload: Workload, rate: float, seed: int, on_done: Callable[[], None] = lambda: None
+) -> LoadResult:
+    """Send each prompt when it arrives, however many are in flight: Poisson arrivals at `rate` requests per second."""
+
+    async def one_request(prompt: list[int], arrives_s: float) -> RequestRecord:
+        await asyncio.sleep(arrives_s)
+        record = await target.complete(prompt, workload.preset.answer)
+        on_done()
+        return record
+
+    times = arrival_times(len(workload.prompts), rate, seed)
+    start_s = time.perf_counter()
+    records = await asyncio.gather(
+        *(one_request(prompt, arrives_s) for prompt, arrives_s in zip(workload.prompts, times, strict=True))
+    )
+    return LoadResult(list(records), time.perf_counter() - start_s)
+
+
+async def with_beside(target: Target, workload: Workload, load: Awaitable[LoadResult]) -> LoadResult:
+    """Await the load, and meanwhile send what the workload has beside its prompts; the last of these requests is waited for."""
+    records: list[RequestRecord] = []
+    is_over = asyncio.Event()
+
+    async def client() -> None:
+        for prompt in workload.beside:
+            if is_over.is_set():
+                return
+            records.append(await target.complete(prompt, Answer(1)))
+
+    sent = asyncio.create_task(client())
+    await asyncio.sleep(0)
+    try:
+        done = await load
+    finally:
+        is_over.set()
+        await sent
+    return replace(done, beside=records)

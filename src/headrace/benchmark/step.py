@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +23,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headrace.attention.base import OwnRows, ReadTokens, StepAttention
 from headrace.benchmark.figures import Timing, timing
 from headrace.benchmark.results import header, write_json
 from headrace.benchmark.tables import print_table
@@ -36,9 +35,6 @@ from headrace.execution.model_runner import ModelRunner
 from headrace.execution.setup import open_model
 from headrace.execution.worker import ModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
-from headrace.layers.expert_counts import ExpertCounts
-from headrace.layers.logits import Peaks
-from headrace.layers.weight import Weight
 from headrace.messages.control import ReadyInfo
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence
@@ -78,7 +74,6 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """decode or prefill."""
         return "decode" if self.context else "prefill"
 
 
@@ -174,7 +169,6 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
 
 
 def print_steps(console: Console, content: dict[str, Any]) -> None:
-    """The document's results as a table of at most 80 columns."""
     limits = content["limits"]
     console.print(
         f"limits of this machine: {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, {limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s, "
@@ -247,7 +241,7 @@ class _StepBench:
         self.model = runner.model
         self._model = _TimedModel(runner.model)
         self._num_steps = 0
-        runner.model = self._model
+        runner.model = cast(CausalLM, self._model)
         kv = runner.attention.paged_kv()
         for tensor in () if kv is None else (*kv.pool.k, *kv.pool.v):
             tensor.fill_(0.01)  # memory that was never written is read from one page of zeros, faster than any real one
@@ -325,14 +319,13 @@ class _StepBench:
 
 
 class _TimedModel:
-    """A `CausalLM` that adds up the seconds spent in it."""
+    """A `CausalLM` that adds up the seconds spent in it, of the output projection also apart."""
 
     def __init__(self, model: CausalLM) -> None:
         self._inner = model
         self.reset()
 
     def reset(self) -> None:
-        """Begin a step."""
         self.seconds = self._logits_s = 0.0
         self.phase_seconds()
 
@@ -341,52 +334,26 @@ class _TimedModel:
         phases = self._inner.phase_seconds() if isinstance(self._inner, DecoderLM) else {}
         return {**phases, "lm_head": self._logits_s} if phases else {}
 
-    def weights(self) -> Iterator[Weight]:
-        """The model's."""
-        return self._inner.weights()
-
-    def expert_counts(self) -> Mapping[int, ExpertCounts]:
-        """The model's."""
-        return self._inner.expert_counts()
-
-    def fuse(self, attention: StepAttention) -> str:
-        """The model's."""
-        return self._inner.fuse(attention)
-
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The model's, timed."""
-        begin = time.perf_counter()
-        out = self._inner.embed(token_ids)
-        self.seconds += time.perf_counter() - begin
-        return out
+        return self._timed(self._inner.embed, token_ids)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: StepAttention,
-        reads: ReadTokens | None = None,
-        *,
-        own: OwnRows | None = None,
-        by_layer: bool = False,
-    ) -> torch.Tensor:
-        """The model's, timed."""
-        begin = time.perf_counter()
-        out = self._inner.forward(hidden, positions, attention, reads, own=own, by_layer=by_layer)
-        self.seconds += time.perf_counter() - begin
-        return out
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._timed(self._inner.forward, *args, **kwargs)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The model's, timed."""
-        begin = time.perf_counter()
-        logits = self._inner.logits(hidden, out)
-        self._logits_s = time.perf_counter() - begin
-        self.seconds += self._logits_s
+        before = self.seconds
+        logits = self._timed(self._inner.logits, hidden, out)
+        self._logits_s = self.seconds - before
         return logits
 
-    def peaks(self, hidden: torch.Tensor) -> Peaks:
-        """The model's; only ranks ask for them, and these steps have none."""
-        return self._inner.peaks(hidden)
+    def _timed(self, part: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        begin = time.perf_counter()
+        out = part(*args, **kwargs)
+        self.seconds += time.perf_counter() - begin
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +397,6 @@ class _Work:
         )
 
     def limit_s(self, shape: Shape, limits: MachineLimits) -> float:
-        """The shortest that a step of this shape can take."""
         tokens, keys = shape.batch * shape.new_tokens, shape.context + (shape.new_tokens + 1) / 2
         num_bytes = self.num_bytes + shape.batch * shape.context * self.kv_bytes_per_token
         products = 2.0 * (self.layer_parameters * tokens + self.head_parameters * shape.batch)

@@ -43,7 +43,6 @@ def progress_columns(counts: str) -> tuple[ProgressColumn, ...]:
 
 
 def _needed(column: Column) -> int:
-    """Width of the longest word."""
     if column.overflow == "fold":
         return _FOLDED
     words = " ".join(Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells)).split()

@@ -1,7 +1,7 @@
 """What a workload is sent to: any OpenAI-compatible server over HTTP, or an Engine in this process.
 
 Owns one request from the client's side: sending it, reading the stream, timing its chunks, and saying why it failed. Does not
-decide what is sent when (load.py). Runs in the event loop of the benchmark client.
+decide what is sent when (serving.py). Runs in the event loop of the benchmark client.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ import aiohttp
 import msgspec
 
 from headrace.benchmark.figures import RequestRecord
-from headrace.benchmark.http_stream import post
-from headrace.benchmark.sse import DONE, EventParser
+from headrace.benchmark.http_stream import DONE, EventParser, post
 from headrace.benchmark.workloads import Answer, TokenIds
 from headrace.errors import ConfigError, HeadraceError
 from headrace.plain_types import plain_reason
@@ -35,7 +34,6 @@ _INFO_FIELDS = (
     "weight_dtype",
     "activations",
     "quantization",
-    "activations",
     "kv_cache_dtype",
     "device",
     "attention_backend",
@@ -99,17 +97,13 @@ class _Chunk(msgspec.Struct, frozen=True, gc=False):
     error: Any = None
 
 
-class _EmbeddingUsage(msgspec.Struct, frozen=True, gc=False):
-    prompt_tokens: int = 0
-
-
 class _Embedding(msgspec.Struct, frozen=True, gc=False):
     embedding: str
 
 
 class _Embeddings(msgspec.Struct, frozen=True, gc=False):
     data: list[_Embedding]
-    usage: _EmbeddingUsage = _EmbeddingUsage()
+    usage: _Usage = _Usage()
 
 
 class OpenAITarget:
@@ -164,7 +158,6 @@ class OpenAITarget:
 
     @property
     def path(self) -> str:
-        """Where requests go."""
         return "/v1/chat/completions" if self.prompt_form == "chat" else "/v1/completions"
 
     async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
@@ -203,16 +196,15 @@ class OpenAITarget:
         """As `complete`, with the prompt as it goes over the wire. prompt_tokens: reported if the server does not say."""
         body: dict[str, Any] = {
             "model": self.model,
-            **(
-                {"messages": [{"role": "user", "content": prompt}]}
-                if self.prompt_form == "chat"
-                else {"prompt": prompt}
-            ),
             "max_tokens": answer.max_new_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.prompt_form == "chat":
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
         if not answer.ends:
             body["ignore_eos"] = True
         if answer.schema is not None:
@@ -237,15 +229,13 @@ class OpenAITarget:
                 record.error = f"HTTP {reply.status}: {_shorten(reply.body.decode(errors='replace'))}"
             if reply.error is not None and (record.error is None or record.error == _ENDED_EARLY):
                 record.error = f"connection: {type(reply.error).__name__}"
-        if record.end_s == 0.0:
-            record.end_s = time.perf_counter()
+        record.end_s = record.end_s or time.perf_counter()
         return record
 
     def _read_stream(self, pieces: Sequence[tuple[float, bytes]], record: RequestRecord) -> None:
         """Of a reply that has ended: until then the machine is the server's. (Others that end meanwhile are noted a little late.)"""
         parser = EventParser()
         texts: list[str] = []
-        num_chunks = 0
         ended = False
         usage: _Usage | None = None
         record.end_s = pieces[-1][0] if pieces else time.perf_counter()
@@ -268,9 +258,8 @@ class OpenAITarget:
                     if text := choice.new_text:
                         texts.append(text)
                         record.chunk_s.append(now_s)
-                        num_chunks += 1
         record.text = "".join(texts)
-        record.output_tokens = num_chunks
+        record.output_tokens = len(texts)
         if usage is not None and usage.completion_tokens is not None:
             record.token_source = "usage"
             record.output_tokens = usage.completion_tokens
@@ -295,10 +284,7 @@ class OpenAITarget:
 
 
 class EngineTarget:
-    """An Engine of this process.
-
-    generate: `Engine.async_generate`. flush: `Engine.flush_cache`, run in a thread because it waits.
-    """
+    """An Engine of this process. What waits runs in a thread."""
 
     def __init__(self, name: str, engine: Any) -> None:
         self.name = name
@@ -306,8 +292,18 @@ class EngineTarget:
 
     async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
         """See Target. A chunk is one item of the stream that brought new tokens."""
-        if answer.is_embedding:
-            return await self._embed(prompt)
+        record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=len(prompt), token_source="usage")
+        try:
+            if answer.is_embedding:
+                await self._engine.async_encode(input_ids=prompt)
+            else:
+                await self._generate(prompt, answer, record)
+        except HeadraceError as error:
+            record.error = f"{type(error).__name__}: {_shorten(error.message)}"
+        record.end_s = time.perf_counter()
+        return record
+
+    async def _generate(self, prompt: TokenIds, answer: Answer, record: RequestRecord) -> None:
         sampling_params: dict[str, Any] = {
             "temperature": 0.0,
             "max_new_tokens": answer.max_new_tokens,
@@ -315,39 +311,22 @@ class EngineTarget:
         }
         if answer.schema is not None:
             sampling_params["json_schema"] = json.dumps(answer.schema)
-        record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=len(prompt), token_source="usage")
-        try:
-            stream = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling_params, stream=True)
-            async for item in stream:
-                meta = item["meta_info"]
-                if meta["completion_tokens"] > record.output_tokens:
-                    record.chunk_s.append(time.perf_counter())
-                    record.output_tokens = meta["completion_tokens"]
-                record.cached_tokens = meta.get("cached_tokens", 0)
-                record.text = item["text"]
-                reason = meta.get("finish_reason")
-                if reason and reason["type"] == "abort":
-                    record.error = f"aborted: {reason.get('message')}"
-        except HeadraceError as error:
-            record.error = f"{type(error).__name__}: {_shorten(error.message)}"
-        record.end_s = time.perf_counter()
-        return record
-
-    async def _embed(self, prompt: TokenIds) -> RequestRecord:
-        record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=len(prompt), token_source="usage")
-        try:
-            await self._engine.async_encode(input_ids=prompt)
-        except HeadraceError as error:
-            record.error = f"{type(error).__name__}: {_shorten(error.message)}"
-        record.end_s = time.perf_counter()
-        return record
+        stream = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling_params, stream=True)
+        async for item in stream:
+            meta = item["meta_info"]
+            if meta["completion_tokens"] > record.output_tokens:
+                record.chunk_s.append(time.perf_counter())
+                record.output_tokens = meta["completion_tokens"]
+            record.cached_tokens = meta.get("cached_tokens", 0)
+            record.text = item["text"]
+            reason = meta.get("finish_reason")
+            if reason and reason["type"] == "abort":
+                record.error = f"aborted: {reason.get('message')}"
 
     async def flush(self) -> bool:
-        """Empty the engine's prefix cache."""
         return bool(await asyncio.to_thread(self._engine.flush_cache))
 
     async def describe(self) -> dict[str, Any]:
-        """What the engine says of itself, as `OpenAITarget.describe` does."""
         return _shown(await asyncio.to_thread(self._engine.get_server_info))
 
 
@@ -360,12 +339,10 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def _shown(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that belong beside a figure."""
     return {key: info[key] for key in _INFO_FIELDS if isinstance(info.get(key), str | int | float | bool)}
 
 
 async def _get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """The object at `url`, or an empty one when there is none."""
     try:
         async with session.get(url) as response:
             if response.status != 200:
@@ -377,6 +354,5 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 def _shorten(text: str) -> str:
-    """One line of at most `_ERROR_CHARS` characters."""
     line = " ".join(text.split())
     return line if len(line) <= _ERROR_CHARS else line[: _ERROR_CHARS - 1] + "…"

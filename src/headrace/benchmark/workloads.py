@@ -4,21 +4,77 @@ Owns the presets and how their prompts are drawn. Does not send anything. Runs i
 
 The text is the English of Python's own help pages (`pydoc_data.topics`), cut at random places, so nothing has to be
 downloaded and any two machines with the same tokenizer get the same prompts. Two prompts differ in their first tokens, so
-a prefix cache helps in preset C only, which is about it. The presets that ask a model to do something take their texts from tasks.py.
+a prefix cache helps in preset C only, which is about it.
+
+The presets whose answers matter ask a model to do something, in the form in which it is used to being asked: how much of an answer is a copy of what
+was asked decides what guessing tokens saves (docs/speculation.md). Their code is Python's own, their text that of its help pages.
 """
 
+import ast
+import inspect
 import random
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pydoc_data.topics import topics
 from typing import Any
 
-from headrace.benchmark.tasks import PERSON_SCHEMA, TASKS
 from headrace.errors import ConfigError
+
+_MODULES = (
+    "bisect",
+    "calendar",
+    "colorsys",
+    "difflib",
+    "fnmatch",
+    "heapq",
+    "shlex",
+    "statistics",
+    "string",
+    "textwrap",
+)
+_CODE_CHARS = (300, 1000)
+"""Functions of this size are taken: the whole of one fits into an answer."""
+_PASSAGE_CHARS = 700
+_NAMES = ("Ada", "Bruno", "Chidi", "Dana", "Emeka", "Farah", "Goran", "Hana")
+_TOWNS = ("Lagos", "Oslo", "Lima", "Pune", "Turin", "Quito", "Cork", "Kyoto")
+_TRADES = ("baker", "nurse", "welder", "teacher", "pilot", "farmer", "painter", "judge")
+
+_PERSON = {"name": "string", "age": "integer", "town": "string", "occupation": "string"}
+
+PERSON_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "people": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {name: {"type": kind} for name, kind in _PERSON.items()},
+                "required": list(_PERSON),
+                "additionalProperties": False,
+            },
+            "minItems": 3,
+            "maxItems": 3,
+        }
+    },
+    "required": ["people"],
+    "additionalProperties": False,
+}
+
+_QUESTIONS = (
+    "What should I think about before I buy a bicycle?",
+    "Why is the sky blue in the day and red in the evening?",
+    "Write a short story about a lighthouse keeper.",
+    "How do I learn to play the guitar in three months?",
+    "Explain what a database index is to a child.",
+    "Plan a day in a city by the sea.",
+    "What were the causes of the industrial revolution?",
+    "Write a letter to a friend who moved away.",
+)
 
 TokenIds = list[int]
 SEED = 1234
-
 _B_CONCURRENCIES = (1, 8, 32)
 _B_REQUESTS = 64
 _B_SHORTEST_TOKENS, _B_LONGEST_TOKENS = 128, 512
@@ -30,7 +86,6 @@ _SHORT_REQUESTS, _SHORT_TOKENS = 32, 16
 _LONG_REQUESTS, _LONG_TOKENS = 8, 8000
 _TASKS = 32
 _EMBEDDINGS = 1024
-
 CHECK_TEXTS = (
     "The capital of France is",
     "def fibonacci(n):\n",
@@ -38,6 +93,100 @@ CHECK_TEXTS = (
     "Once upon a time there was a little",
     "The three primary colours are",
 )
+
+
+def edit_tasks(rng: random.Random, count: int) -> list[str]:
+    """Functions without type hints, to which they are to be added."""
+    chosen = _drawn(rng, _functions(), count)
+    return [f"Add type hints to this function. Return the whole code.\n\n```python\n{code}```" for code in chosen]
+
+
+def correction_tasks(rng: random.Random, count: int) -> list[str]:
+    """Passages with misspelled words, to be repeated without."""
+    return [
+        f"Correct the spelling of this text. Repeat the whole text and change nothing else.\n\n{_misspelled(rng, passage)}"
+        for passage in _drawn(rng, _passages(), count)
+    ]
+
+
+def summary_tasks(rng: random.Random, count: int) -> list[str]:
+    return [f"Summarise this text in a few bullet points.\n\n{text}" for text in _drawn(rng, _passages(), count)]
+
+
+def extraction_tasks(rng: random.Random, count: int) -> list[str]:
+    """Sentences about people, to be written as JSON of `PERSON_SCHEMA`."""
+
+    def sentence() -> str:
+        name, town, trade = (rng.choice(words) for words in (_NAMES, _TOWNS, _TRADES))
+        return f"{name}, {rng.randint(20, 80)}, works as a {trade} and lives in {town}."
+
+    keys = "with the keys name, age, town and occupation"
+    return [
+        f"Extract the people of this text as JSON, {keys}.\n\n{' '.join(sentence() for _ in range(3))}"
+        for _ in range(count)
+    ]
+
+
+def question_tasks(rng: random.Random, count: int) -> list[str]:
+    """Open questions, in whose answers little is a copy."""
+    return _drawn(rng, _QUESTIONS, count)
+
+
+TASKS: Mapping[str, Callable[[random.Random, int], list[str]]] = {
+    "E": edit_tasks,
+    "R": correction_tasks,
+    "F": summary_tasks,
+    "G": extraction_tasks,
+    "H": question_tasks,
+}
+"""By preset."""
+
+
+def _functions() -> list[str]:
+    """Sources of the functions of some modules, without type hints."""
+    found = []
+    for name in _MODULES:
+        source = inspect.getsource(import_module(name))
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.returns is None:
+                code = (ast.get_source_segment(source, node) or "") + "\n"
+                if _CODE_CHARS[0] <= len(code) <= _CODE_CHARS[1]:
+                    found.append(code)
+    return found
+
+
+def _passages() -> list[str]:
+    """Paragraphs of Python's help pages, some in a row until they are long enough."""
+    found = []
+    for name in sorted(topics):
+        passage = ""
+        for paragraph in topics[name].split("\n\n"):
+            plain = textwrap.dedent(paragraph).strip()
+            if (
+                not 100 <= len(plain) <= _PASSAGE_CHARS or "::=" in plain or ">>>" in plain
+            ):  # headings, tables, sessions
+                continue
+            passage = f"{passage}\n\n{plain}" if passage else plain
+            if len(passage) >= _PASSAGE_CHARS:
+                found.append(passage)
+                passage = ""
+    return found
+
+
+def _misspelled(rng: random.Random, text: str) -> str:
+    """Every tenth word or so has two of its letters in the wrong order."""
+    words = text.split(" ")
+    for index, word in enumerate(words):
+        if len(word) > 4 and word.isalpha() and rng.random() < 0.15:
+            at = rng.randrange(1, len(word) - 2)
+            words[index] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    return " ".join(words)
+
+
+def _drawn(rng: random.Random, items: Sequence[str], count: int) -> list[str]:
+    """`count` of the items in random order, again from the beginning when there are not as many."""
+    order = rng.sample(items, len(items))
+    return [order[index % len(order)] for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +268,6 @@ class WorkloadSet:
     workloads: dict[str, Workload]
 
     def chosen(self, names: Sequence[str]) -> list[Workload]:
-        """The workloads of these presets, in this order."""
         return [self.workloads[name] for name in names]
 
 

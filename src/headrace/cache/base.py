@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.messages.cache_tree import CacheNode
+from headrace.messages.control import CacheNode
 
 
 class Lease:

@@ -1,7 +1,7 @@
 """A cache that shares nothing (--disable-radix-cache): every request owns and frees its own pages."""
 
 from headrace.cache.base import Insertion, Lease, PrefixMatch
-from headrace.messages.cache_tree import CacheNode
+from headrace.messages.control import CacheNode
 
 
 class ChunkCache:

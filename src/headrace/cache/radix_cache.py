@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from headrace.cache.base import CacheObserver, Insertion, Lease, PrefixMatch
-from headrace.messages.cache_tree import CacheNode
+from headrace.messages.control import CacheNode
 
 TOKEN_BYTES = 4
 

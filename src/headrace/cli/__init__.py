@@ -1,15 +1,12 @@
 """The command line, `headrace`. Commands import what they run only when they run it.
 
-Read first: app.py (the commands and their options), bench.py (those of `bench`), arguments.py (what both take).
+Read first: app.py (the commands and their options), bench.py (those of `bench`), arguments.py (what they share).
 
-The terminal chat: chat.py (read it first), chat_sources.py (where its replies come from), conversation.py, media.py (files that are sent),
-chat_commands.py (what begins with a slash), typed_input.py (lines that are typed, and their history), reply_writer.py (how a reply is shown).
+The terminal chat: chat.py (read it first), chat_sources.py (where its replies come from), terminal.py (lines that are typed, and
+how a reply is shown), given.py (files and JSON that are given to commands).
 
-`top`: top.py (read it first), top_reader.py (what a server says), top_view.py (how it is shown).
-
-The others: command_group.py (commands of other tools), running_servers.py (`ps`), given_json.py (JSON schemas
-and tools given to commands), doctor.py (what runs on this machine, and why not), quantize.py, pull.py (`pull` and `models`), __main__.py
-(`python -m headrace.cli`).
+The others: top.py, running_servers.py (`ps`, and what a server says of itself), doctor.py (what runs on this machine, and why
+not), quantize.py, pull.py (`pull` and `models`), __main__.py (`python -m headrace.cli`).
 """
 
 import sys

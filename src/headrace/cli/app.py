@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.checkpoint.weight_formats import StoredScheme
-from headrace.cli.arguments import DEFAULT_MODEL, EMBEDDING_MODEL, ENGINE_OPTIONS, Model, with_model
+from headrace.cli.arguments import DEFAULT_MODEL, EMBEDDING_MODEL, ENGINE_OPTIONS, CommandGroup, Model, with_model
 from headrace.cli.bench import bench
-from headrace.cli.command_group import CommandGroup
 from headrace.config.cli import ServerCommand, names_beginning, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
@@ -162,7 +161,7 @@ def generate(
     """Complete one prompt, without a server, and print it as it is generated."""
     from headrace.api.engine import Engine
     from headrace.cli.chat_sources import new_texts
-    from headrace.cli.media import file_bytes
+    from headrace.cli.given import file_bytes
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     given |= _grammar(json_schema, regex, choice)
@@ -272,19 +271,17 @@ def chat(
     """Chat in the terminal. /help lists the commands; Ctrl-C stops a reply. When input is a pipe, every line is one message."""
     from headrace.cli.chat import run_chat
     from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
-    from headrace.cli.given_json import read_tools
-    from headrace.cli.media import read_part
-    from headrace.cli.typed_input import History, state_folder
+    from headrace.cli.given import read_part, read_tools
+    from headrace.cli.terminal import History, state_folder
 
     offered = read_tools(tools) if tools else []
-    media = [read_part(MediaKind.IMAGE, path.expanduser()) for path in image or ()]
-    media += [read_part(MediaKind.AUDIO, path.expanduser()) for path in audio or ()]
+    given = ((MediaKind.IMAGE, image), (MediaKind.AUDIO, audio))
+    media = [read_part(kind, path.expanduser()) for kind, paths in given for path in paths or ()]
     history = History(state_folder() / "chat_history")
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
     console = Console(highlight=False)
     if url is not None:
-        with ServerChat(url, sampling, model, api_key) as server:
-            run_chat(server, console, system, offered, history, media, prompt)
+        run_chat(ServerChat(url, sampling, model, api_key), console, system, offered, history, media, prompt)
         return
     with EngineChat(with_model(server_args, model), sampling) as engine:
         run_chat(engine, console, system, offered, history, media, prompt)
@@ -304,8 +301,8 @@ def top(
     ] = False,
 ) -> None:
     """Watch a running server in the terminal: its load, latencies and requests. q quits."""
+    from headrace.cli.running_servers import ServerReader
     from headrace.cli.top import run_top
-    from headrace.cli.top_reader import ServerReader
 
     run_top(ServerReader(url, api_key), Console(highlight=False), interval, once=once)
 
@@ -452,7 +449,7 @@ def completion(
 
 def _grammar(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any]:
     """The sampling parameters that say what the output must match. Raises ConfigError for more than one."""
-    from headrace.cli.given_json import read_schema
+    from headrace.cli.given import read_schema
 
     given = {"json_schema": json_schema and read_schema(json_schema), "regex": regex, "choice": choice}
     asked = {name: value for name, value in given.items() if value}

@@ -117,8 +117,7 @@ def bench_offline(
     server_args: ServerArgs,
 ) -> None:
     """Measure an Engine in this process, without HTTP."""
-    from headrace.benchmark.offline import run_offline
-    from headrace.benchmark.serving import LoadOptions
+    from headrace.benchmark.serving import LoadOptions, run_offline
 
     server_args = with_model(server_args, model)
     load = LoadOptions(
@@ -180,15 +179,11 @@ def bench_quality(
 # --- what commands share
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
 def _counts(option: str, text: str) -> tuple[int, ...]:
-    words = _words(text)
+    words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdigit() and int(word) > 0 for word in words):
         raise ConfigError(f"{option} takes comma-separated positive whole numbers, got {text!r}")
-    return tuple(int(word) for word in words)
+    return tuple(map(int, words))
 
 
 def _limits(ttft_ms: float | None, per_token_ms: float | None, e2e_ms: float | None) -> Any:

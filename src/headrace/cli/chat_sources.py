@@ -17,7 +17,7 @@ from typing import Annotated, Any, Protocol, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from headrace.benchmark.sse import DONE, EventParser
+from headrace.benchmark.http_stream import DONE, EventParser
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ContextLengthError, HeadraceError, RequestError
 from headrace.plain_types import plain_reason
@@ -49,7 +49,6 @@ class ChatSampling:
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
 
     def given(self) -> dict[str, float]:
-        """The values that are set, by name."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def with_value(self, name: str, value: object) -> "ChatSampling":
@@ -133,7 +132,8 @@ class EngineChat:
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
         """See ChatSource. Tokens are counted by the deltas until the usage at the end says."""
         options: dict[str, Any] = {"return_progress": True, **_as_options(self.sampling)}
-        num_tokens, calls = 0, _Calls()
+        num_tokens = 0
+        calls: dict[int, ToolUse] = {}
         stream = self._engine.chat(messages, tools=tools or None, stream=True, json_schema=json_schema, **options)
         try:
             with closing(stream) as deltas:
@@ -144,38 +144,27 @@ class EngineChat:
                         if text:
                             num_tokens += 1
                             yield Piece(text, num_tokens, is_reasoning)
-                    call = delta.tool_call
-                    if call is not None:
-                        if call.id is not None:
-                            calls.begin(call.index, call.id, call.name or "")
-                        calls.add(call.index, call.arguments)
+                    if (call := delta.tool_call) is not None:
+                        _add_call(calls, call.index, call.id or "", call.name or "", call.arguments)
                     if delta.finish_reason == "length":
                         yield Piece("", num_tokens, is_cut=True)
                     if delta.usage is not None:
                         yield Piece("", delta.usage.completion_tokens)
         except ContextLengthError as error:
             raise RequestError(f"{error.message} /clear starts again.") from None
-        yield from calls.complete
+        yield from (calls[index] for index in sorted(calls))
 
 
 class ServerChat:
-    """Replies of an OpenAI-compatible server."""
-
     def __init__(self, url: str, sampling: ChatSampling, model: str | None = None, api_key: str | None = None) -> None:
         """Ask the server for its model when none is named. Raises ConfigError when it does not answer."""
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self.sampling = sampling
         self._tells_progress = False
         self.name = self._first_model() if model is None else self._asked_about(model)
-
-    def __enter__(self) -> "ServerChat":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is held between replies."""
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
         """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
@@ -186,11 +175,14 @@ class ServerChat:
             "stream_options": {"include_usage": True},
             "return_progress": self._tells_progress or None,
             "tools": list(tools) or None,
-            "response_format": None if json_schema is None else _response_format(json_schema),
             **_as_options(self.sampling),
         }
+        if json_schema is not None:
+            schema = {"name": "schema", "schema": json.loads(json_schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         payload = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        num_tokens, calls = 0, _Calls()
+        num_tokens = 0
+        calls: dict[int, ToolUse] = {}
         with self._open("/v1/chat/completions", payload) as response:
             for chunk in _chunks(response):
                 if progress := chunk.get("prompt_progress"):
@@ -198,7 +190,9 @@ class ServerChat:
                 for choice in chunk.get("choices") or ():
                     delta = choice.get("delta") or {}
                     for call in delta.get("tool_calls") or ():
-                        calls.add_delta(call)
+                        index, function = call.get("index", 0), call.get("function") or {}
+                        call_id, name = str(call.get("id") or f"call_{index}"), function.get("name") or None
+                        _add_call(calls, index, call_id, name, function.get("arguments") or "")
                     reasoning = delta.get("reasoning_content") or delta.get("reasoning")
                     for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
                         if text:
@@ -206,10 +200,9 @@ class ServerChat:
                             yield Piece(text, num_tokens, is_reasoning)
                     if choice.get("finish_reason") == "length":
                         yield Piece("", num_tokens, is_cut=True)
-                usage = chunk.get("usage")
-                if usage:
+                if usage := chunk.get("usage"):
                     yield Piece("", usage["completion_tokens"])
-        yield from calls.complete
+        yield from (calls[index] for index in sorted(calls))
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:
@@ -241,43 +234,17 @@ class ServerChat:
 
 
 def _as_options(sampling: ChatSampling) -> dict[str, Any]:
-    """The settings under the names of OpenAI's API."""
     given = sampling.given()
     return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
 
 
-def _response_format(json_schema: str) -> dict[str, Any]:
-    """The schema as OpenAI's API takes it."""
-    return {"type": "json_schema", "json_schema": {"name": "schema", "schema": json.loads(json_schema)}}
-
-
-class _Calls:
-    """Puts the pieces of tool calls together."""
-
-    def __init__(self) -> None:
-        self._calls: dict[int, ToolUse] = {}
-
-    @property
-    def complete(self) -> list[ToolUse]:
-        """All of them, in their order; call it at the end."""
-        return [self._calls[index] for index in sorted(self._calls)]
-
-    def begin(self, index: int, call_id: str, name: str) -> None:
-        """A call begins."""
-        self._calls[index] = ToolUse(call_id, name, "")
-
-    def add(self, index: int, arguments: str) -> None:
-        """More of a call's arguments."""
-        self._calls[index].arguments += arguments
-
-    def add_delta(self, delta: dict[str, Any]) -> None:
-        """A piece of a call in a chunk. Raises RequestError for one of an unknown call."""
-        index, function = delta.get("index", 0), delta.get("function") or {}
-        if index not in self._calls:
-            if not function.get("name"):
-                raise RequestError("the reply has a piece of a tool call without a name")
-            self.begin(index, str(delta.get("id") or f"call_{index}"), str(function["name"]))
-        self.add(index, function.get("arguments") or "")
+def _add_call(calls: dict[int, ToolUse], index: int, call_id: str, name: str | None, arguments: str) -> None:
+    """Add a piece of a tool call, of which the first has the name. Raises RequestError for one of an unknown call."""
+    if index not in calls:
+        if name is None:
+            raise RequestError("the reply has a piece of a tool call without a name")
+        calls[index] = ToolUse(call_id, name, "")
+    calls[index].arguments += arguments
 
 
 def new_texts(items: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -309,7 +276,6 @@ def _chunks(response: Any) -> Iterator[dict[str, Any]]:
 
 
 def error_message(status: int, body: bytes) -> str:
-    """The message of an OpenAI-shaped error, or the status."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

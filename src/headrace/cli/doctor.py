@@ -4,6 +4,7 @@ Owns the gathering and the printing. Imports torch, and works without it: a miss
 """
 
 import platform
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,12 +48,11 @@ def examine(tp_size: int = 1, numa_bind: bool = False) -> dict[str, Any]:
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """The report as tables."""
     machine, torch = report["machine"], report["torch"]
     quota = f", container may use {machine['cpu_quota']:g}" if machine["cpu_quota"] else ""
-    facts = Table(title="Machine", title_justify="left", show_header=False)
-    facts.add_column(style="bold")
-    facts.add_column(overflow="fold")
+    facts = Table(
+        Column(style="bold"), Column(overflow="fold"), title="Machine", title_justify="left", show_header=False
+    )
     facts.add_row("Headrace", f"{report['headrace']} on Python {report['python']}, {machine['system']}")
     facts.add_row("processor", f"{machine['cpu']}, {machine['num_cores']} cores{quota}")
     facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that the kernels use")
@@ -64,28 +64,30 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_row("16-bit models", escape(report["sixteen_bits"]) or "unknown without torch")
     print_table(console, facts)
     if report["ranks"]:
-        ranks = Table(
-            "rank", "threads", "weights and KV cache", "NUMA node", title="Ranks of a model", title_justify="left"
-        )
-        for row in report["ranks"]:
-            ranks.add_row(str(row["rank"]), str(row["num_threads"]), f"{row['memory_gib']} GiB", row["numa_node"])
-        print_table(console, ranks)
-    kernels = Table("op", "runs", "why not faster", title="Kernels on CPU", title_justify="left")
+        ranks = [
+            (str(row["rank"]), str(row["num_threads"]), f"{row['memory_gib']} GiB", row["numa_node"])
+            for row in report["ranks"]
+        ]
+        _print(console, "Ranks of a model", ("rank", "threads", "weights and KV cache", "NUMA node"), ranks)
+    kernels = []
     for row in report["kernels"]:
         colour = "green" if row["implementation"].startswith("native") else "yellow"
-        kernels.add_row(row["op"], f"[{colour}]{row['implementation']}[/{colour}]", escape(row["reason"]))
-    print_table(console, kernels)
-    backends = Table("backend", "device", "works", title="Attention backends, best first", title_justify="left")
-    for row in report["attention_backends"]:
-        works = "[green]yes[/green]" if not row["reasons_against"] else escape("; ".join(row["reasons_against"]))
-        backends.add_row(row["name"], row["device"], works)
-    print_table(console, backends)
-    models = Table(
-        "model", "state", Column("file, or how to get it", overflow="fold"), title="Models", title_justify="left"
-    )
-    for row in report["models"]:
-        models.add_row(row["name"], row["state"], row["path"] or row["get"])
-    print_table(console, models)
+        kernels.append((row["op"], f"[{colour}]{row['implementation']}[/{colour}]", escape(row["reason"])))
+    _print(console, "Kernels on CPU", ("op", "runs", "why not faster"), kernels)
+    backends = [
+        (row["name"], row["device"], escape("; ".join(row["reasons_against"])) or "[green]yes[/green]")
+        for row in report["attention_backends"]
+    ]
+    _print(console, "Attention backends, best first", ("backend", "device", "works"), backends)
+    models = [(row["name"], row["state"], row["path"] or row["get"]) for row in report["models"]]
+    _print(console, "Models", ("model", "state", Column("file, or how to get it", overflow="fold")), models)
+
+
+def _print(console: Console, title: str, columns: Sequence[str | Column], rows: Iterable[tuple[str, ...]]) -> None:
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    print_table(console, table)
 
 
 def _ranks(tp_size: int, numa_bind: bool) -> list[dict[str, Any]]:
@@ -105,24 +107,15 @@ def _ranks(tp_size: int, numa_bind: bool) -> list[dict[str, Any]]:
     for rank in range(tp_size):
         # The leader, which decides on the size of the KV cache, looks at the nodes of all.
         share = share_of_machine(args, places[rank:] + places[:rank])
-        rows.append(
-            {
-                "rank": rank,
-                "num_threads": share.num_threads,
-                "memory_gib": round(memory * (share.mem_fraction_static or 0.0) / 2**30, 1),
-                "numa_node": f"{places[rank].node}: cores {listed(places[rank].cores)}"
-                if places
-                else near or "unknown",
-            }
-        )
+        memory_gib = round(memory * (share.mem_fraction_static or 0.0) / 2**30, 1)
+        node = f"{places[rank].node}: cores {listed(places[rank].cores)}" if places else near or "unknown"
+        rows.append({"rank": rank, "num_threads": share.num_threads, "memory_gib": memory_gib, "numa_node": node})
     return rows
 
 
 def _nodes_line(nodes: list[dict[str, Any]]) -> str:
-    if not nodes:
-        return "unknown"
     shown = [f"{node['number']} (cores {node['cores'] or 'none'}, {node['memory_gib']} GiB)" for node in nodes]
-    return "; ".join(shown)
+    return "; ".join(shown) or "unknown"
 
 
 def _torch() -> dict[str, Any]:
@@ -196,12 +189,7 @@ def _attention_backends() -> list[dict[str, Any]]:
 
     rows = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        needs = AttentionNeeds(
-            device=device,
-            native_kernels=device == "cpu" and not why_not(),
-            head_dim=_TYPICAL_HEAD_DIM,
-            kv_cache_dtype="bfloat16",
-            page_size=None,
-        )
+        is_native = device == "cpu" and not why_not()
+        needs = AttentionNeeds(device, is_native, _TYPICAL_HEAD_DIM, kv_cache_dtype="bfloat16", page_size=None)
         rows += [{"name": b.name, "device": device, "reasons_against": b.reasons_against(needs)} for b in BACKENDS]
     return rows

@@ -50,7 +50,6 @@ def run_pull(name: str, console: Console) -> None:
 
 
 def run_models(console: Console) -> None:
-    """Print the known names, and the models of the Hugging Face cache."""
     table = Table("name", "what it is", "state", Column("file, or how to get it", overflow="fold"))
     for model in list_models():
         colour = "green" if model.state == "installed" else "yellow"

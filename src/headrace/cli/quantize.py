@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace import kernels
-from headrace.benchmark.held_out import WINDOW, default_text, windows_of
+from headrace.benchmark.agreement import WINDOW, default_text, windows_of
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint

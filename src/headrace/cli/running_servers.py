@@ -1,28 +1,171 @@
-"""`headrace ps`: the servers of this machine that the user can see.
+"""`headrace ps`, the servers of this machine; and what it and `headrace top` read of one over HTTP: its load, its latest requests, once its name.
 
-Owns how they are found: processes whose command line is that of a server, and the ports on which these listen. Linux only, as the rest.
+Owns how servers are found (processes whose command line is that of a server, and the ports on which these listen; Linux only, as the rest), which
+routes are asked, which the key does not open, and when a server counts as gone. A thread of its own may run a `ServerReader`.
 """
 
+import contextlib
+import http.client
 import re
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import TypeVar
 
+import msgspec
 import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from headrace.benchmark.tables import print_table
-from headrace.cli.top_reader import ServerReader
+from headrace.cli.chat_sources import error_message
 from headrace.errors import ConfigError
+from headrace.plain_types import plain_reason
+
+TIMEOUT_S = 10.0
+LOADS, REQUESTS, INFO, METRICS = "/v1/loads", "/v1/requests?limit=100", "/server_info", "/metrics"
+_CLOSED = (401, 404)
+_MODEL = re.compile(rb'headrace[:_]build_info\{[^}]*model_name="([^"\\]*)"')
+
+_T = TypeVar("_T")
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
 _PYTHON = re.compile(r"python[\d.]*")
 _WITH_VALUE = ("-X", "-W")
 """Options of Python before its program that have a value of their own."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """A replica's load as `/v1/loads` gives it."""
+
+    dp_rank: int = 0
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_grammar_queue_reqs: int = 0
+    token_usage: float = 0.0
+    cache_hit_rate: float = 0.0
+    gen_throughput: float = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Those whose grammar is being compiled wait, too."""
+        return self.num_waiting_reqs + self.num_grammar_queue_reqs
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A sample as `/v1/requests` lists it. Times are in seconds."""
+
+    rid: str = ""
+    state: str = ""
+    key: str | None = None
+    adapter: str | None = None
+    dp_rank: int | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    age_s: float = 0.0
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    finish_reason: str | None = None
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    loads: list[Load]
+
+
+class _Requests(msgspec.Struct, frozen=True):
+    data: list[Request]
+
+
+class _Info(msgspec.Struct, frozen=True):
+    served_model_name: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A server at one moment. None = the key does not open it, or the server did not answer: then `problem` is what it said."""
+
+    model: str = ""
+    version: str = ""
+    loads: list[Load] | None = None
+    requests: list[Request] | None = None
+    problem: str = ""
+
+
+class ServerReader:
+    """A connection. url: with or without `/v1`."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._statuses: dict[str, int] = {}
+        self._info = _Info()
+
+    def read(self) -> Snapshot:
+        """Ask the server. Raises ConfigError when nothing answers, or no Headrace server."""
+        self._problem = ""
+        try:
+            loads, requests = self._json(LOADS, _Loads), self._json(REQUESTS, _Requests)
+            self._info = self._info if self._info.served_model_name else self._named()
+        except ConfigError:
+            self._forget()  # the next server at this address may have other keys
+            raise
+        if self._statuses[LOADS] == self._statuses[REQUESTS] == 404:
+            raise ConfigError(f"the server at {self.url} is not a Headrace server")
+        return Snapshot(
+            model=self._info.served_model_name,
+            version=self._info.version,
+            loads=loads.loads if loads else None,
+            requests=requests.data if requests else None,
+            problem=self._problem,
+        )
+
+    def _named(self) -> _Info:
+        """The server's model; without the key that of its metrics, which need none."""
+        if info := self._json(INFO, _Info):
+            return info
+        found = _MODEL.search(self._get(METRICS) or b"")
+        return _Info(found[1].decode(errors="replace") if found else "")
+
+    def _json(self, path: str, kind: type[_T]) -> _T | None:
+        """The answer of a route; None if it has none for us. Raises ConfigError."""
+        body = self._get(path)
+        if body is None:
+            return None
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            reason = f"{path.partition('?')[0]}: {plain_reason(error)}"
+            raise ConfigError(f"the server at {self.url} is not a Headrace server: {reason}") from error
+
+    def _get(self, path: str) -> bytes | None:
+        """The body of a reply with status 200, else None. What was refused, or is not there, is not asked for again."""
+        if self._statuses.get(path) in _CLOSED:
+            return None
+        request = urllib.request.Request(self.url + path, headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                body: bytes = response.read()
+            self._statuses[path] = 200
+            return body
+        except urllib.error.HTTPError as error:
+            said = b""
+            with error, contextlib.suppress(OSError, http.client.HTTPException):
+                said = error.read()
+            self._statuses[path] = error.code
+            if error.code not in _CLOSED:
+                self._problem = error_message(error.code, said)
+            return None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise ConfigError(f"no server answers at {self.url}: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +204,6 @@ def address(host: str, port: int) -> str:
 
 
 def find_servers() -> list[Found]:
-    """All servers, the oldest first."""
     urls: dict[int, str] = {}
     for socket in psutil.net_connections("tcp"):
         if socket.status == psutil.CONN_LISTEN and socket.pid is not None and socket.laddr:
@@ -75,7 +217,6 @@ def find_servers() -> list[Found]:
 
 
 def print_servers(console: Console, api_key: str | None) -> None:
-    """Ask each server, and print them."""
     found = find_servers()
     if not found:
         console.print("no server runs; `headrace serve MODEL` starts one", highlight=False)
@@ -88,7 +229,6 @@ def print_servers(console: Console, api_key: str | None) -> None:
 
 
 def _asked(server: Found, api_key: str | None) -> tuple[str, str]:
-    """The model and the state of a server."""
     if not server.url:
         return "-", "starts"
     try:

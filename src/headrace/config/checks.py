@@ -1,16 +1,19 @@
-"""Which options can be combined: with each other, with the device, with the kind of model. Pure; any process.
+"""Which values options may have, and which can be combined: with each other, with the device, with the kind of model.
 
-Each check raises ConfigError that names the options.
+Each check raises ConfigError that names the options. Pure; any process.
 """
 
+import math
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from headrace.config.kv_events import read_kv_events
-from headrace.config.server_options import ServerOptions
+from headrace.config.server_options import Bounds, ServerOptions, flag
 from headrace.errors import ConfigError
 
-MAX_RANKS = 64
+_MAX_INT = 2**63 - 1
+_MAX_RANKS = 64
 
 _ALGORITHM = "--speculative-algorithm"
 
@@ -34,8 +37,47 @@ _NOT_OF_ENCODERS = {
 Args = TypeVar("Args", bound=ServerOptions)
 
 
+def check_value(option: str, value: object, annotation: Any, bounds: Bounds) -> None:
+    """Raises ConfigError, naming the option, unless `value` has the field's type and is within its bounds."""
+    kinds = get_args(annotation) or (annotation,)
+    if get_origin(annotation) is Literal:
+        if not any(type(value) is type(choice) and value == choice for choice in kinds):
+            raise ConfigError(f"{option} must be one of {', '.join(map(str, kinds))}, got {value!r:.80}")
+        return
+    if value is None and NoneType in kinds:
+        return
+    kind = kinds[0]
+    # An int is a fine float; a bool is neither.
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        what = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+        raise ConfigError(f"{option} must be {what}, got {value!r:.80}")
+    if isinstance(value, str) and bounds.filled and not value.strip():
+        raise ConfigError(f"{option} must not be empty; leave it out instead")
+    if isinstance(value, int | float) and kind is not bool:
+        _check_number(option, value, bounds)
+
+
+def _check_number(option: str, value: float, bounds: Bounds) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{option} must be a finite number, got {value}")
+    if isinstance(value, int) and abs(value) > _MAX_INT:
+        raise ConfigError(f"{option} is too large a number")
+    for holds, what in (
+        (value >= bounds.least, f"at least {bounds.least:g}"),
+        (value <= bounds.most, f"at most {bounds.most:g}"),
+        (value > bounds.above, f"above {bounds.above:g}"),
+        (value < bounds.below, f"below {bounds.below:g}"),
+    ):
+        if not holds:
+            raise ConfigError(f"{option} must be {what}, got {value}")
+
+
 def check_combinations(args: ServerOptions) -> None:
-    """Raises ConfigError that names the options."""
+    _check_processes(args)
+    _check_speculation(args)
+    for field in fields(args) if not args.ray else ():
+        if field.metadata["group"] == "Ray" and getattr(args, field.name) != field.default:
+            raise ConfigError(f"{flag(field.name)} needs --ray")
     if read_kv_events(args.kv_events_config, args.num_replicas) is not None and args.disable_radix_cache:
         raise ConfigError("--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache")
     for option, value in (("--chunked-prefill-size", args.chunked_prefill_size), ("--max-step-ms", args.max_step_ms)):
@@ -62,11 +104,9 @@ def check_combinations(args: ServerOptions) -> None:
         raise ConfigError(f"--log-requests-level {args.log_requests_level} needs --log-requests")
 
 
-def check_processes(args: ServerOptions) -> None:
-    """Raises ConfigError if options contradict each other."""
-    if args.num_replicas > 1 and args.single_process:
-        raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
-    for name, size in (("--tp-size", args.tp_size), ("--pp-size", args.pp_size)):
+def _check_processes(args: ServerOptions) -> None:
+    sizes = {"--dp-size": args.num_replicas, "--tp-size": args.tp_size, "--pp-size": args.pp_size}
+    for name, size in sizes.items():
         if size > 1 and args.single_process:
             raise ConfigError(f"{name} needs processes: it cannot be combined with --single-process")
     if args.numa_bind and args.single_process:
@@ -75,8 +115,8 @@ def check_processes(args: ServerOptions) -> None:
         )
     if args.numa_bind and args.device == "cuda":
         raise ConfigError("--numa-bind binds ranks that compute on the CPU: it cannot be combined with --device cuda")
-    if args.num_ranks > MAX_RANKS:
-        raise ConfigError(f"--tp-size times --pp-size may be at most {MAX_RANKS}, got {args.num_ranks}")
+    if args.num_ranks > _MAX_RANKS:
+        raise ConfigError(f"--tp-size times --pp-size may be at most {_MAX_RANKS}, got {args.num_ranks}")
     if args.ep_size not in (1, args.tp_size):
         raise ConfigError(
             f"--ep-size must be 1 or the value of --tp-size ({args.tp_size}), whose ranks share the experts, got {args.ep_size}"
@@ -106,8 +146,7 @@ def guesses_by_text(args: ServerOptions) -> bool:
     return args.speculative_algorithm in ("ngram", "auto")
 
 
-def check_speculation(args: ServerOptions) -> None:
-    """Raises ConfigError if options contradict each other."""
+def _check_speculation(args: ServerOptions) -> None:
     algorithm, path = args.speculative_algorithm, args.speculative_draft_model_path
     has_weights = algorithm in ("draft", "eagle3")
     if has_weights and path is None:
@@ -150,7 +189,7 @@ def check_pooling(args: ServerOptions, is_encoder: bool) -> None:
         default: dict[str, Any] = {field.name: field.default for field in fields(args)}
         for name, why in _NOT_OF_ENCODERS.items():
             if getattr(args, name) != default[name]:
-                raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave the option out")
+                raise ConfigError(f"{flag(name)}: {why}; leave the option out")
     if args.speculative_algorithm != "off":
         raise ConfigError(
             f"{_ALGORITHM} {args.speculative_algorithm}: an embedding model generates no tokens; leave the option out"

@@ -2,9 +2,8 @@
 
 Owns how a field becomes an option (name, type, default, help, panel), how parsed options become a `ServerArgs`, and which options `--help`,
 `--help all` and `--help WORD` show; how a page looks is typer's.
-Does not own the options (server_options.py), those of other servers (translate.py) or the commands (headrace.cli). Runs in the main process,
+Does not own the options (server_options.py), those of other servers (other_servers.py) or the commands (headrace.cli). Runs in the main process,
 before anything else.
-`python -m headrace.config.cli` prints the table of options that docs/cli.md contains.
 """
 
 import copy
@@ -21,10 +20,10 @@ import typer
 from typer.core import TyperCommand
 
 from headrace import log
-from headrace.config.other_servers import Alias, Already, find
+from headrace.config.other_servers import Alias, Already, check_unless, find, translate
 from headrace.config.server_args import ServerArgs
+from headrace.config.server_options import flag
 from headrace.config.settings import PREFIX, Settings, from_environment, from_file
-from headrace.config.translate import Translation, translate
 from headrace.errors import ConfigError
 
 logger = log.get_logger(__name__)
@@ -69,11 +68,6 @@ FIRST = (
 """The options of ServerArgs that matter first. Those that only one command has are on its first page, too."""
 
 
-def flag(name: str) -> str:
-    """The option of a field: `max_total_tokens` -> `--max-total-tokens`."""
-    return "--" + name.replace("_", "-")
-
-
 def names_beginning(incomplete: str) -> list[str]:
     """The models whose names begin so, for the shell: known names, those of the Hugging Face cache, folders and GGUF files."""
     from headrace.checkpoint.hub_cache import list_cached
@@ -113,16 +107,13 @@ class ServerCommand(TyperCommand):
         ctx.default_map = dict(settings.values)
         rest: list[str] = super().parse_args(ctx, translation.words)
         settings.notes += translation.notes
-        translation.check(ctx.params)
-        Translation(unless=settings.unless).check(
-            {name: ctx.params[name] for name in settings.origins if _is_set_there(ctx, name)}
-        )
+        check_unless(translation.unless, ctx.params)
+        check_unless(settings.unless, {name: ctx.params[name] for name in settings.origins if _is_set_there(ctx, name)})
         return rest
 
     def _show_help(self, ctx: Any, word: str) -> None:
-        """Print a page of the help, and end."""
         view = copy.copy(self)
-        names = [name for f in fields(ServerArgs) for name in (f.name, _off_name(f))]
+        names = [name for f in fields(ServerArgs) for name in (f.name, f"no_{f.name}")]
         view.params, view.epilog = page(self.get_params(ctx), names, word)
         typer.echo(view.get_help(ctx), color=ctx.color)
         ctx.exit()
@@ -202,7 +193,7 @@ def with_server_options(
             if names is None:
                 del given[_CONFIG.name]
             chosen: dict[str, Any] = {f.name: given.pop(f.name) for f in offered}
-            chosen |= {f.name: False for f in offered if _is_on(f) and given.pop(_off_name(f))}
+            chosen |= {f.name: False for f in offered if is_on(f) and given.pop(f"no_{f.name}")}
             command(**given, server_args=ServerArgs(**chosen))
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -231,21 +222,9 @@ def parse(argv: Sequence[str]) -> ServerArgs:
     return parsed[0]
 
 
-def options_markdown() -> str:
-    """Every option of `headrace serve` as Markdown: one table per group."""
-    groups: dict[str, list[Field[Any]]] = {}
-    for f in fields(ServerArgs):
-        groups.setdefault(f.metadata["group"], []).append(f)
-    blocks = []
-    for group, members in groups.items():
-        rows = "\n".join(f"| `{_spelling(f)}` | {_default_text(f)} | {_help_text(f)} |" for f in members)
-        blocks.append(f"### {group}\n\n| option | default | meaning |\n|---|---|---|\n{rows}\n")
-    return "\n".join(blocks)
-
-
 def _parameters(f: Field[Any], default: Any) -> list[inspect.Parameter]:
     """One option. A switch that is on by default has two flags: the one that turns it off is shown, the other is only accepted."""
-    choices = _choices(f.type)
+    choices = choices_of(f.type)
     one_of = f" One of: {', '.join(choices)}." if choices else ""
     shown = typer.Option(
         flag(f.name),
@@ -253,17 +232,22 @@ def _parameters(f: Field[Any], default: Any) -> list[inspect.Parameter]:
         help=f.metadata["help"] + one_of,
         rich_help_panel=f.metadata["group"],
         envvar=ENV_VARS.get(f.name),
-        metavar=_metavar(f.type),
+        metavar=metavar_of(f.type),
         show_default=default not in (None, "", False),
-        hidden=_is_on(f),
+        hidden=is_on(f),
         autocompletion=names_beginning if f.name in MODEL_FIELDS else None,
     )
     parameters = [_keyword(f.name, f.type, default, shown)]
-    if _is_on(f):
+    if is_on(f):
+        name, text = f"no_{f.name}", str(f.metadata["help"])
         off = typer.Option(
-            _off_flag(f), help=_off_help(f), rich_help_panel=f.metadata["group"], metavar="", show_default=False
+            flag(name),
+            help=f"Do not {text[0].lower()}{text[1:]}",
+            rich_help_panel=f.metadata["group"],
+            metavar="",
+            show_default=False,
         )
-        parameters.append(_keyword(_off_name(f), bool, False, off))
+        parameters.append(_keyword(name, bool, False, off))
     return parameters
 
 
@@ -273,59 +257,22 @@ def _keyword(name: str, annotation: Any, default: Any, option: Any) -> inspect.P
     )
 
 
-def _is_on(f: Field[Any]) -> bool:
+def is_on(f: Field[Any]) -> bool:
     """Whether the field is a switch that is on by default."""
     return f.type is bool and f.default is True
 
 
-def _off_name(f: Field[Any]) -> str:
-    return f"no_{f.name}"
-
-
-def _off_flag(f: Field[Any]) -> str:
-    return flag(_off_name(f))
-
-
-def _off_help(f: Field[Any]) -> str:
-    """`Report ...` -> `Do not report ...`."""
-    text = str(f.metadata["help"])
-    return f"Do not {text[0].lower()}{text[1:]}"
-
-
-def _spelling(f: Field[Any]) -> str:
-    if f.type is bool:
-        return flag(f.name)
-    choices = _choices(f.type)
-    names = ", ".join((flag(f.name), *ALIASES.get(f.name, ())))
-    return f"{names} {'{' + ','.join(choices) + '}' if choices else _metavar(f.type)}"
-
-
-def _choices(annotation: Any) -> list[str]:
+def choices_of(annotation: Any) -> list[str]:
     return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
 
 
-def _metavar(annotation: Any) -> str:
-    """What stands for the value in the help; nothing for a switch, which takes none."""
+def metavar_of(annotation: Any) -> str:
     if annotation is bool:
         return ""
     if get_origin(annotation) is Literal:
         return "NAME"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
     return {str: "TEXT", int: "N", float: "X"}[kinds[0]]
-
-
-def _default_text(f: Field[Any]) -> str:
-    if f.default is None or f.default == "":
-        return ""
-    if isinstance(f.default, bool):
-        return "on" if f.default else "off"
-    return f"`{f.default}`"
-
-
-def _help_text(f: Field[Any]) -> str:
-    off = f" `{_off_flag(f)}` turns it off." if _is_on(f) else ""
-    env = f" Also from the environment: `{ENV_VARS[f.name]}`." if f.name in ENV_VARS else ""
-    return str(f.metadata["help"]).replace("|", "\\|") + off + env
 
 
 def asked_page(words: Sequence[str], own: Mapping[str, bool]) -> str | None:
@@ -358,7 +305,7 @@ def page(params: Sequence[Any], server_options: Sequence[str], word: str) -> tup
         known = sorted((param for param in shown if param.name in FIRST), key=lambda param: FIRST.index(param.name))
         own = [param for param in shown if param.name not in (*FIRST, *server_options)]
         return [_without_panel(param) for param in known + own], below
-    entry = find("--" + word.replace("_", "-"))
+    entry = find(flag(word))
     same = entry.sets if isinstance(entry, Alias) else ()
     found = [param for param in shown if param.name in same or _fits(param, word)]
     if note := _of_other_servers(word):
@@ -386,12 +333,11 @@ def _without_panel(param: Any) -> Any:
 
 
 def _of_other_servers(word: str) -> str:
-    """What an option of SGLang or vLLM is called here."""
-    name = "--" + word.replace("_", "-")
+    name = flag(word)
     match find(name):
         case Alias() as entry:
             ours = (
-                f"--{field.replace('_', '-')}{f' {value}' if value not in (None, 'true') else ''}"
+                f"{flag(field)}{f' {value}' if value not in (None, 'true') else ''}"
                 for field, value in entry.sets.items()
             )
             return f"{name} is {' '.join(ours)} here{f': {entry.says}' if entry.says else ''}."
@@ -401,7 +347,3 @@ def _of_other_servers(word: str) -> str:
             return ""
         case entry:
             return f"{name} is not an option here: {entry.says}."
-
-
-if __name__ == "__main__":
-    print(options_markdown())

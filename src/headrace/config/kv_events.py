@@ -1,11 +1,11 @@
 """--kv-events-config: where a scheduler publishes what its prefix cache stores and evicts. The JSON is that of vLLM and SGLang."""
 
 import importlib.util
-import ipaddress
 from typing import Literal
 
 import msgspec
 
+from headrace.config.web import address_of
 from headrace.errors import ConfigError
 from headrace.plain_types import plain_reason
 
@@ -31,14 +31,13 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can subscribe."""
         hosts = [_host_and_port(text)[0] for text in (self.endpoint, self.replay_endpoint) if text]
-        return all(host == "localhost" or _is_loopback(host) for host in hosts)
+        addresses = [address_of(host.strip("[]")) for host in hosts if host != "localhost"]
+        return all(address is not None and address.is_loopback for address in addresses)
 
 
 def read_kv_events(text: str | None, num_replicas: int) -> KVEventsConfig | None:
@@ -72,13 +71,11 @@ def read_kv_events(text: str | None, num_replicas: int) -> KVEventsConfig | None
 
 
 def check_pyzmq() -> None:
-    """Raises ConfigError when the package for events is missing."""
     if importlib.util.find_spec("zmq") is None:
         raise ConfigError(f"{OPTION} needs pyzmq: pip install 'headrace[events]'")
 
 
 def endpoint_of(endpoint: str, replica: int) -> str:
-    """The address of a replica."""
     host, port = _host_and_port(endpoint)
     return f"tcp://{host}:{port + replica}"
 
@@ -88,10 +85,3 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
     if not endpoint.startswith("tcp://") or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{OPTION}: an endpoint must be tcp://ADDRESS:PORT, got {endpoint!r:.80}")
     return host, int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

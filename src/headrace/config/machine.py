@@ -1,17 +1,24 @@
-"""Checks of the machine before anything is loaded: its devices, its memory, the limit of open files, and the least memory that a model takes.
+"""The machine, and those that run a model with it: what is checked before anything is loaded, and --nnodes.
 
-Without torch, whose import takes seconds. Runs in the main process.
+Owns the checks of devices, memory and open files, the least memory that a model takes, which host of how many this is, where node 0 listens, and the
+secret that all nodes share. Without torch, whose import takes seconds. Runs in the main process.
 """
 
 import ctypes
+import dataclasses
 import functools
+import importlib.util
+import ipaddress
 import os
 import resource
+from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 
 from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import address_of
 from headrace.errors import ConfigError
 
 ENGINE_FILES = 64
@@ -19,6 +26,13 @@ REPLICA_FILES = 16
 """Pipes and sockets of each additional replica."""
 CONNECTION_FILES = 192
 """Needed by a server besides its engine: connections, and the reserve beside them (`server.connection`)."""
+
+SECRET_VARIABLE = "HEADRACE_DIST_SECRET"
+DEFAULT_PORT = 20000
+MIN_SECRET_BYTES = 16
+_MAKE_SECRET = (
+    f"make one with `openssl rand -hex 32` and give it to every node, in {SECRET_VARIABLE} or --dist-secret-file"
+)
 
 
 @functools.cache
@@ -40,7 +54,6 @@ def cuda_is_there() -> bool | None:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the machine, in use or not."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -79,3 +92,92 @@ def _intermediate_size(model: ModelConfig, layer: int) -> int:
     if model.moe is not None and model.moe.is_sparse(layer):
         return model.moe.num_experts * model.moe.intermediate_size
     return model.intermediate_size
+
+
+def with_nodes(args: ServerArgs, environ: Mapping[str, str]) -> ServerArgs:
+    """The options with --nnodes, --node-rank and --dist-init-addr set; what is not given comes from LeaderWorkerSet's variables.
+
+    https://lws.sigs.k8s.io/docs/reference/labels-annotations-and-environment-variables/. Raises ConfigError when they do not fit.
+    """
+    nnodes = args.nnodes or _number(environ, "LWS_GROUP_SIZE") or 1
+    if nnodes == 1:
+        if args.node_rank:
+            raise ConfigError(f"--node-rank {args.node_rank} is for several nodes: give --nnodes, too")
+        if args.dist_init_addr is not None and args.nnodes is None:
+            raise ConfigError("--dist-init-addr is for several nodes: give --nnodes, too")
+        return dataclasses.replace(args, nnodes=1, node_rank=0)
+    rank = args.node_rank if args.node_rank is not None else _number(environ, "LWS_WORKER_INDEX")
+    if rank is None:
+        raise ConfigError("--nnodes above 1 needs --node-rank, 0 for the node that serves")
+    address = args.dist_init_addr or environ.get("LWS_LEADER_ADDRESS")
+    if not address:
+        raise ConfigError("--nnodes above 1 needs --dist-init-addr HOST:PORT, where node 0 listens for the others")
+    host, port = host_and_port(address)
+    joined = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    full = dataclasses.replace(args, nnodes=nnodes, node_rank=rank, dist_init_addr=joined)
+    _check(full)
+    return full
+
+
+def _check(args: ServerArgs) -> None:
+    nnodes, rank = args.num_nodes, args.node_rank
+    assert rank is not None
+    if rank >= nnodes:
+        raise ConfigError(f"--node-rank {rank} of --nnodes {nnodes}: nodes are numbered from 0")
+    if args.pp_size == 1 and args.tp_size % nnodes:
+        raise ConfigError(
+            f"--tp-size {args.tp_size} counts the ranks of all nodes: it must be a multiple of --nnodes {nnodes}"
+        )
+    if args.pp_size > 1 and args.pp_size % nnodes:
+        raise ConfigError(
+            f"--pp-size {args.pp_size} counts the stages of all nodes: it must be a multiple of --nnodes {nnodes}, since a stage with its "
+            f"--tp-size ranks is on one node; to split layers over nodes, use --tp-size without --pp-size"
+        )
+    if args.enable_dp_attention:
+        raise ConfigError("--enable-dp-attention cannot be combined with --nnodes yet: use --tp-size and --ep-size")
+    if args.num_replicas > 1:
+        raise ConfigError(
+            "--dp-size cannot be combined with --nnodes: start several groups of nodes, with a router in front"
+        )
+    if importlib.util.find_spec("zmq") is None:
+        raise ConfigError("--nnodes above 1 needs pyzmq: pip install 'headrace[nodes]'")
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """HOST:PORT, [IPV6]:PORT, or one without a port. Raises ConfigError."""
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or isinstance(address_of(text.strip()), ipaddress.IPv6Address):
+        host, port = text.strip(), str(DEFAULT_PORT)
+    host = host.removeprefix("tcp://").strip("[]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--dist-init-addr must be HOST:PORT of node 0, got {text!r:.80}")
+    return host, int(port)
+
+
+def dist_secret(args: ServerArgs, environ: Mapping[str, str]) -> bytes:
+    """What proves that a process belongs to the group. Raises ConfigError if there is none, or a short one."""
+    if args.dist_secret_file is None:
+        source, secret = SECRET_VARIABLE, environ.get(SECRET_VARIABLE, "").encode()
+    else:
+        source = f"--dist-secret-file {args.dist_secret_file}"
+        try:
+            secret = Path(args.dist_secret_file).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
+    secret = secret.strip()
+    if not secret:
+        raise ConfigError(f"--nnodes above 1 needs a secret: {_MAKE_SECRET}")
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{source}: the secret has {len(secret)} bytes, fewer than {MIN_SECRET_BYTES}; {_MAKE_SECRET}"
+        )
+    return secret
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{name} must be a number, got {text!r:.40}")
+    return int(text)

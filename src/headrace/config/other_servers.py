@@ -1,63 +1,67 @@
-"""How options of SGLang and vLLM are written here.
+"""Options as SGLang and vLLM write them, translated to ours: words of a command line, and entries of a file.
 
 `table()` has what is spelled differently, is already so, or is not supported: the rows of other_servers.toml. An option that is not in it and has
-one of ours' name means the same as ours (docs/coming-from-sglang.md and docs/coming-from-vllm.md name the exceptions). `config.translate` reads
-it; tests/repo/option_pages.py makes the tables of those two pages from it. The file is read when the first option that is not ours is looked up.
+one of ours' name means the same as ours (docs/coming-from-sglang.md and docs/coming-from-vllm.md name the exceptions).
+tests/repo/option_pages.py makes the tables of those two pages from it. The file is read when the first option that is not ours is looked up.
+Pure but for that: what is to be logged is returned.
 """
 
 import functools
+import json
+import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+
+from headrace.config.server_options import flag
+from headrace.errors import ConfigError
+
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+"""A switch's values in words."""
 
 Server = Literal["sglang", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
-class Alias:
-    """An option that one or more of ours say as well.
-
-    sets: fields of ServerArgs and their values as typed; None = the value that is given. The option is a switch if no value is None.
-    says: what differs; logged when the option is used.
-    """
-
-    servers: tuple[Server, ...]
-    names: tuple[str, ...]
-    sets: Mapping[str, str | None]
-    says: str = ""
-
-    @property
-    def is_switch(self) -> bool:
-        return None not in self.sets.values()
-
-
-@dataclass(frozen=True, slots=True)
-class Already:
-    """An option that asks for what is already so: accepted with a line of log.
-
-    values: those that are accepted; none = the option is a switch. says: how it is here. otherwise: why other values are refused.
-    unless: field and value of ours that contradict the option.
-    """
+class _Entry:
+    """names: of one or more options of these servers. says: what differs, how it is here, or the nearest of ours."""
 
     servers: tuple[Server, ...]
     names: tuple[str, ...]
     says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alias(_Entry):
+    """Options that one or more of ours say as well. What it says is logged when the option is used.
+
+    sets: fields of ServerArgs and their values as typed; None = the value that is given. The option is a switch if no value is None.
+    """
+
+    sets: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Already(_Entry):
+    """Options that ask for what is already so: accepted with a line of log.
+
+    values: those that are accepted; none = the option is a switch. otherwise: why other values are refused. unless: field and value of ours that
+    contradict the option.
+    """
+
     values: tuple[str, ...] = ()
     otherwise: str = ""
     unless: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """An option that is not supported; so are all that begin with a name that ends in a dash. says: the nearest of ours, or how it is here."""
-
-    servers: tuple[Server, ...]
-    names: tuple[str, ...]
-    says: str
+class Refused(_Entry):
+    """Options that are not supported; so are all that begin with a name that ends in a dash."""
 
 
 Entry = Alias | Already | Refused
@@ -87,10 +91,10 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             sets: dict[str, str | None] = {}
             for word in self.is_.split():
                 if word.startswith("--"):
-                    sets[field := word[2:].replace("-", "_")] = "true"
+                    sets[name := word[2:].replace("-", "_")] = "true"
                 else:
-                    sets[field] = None if word == "VALUE" else word
-            return Alias(servers, names, sets, self.says)
+                    sets[name] = None if word == "VALUE" else word
+            return Alias(servers, names, self.says, sets)
         if self.already:
             return Already(servers, names, self.already, self.values, self.otherwise, self.unless)
         return Refused(servers, names, self.refused)
@@ -135,7 +139,6 @@ COUNTS = frozenset({"context_length", "max_prefill_tokens"})
 
 @functools.cache
 def table() -> tuple[Entry, ...]:
-    """Every entry, in the order of the pages."""
     file = Path(__file__).with_suffix(".toml")
     rows = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8"))["options"], type=tuple[_Row, ...])
     return tuple(row.entry() for row in rows)
@@ -153,6 +156,175 @@ def find(name: str) -> Entry | None:
     return found.get(name) or next(prefixes, None)
 
 
-def names() -> list[str]:
-    """Every name, prefixes left out."""
-    return [name for name in _by_name() if not name.endswith("-")]
+@dataclass(slots=True)
+class Translation:
+    """words: ours. notes: lines to log. unless: (option, field, value) of accepted options that a value of ours contradicts. names: further words of
+    --served-model-name."""
+
+    words: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unless: list[tuple[str, str, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+def check_unless(unless: Sequence[tuple[str, str, str]], chosen: Mapping[str, Any]) -> None:
+    """Raises ConfigError when an option that was accepted as already so is contradicted. chosen: our fields."""
+    for option, name, value in unless:
+        if str(chosen.get(name)).lower() == value:
+            given = flag(name) if value == "true" else f"{flag(name)} {value}"
+            raise ConfigError(f"{option} cannot be combined with {given}")
+
+
+def translate(words: Sequence[str], own: Mapping[str, bool], takes_word: bool = False) -> Translation:
+    """The words of a command line in our options.
+
+    own: our options as typed, and whether each takes a value. takes_word: the command has an argument that is no option, such as a model. Unknown
+    options stay as they are. Raises ConfigError for an option that is known not to be supported.
+    """
+    done = Translation()
+    rest = deque(words)
+    has_word = False
+    while rest:
+        word = rest.popleft()
+        if word == "--":
+            done.words += [word, *rest]
+            break
+        if not word.startswith("-") or word == "-":
+            done.words.append(word)
+            has_word = True
+            continue
+        name, equals, value = word.partition("=")
+        if name not in own and name.startswith("--"):
+            name = name.replace("_", "-")
+        if name in own:
+            _own(name, value if equals else None, own[name], rest, done)
+        elif not _translated(name, value if equals else None, rest, own, done):
+            done.words.append(word)
+    has_model = has_word or not {"--model-path", "--model", "-m"}.isdisjoint(done.words)
+    if takes_word and done.names and not has_model:
+        # The last of several words of --served-model-name is the command's argument: `serve --served-model-name a MODEL`.
+        at = done.words.index(flag("served_model_name")) + 1
+        done.words[at] = done.words[at].removesuffix("," + done.names[-1])
+        done.words.append(done.names[-1])
+    return done
+
+
+def _take(rest: deque[str], pattern: str = ".*") -> str | None:
+    """The next word, if there is one and it matches."""
+    return rest.popleft() if rest and re.fullmatch(pattern, rest[0], re.DOTALL) else None
+
+
+def _own(name: str, value: str | None, takes_value: bool, rest: deque[str], done: Translation) -> None:
+    if not takes_value:
+        done.words.append(name if value is None else f"{name}={value}")
+        return
+    value = _take(rest) if value is None else value
+    if value is None:
+        done.words.append(name)
+        return
+    _set(name.lstrip("-").replace("-", "_"), name, value, rest, done)
+
+
+def _set(field_name: str, option: str, value: str, rest: deque[str], done: Translation) -> None:
+    """Append one of our options with a value, as we write it."""
+    if field_name == "quantization" and value in CHECKPOINT_FORMATS:
+        done.notes.append(f"{option} {value}: checkpoints are served in the format that they have")
+        return
+    if field_name in LISTS:
+        value = _joined(option, value)
+        while (more := _take(rest, LISTS[field_name])) is not None:
+            value += "," + more
+            if field_name == "served_model_name":
+                done.names.append(more)
+    value = VALUES.get(field_name, {}).get(value, value)
+    done.words += [option, value]
+
+
+def _joined(option: str, text: str) -> str:
+    """A JSON list of texts or numbers with commas between them; any other text as it is."""
+    if not text.startswith("["):
+        return text
+    try:
+        items = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option} is not JSON: {error}") from error
+    if not all(isinstance(item, str | int) for item in items):
+        raise ConfigError(f"{option} takes a list of texts or numbers, got {text:.80}")
+    return ",".join(map(str, items))
+
+
+def _translated(name: str, value: str | None, rest: deque[str], own: Mapping[str, bool], done: Translation) -> bool:
+    """Translate an option that is not ours; False if it is unknown or not for this command."""
+    entry, asked = find(name), True
+    if entry is None and name.startswith("--no-"):
+        entry, asked = find("--" + name.removeprefix("--no-")), False
+    match entry:
+        case Refused():
+            if asked:
+                raise ConfigError(f"{name} is not an option here: {entry.says}")
+        case Alias() if all(flag(field_name) in own for field_name in entry.sets):
+            _alias(entry, name, value, asked, rest, done)
+        case Already():
+            _already(entry, name, value, asked, rest, done)
+        case _:
+            return False
+    return True
+
+
+def _alias(entry: Alias, name: str, value: str | None, asked: bool, rest: deque[str], done: Translation) -> None:
+    if None not in entry.sets.values():
+        if not _is_on(name, value, rest, asked):
+            return
+        value = ""
+    elif value is None:
+        value = _take(rest)
+    if value is None:
+        raise ConfigError(f"{name} needs a value")
+    if COUNTS.intersection(entry.sets):
+        value = _count(value)
+    for field_name, fixed in entry.sets.items():
+        if fixed == "true":
+            done.words.append(flag(field_name))
+        else:
+            _set(field_name, flag(field_name), value if fixed is None else fixed, rest, done)
+    if entry.says:
+        done.notes.append(f"{name}: {entry.says}")
+
+
+def _count(text: str) -> str:
+    """`25.6k` -> `25600`, `2K` -> `2048`; any other text as it is."""
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", text):
+        step = 1000 if found[2].islower() else 1024
+        return str(int(float(found[1]) * step ** ("kmg".index(found[2].lower()) + 1)))
+    return text
+
+
+def _already(entry: Already, name: str, value: str | None, asked: bool, rest: deque[str], done: Translation) -> None:
+    if entry.values:
+        value = _take(rest) if value is None else value
+        if value is None:
+            raise ConfigError(f"{name} needs a value")
+        if value not in entry.values:
+            raise ConfigError(f"{name} {value:.80} is not possible here: {entry.otherwise}")
+        done.notes.append(f"{name} {value}: {entry.says}")
+    elif _is_on(name, value, rest, asked):
+        done.notes.append(f"{name}: {entry.says}")
+    elif entry.unless is None:
+        raise ConfigError(f"{name}{f'={value}' if value else ''} is not possible here: {entry.otherwise or entry.says}")
+    else:
+        field_name, opposite = entry.unless
+        done.words += {"true": [flag(field_name)], "false": [flag(f"no_{field_name}")]}.get(
+            opposite, [flag(field_name), opposite]
+        )
+        return
+    if entry.unless is not None:
+        done.unless.append((name, *entry.unless))
+
+
+def _is_on(name: str, value: str | None, rest: deque[str], asked: bool) -> bool:
+    """Whether a switch is turned on: `--x`, `--x=true`, `--x True`, and not `--no-x`."""
+    if value is None:
+        value = _take(rest, "[Tt]rue|[Ff]alse") or "true"
+    if value.lower() not in TRUE + FALSE:
+        raise ConfigError(f"{name} takes true or false, got {value!r:.80}")
+    return asked == (value.lower() in TRUE)

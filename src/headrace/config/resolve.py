@@ -131,13 +131,11 @@ class Config:
 
     @property
     def weight_format(self) -> Scheme:
-        """The weight format of linear layers."""
         is_rounded = self.device == "cpu" and self.quantization == "none" and self.activations == "bfloat16"
         return "bfloat16" if is_rounded else self.quantization
 
 
 def most_running(args: ServerArgs) -> int:
-    """Most samples that run at the same time."""
     return args.max_running_requests or DEFAULT_RUNNING
 
 
@@ -397,16 +395,11 @@ def _activations(
 
 def fastest_in_16_bits(isa: str) -> tuple[Literal["bfloat16", "int16", "float32"], str]:
     """What linear layers of 16-bit weights multiply fastest with these native kernels, and why."""
+    reason = f"in linear layers and attention, the fastest in 16 bits here ({isa}); --activations float32"
     if isa in _ISAS_WITH_BF16:
-        return (
-            "bfloat16",
-            f"in linear layers and attention, the fastest in 16 bits here ({isa}); --activations float32 rounds nothing",
-        )
+        return "bfloat16", f"{reason} rounds nothing"
     if isa in _ISAS_WITH_WORDS:
-        return (
-            "int16",
-            f"in linear layers and attention, the fastest in 16 bits here ({isa}); --activations float32 keeps floats",
-        )
+        return "int16", f"{reason} keeps floats"
     return "float32", f"nothing in 16 bits is faster here ({isa or 'no native kernels'})"
 
 

@@ -3,546 +3,543 @@
 `config.server_args.ServerArgs` is the same with its values checked.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from headrace.checkpoint.weight_formats import Quantization, help_text
-from headrace.config import media_options
-from headrace.config.option import COUNT, FILLED, POSITIVE, SECONDS, Bounds
-from headrace.config.option import option as _opt
-from headrace.media_kinds import MediaKind
+from headrace.media_kinds import DEFAULT_FILE_BYTES, MediaKind
 
-_M, _L, _S, _Q, _K, _O, _R = "Model", "Adapters", "Serving", "Memory and schedule", "Kernels", "Observability", "Ray"
+_LONGEST_S = 1e9
+"""About thirty years; longer times are refused, since no system clock counts that far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Range of a number: least <= value <= most, above < value < below. `filled`: a text must not be blank."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    filled: bool = False
+
+
+POSITIVE = Bounds(least=1)
+COUNT = Bounds(least=0)
+SECONDS = Bounds(least=0.0, most=_LONGEST_S)
+FILLED = Bounds(filled=True)
+
+
+def flag(name: str) -> str:
+    """The option of a field: `max_total_tokens` -> `--max-total-tokens`."""
+    return "--" + name.replace("_", "-")
+
+
+def _group(name: str) -> Callable[..., Any]:
+    """What makes the options of a group of the help: fields of the dataclass, each with its default, its meaning and its range."""
+
+    def option(default: Any, help_text: str, bounds: Bounds = Bounds()) -> Any:
+        return field(default=default, metadata={"group": name, "help": help_text, "bounds": bounds})
+
+    return option
+
+
+_model = _group("Model")
+_adapters = _group("Adapters")
+_serving = _group("Serving")
+_memory = _group("Memory and schedule")
+_media = _group("Images, audio and videos")
+_kernels = _group("Kernels")
+_observability = _group("Observability")
+_ray = _group("Ray")
+
+
+def _max_items(kind: MediaKind) -> Any:
+    return _media(kind.default_limit, f"Maximum number of {kind.many} in one prompt.", POSITIVE)
+
+
+def _max_file_bytes(kind: MediaKind, others: str = "") -> Any:
+    return _media(DEFAULT_FILE_BYTES, f"Maximum size of an {kind} file{others}, in bytes.", POSITIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Options of a server or an Engine, as given. Names are SGLang's where the meaning is the same."""
 
-    model_path: str = _opt(
+    model_path: str = _model(
         "smollm2",
-        _M,
         "A known name, a model of the Hugging Face cache (`org/name`, see `headrace models`), a Hugging Face folder, or a GGUF file.",
         FILLED,
     )
-    tokenizer_path: str | None = _opt(
-        None, _M, "Folder, file or model whose tokenizer to use instead of the model's own."
+    tokenizer_path: str | None = _model(
+        None, "Folder, file or model whose tokenizer to use instead of the model's own."
     )
-    skip_tokenizer_init: bool = _opt(
-        False, _M, "Load no tokenizer: requests send and receive token ids. Requests that need text are refused (400)."
+    skip_tokenizer_init: bool = _model(
+        False, "Load no tokenizer: requests send and receive token ids. Requests that need text are refused (400)."
     )
-    served_model_name: str | None = _opt(
+    served_model_name: str | None = _model(
         None,
-        _M,
         "Name of the model, or several words, or names with commas; replies have the first; default: last part of --model-path, without .gguf.",
     )
-    chat_template: str | None = _opt(None, _M, "A Jinja file or text that replaces the model's chat template.")
-    tool_call_parser: str = _opt(
+    chat_template: str | None = _model(None, "A Jinja file or text that replaces the model's chat template.")
+    tool_call_parser: str = _model(
         "auto",
-        _M,
         "How the model writes tool calls, see docs/tools.md; auto: as its checkpoint says; none: tools are refused.",
     )
-    reasoning_parser: str = _opt(
+    reasoning_parser: str = _model(
         "auto",
-        _M,
         "How the model marks its reasoning, see docs/tools.md; auto: as its checkpoint says; none: it is content.",
     )
-    load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"] = _opt(
+    load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"] = _model(
         "auto",
-        _M,
         "Format of the weights. dummy: random weights, config.json is enough; sharded_state: a folder written by /save_sharded_state.",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto",
-        _M,
         "Precision of weights and compute. On CPU, auto = bfloat16; what the weights are multiplied with, --activations says.",
     )
-    disable_weight_cache: bool = _opt(
-        False, _M, "Pack the weights again at every start instead of keeping the packed copy in the cache folder."
+    disable_weight_cache: bool = _model(
+        False, "Pack the weights again at every start instead of keeping the packed copy in the cache folder."
     )
-    device: Literal["auto", "cpu", "cuda"] = _opt(
-        "auto", _M, "Device that runs the model; auto: a GPU if there is one."
-    )
-    model_impl: Literal["auto", "headrace", "transformers"] = _opt(
+    device: Literal["auto", "cpu", "cuda"] = _model("auto", "Device that runs the model; auto: a GPU if there is one.")
+    model_impl: Literal["auto", "headrace", "transformers"] = _model(
         "auto",
-        _M,
         "Headrace's own model code, or that of transformers with Headrace's attention; auto prefers the former.",
     )
-    is_embedding: bool = _opt(
+    is_embedding: bool = _model(
         False,
-        _M,
         "Serve a model that generates for its embeddings instead: the last token's hidden state, normalised. Encoders, and checkpoints "
         "that say how they pool (modules.json), need no option.",
     )
-    allow_dimensions: bool = _opt(
+    allow_dimensions: bool = _model(
         False,
-        _M,
         "Let requests shorten embeddings (dimensions) of models that do not say that they were made for it (Matryoshka).",
     )
-    context_length: int | None = _opt(
-        None, _M, "Longest prompt plus output, in tokens; default: the model's own limit.", POSITIVE
+    context_length: int | None = _model(
+        None, "Longest prompt plus output, in tokens; default: the model's own limit.", POSITIVE
     )
-    sampling_defaults: Literal["model", "openai"] = _opt(
+    sampling_defaults: Literal["model", "openai"] = _model(
         "model",
-        _M,
         "Sampling parameters that a request leaves out: the model's own defaults, or OpenAI's (temperature 1, no filters).",
     )
-    default_max_tokens: int | None = _opt(
+    default_max_tokens: int | None = _model(
         None,
-        _M,
         "Most tokens of a chat's reply whose request gives no limit; 0 = as many as fit; default: 1024 for the models of `headrace models` with "
         "names of their own, else 0.",
         COUNT,
     )
-    random_seed: int = _opt(0, _M, "Seed for dummy weights, and for requests that set no seed.", COUNT)
-    json_model_override_args: str = _opt(
-        "{}", _M, "JSON object whose fields override those of the model's config.json."
-    )
+    random_seed: int = _model(0, "Seed for dummy weights, and for requests that set no seed.", COUNT)
+    json_model_override_args: str = _model("{}", "JSON object whose fields override those of the model's config.json.")
 
-    lora_paths: str = _opt(
+    lora_paths: str = _adapters(
         "",
-        _L,
         "LoRA adapters to load at start, comma-separated: name=path. Requests select an adapter by its name.",
     )
-    max_loras: int = _opt(8, _L, "Most adapters in memory; loading one more evicts the least recently used.", COUNT)
-    max_lora_rank: int = _opt(64, _L, "Highest rank of an adapter; adapters of a higher rank are refused.", POSITIVE)
+    max_loras: int = _adapters(8, "Most adapters in memory; loading one more evicts the least recently used.", COUNT)
+    max_lora_rank: int = _adapters(64, "Highest rank of an adapter; adapters of a higher rank are refused.", POSITIVE)
 
-    host: str = _opt("127.0.0.1", _S, "Address to listen on.", FILLED)
-    port: int = _opt(30000, _S, "Port to listen on; 0 = any free port.", Bounds(least=0, most=65535))
-    api_key: str | None = _opt(None, _S, "Key that every route needs, except health, readiness and metrics.", FILLED)
-    admin_api_key: str | None = _opt(None, _S, "Key for the control routes; default: --api-key opens them too.", FILLED)
-    api_key_file: str | None = _opt(
+    host: str = _serving("127.0.0.1", "Address to listen on.", FILLED)
+    port: int = _serving(30000, "Port to listen on; 0 = any free port.", Bounds(least=0, most=65535))
+    api_key: str | None = _serving(None, "Key that every route needs, except health, readiness and metrics.", FILLED)
+    admin_api_key: str | None = _serving(None, "Key for the control routes; default: --api-key opens them too.", FILLED)
+    api_key_file: str | None = _serving(
         None,
-        _S,
         "TOML or JSON file of further keys, each with a name, a weight and limits; read again on SIGHUP.",
         FILLED,
     )
-    allow_origins: str = _opt(
+    allow_origins: str = _serving(
         "",
-        _S,
         "Origins whose pages may use this server (CORS), comma-separated: https://chat.example, http://localhost:*, app://*; local-apps = "
         "desktop applications and extensions; * = any. Default: only the server's own.",
     )
-    allowed_hosts: str | None = _opt(
+    allowed_hosts: str | None = _serving(
         None,
-        _S,
         "Host names that requests may use besides localhost and --host, comma-separated; * = any. Default: no others when --host is a "
         "loopback address, otherwise any.",
         FILLED,
     )
-    warmups: str = _opt(
-        "", _S, "Warm-up routines to run before the server reports ready, comma-separated: generate, chat."
+    warmups: str = _serving(
+        "", "Warm-up routines to run before the server reports ready, comma-separated: generate, chat."
     )
-    skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
-    single_process: bool = _opt(False, _S, "Run the scheduler and the detokenizer as threads of the main process.")
-    detokenize_in: Literal["process", "main"] = _opt(
+    skip_server_warmup: bool = _serving(False, "Do not run the one-token warm-up request at start.")
+    single_process: bool = _serving(False, "Run the scheduler and the detokenizer as threads of the main process.")
+    detokenize_in: Literal["process", "main"] = _serving(
         "process",
-        _S,
         "Where token ids become text: in a process of its own, or in the main process, which costs less with few streams and leaves the "
         "HTTP server less time with many.",
     )
-    tokenizer_worker_num: int = _opt(
+    tokenizer_worker_num: int = _serving(
         1,
-        _S,
         "Number of processes that read requests, tokenize and write replies. Above 1, they take this load off the main process; useful with "
         "many streams.",
         Bounds(least=1, most=64),
     )
-    tp_size: int = _opt(
+    tp_size: int = _serving(
         1,
-        _S,
         "Number of processes that run one model together, each with a part of every layer (tensor parallel); they share its cores and memory, and "
         "each has a GPU of its own.",
         Bounds(least=1, most=64),
     )
-    pp_size: int = _opt(
+    pp_size: int = _serving(
         1,
-        _S,
         "Number of stages, processes that each have some of the model's layers (pipeline parallel) and work on different steps at a time. With "
         "--tp-size too, each stage has that many processes.",
         Bounds(least=1, most=64),
     )
-    ep_size: int = _opt(
+    ep_size: int = _serving(
         1,
-        _S,
         "Expert parallel: with the value of --tp-size, each of its processes has some of a mixture's experts whole; with 1, a part of each.",
         Bounds(least=1, most=64),
     )
-    rank_timeout_s: float = _opt(
+    rank_timeout_s: float = _serving(
         10.0,
-        _S,
         "With --tp-size or --pp-size, restart the ranks when one keeps the others waiting for more than N seconds.",
         SECONDS,
     )
-    nnodes: int | None = _opt(
+    nnodes: int | None = _serving(
         None,
-        _S,
         "Number of hosts that run one model together: each has some of the stages of --pp-size or, without stages, some of the processes of "
         "--tp-size. Default: LWS_GROUP_SIZE, else 1. See docs/parallel.md.",
         Bounds(least=1, most=64),
     )
-    node_rank: int | None = _opt(
+    node_rank: int | None = _serving(
         None,
-        _S,
         "With --nnodes, which host this is; 0 serves, the others answer only /health. Default: LWS_WORKER_INDEX.",
         Bounds(least=0, most=63),
     )
-    dist_init_addr: str | None = _opt(
+    dist_init_addr: str | None = _serving(
         None,
-        _S,
         "With --nnodes, HOST:PORT at which node 0 listens for the others. Default: LWS_LEADER_ADDRESS and port 20000.",
         FILLED,
     )
-    dist_timeout: float = _opt(
-        300.0, _S, "With --nnodes, wait at most this many seconds for the other nodes when starting.", SECONDS
+    dist_timeout: float = _serving(
+        300.0, "With --nnodes, wait at most this many seconds for the other nodes when starting.", SECONDS
     )
-    dist_secret_file: str | None = _opt(
-        None, _S, "File with the secret that all nodes share; default: the variable HEADRACE_DIST_SECRET.", FILLED
+    dist_secret_file: str | None = _serving(
+        None, "File with the secret that all nodes share; default: the variable HEADRACE_DIST_SECRET.", FILLED
     )
-    dp_size: int = _opt(
+    dp_size: int = _serving(
         1,
-        _S,
         "Number of replicas of the model on this machine, which share its cores (data parallel); with --enable-dp-attention, of ranks instead.",
         Bounds(least=1, most=64),
     )
-    enable_dp_attention: bool = _opt(
+    enable_dp_attention: bool = _serving(
         False,
-        _S,
         "MoE models: data-parallel attention, each process of --tp-size for requests of its own. Give --dp-size the same value.",
     )
-    load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _opt(
+    load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _serving(
         "round_robin",
-        _S,
         "With --dp-size, which replica gets a request: the next in turn, the one with the fewest requests, the one with the fewest tokens, or "
         "the one that has cached the longest prefix of its prompt.",
     )
-    disable_recovery: bool = _opt(
-        False, _S, "Do not restart a scheduler or detokenizer that died: fail the requests in flight and exit."
+    disable_recovery: bool = _serving(
+        False, "Do not restart a scheduler or detokenizer that died: fail the requests in flight and exit."
     )
-    max_restarts: int = _opt(5, _S, "Exit when more than N restarts are needed within ten minutes.", COUNT)
-    max_n: int = _opt(64, _S, "Most samples (`n`) of one prompt.", POSITIVE)
-    max_batch_prompts: int = _opt(1024, _S, "Most prompts in one request.", POSITIVE)
-    max_body_bytes: int = _opt(32 << 20, _S, "Largest request body, in bytes.", POSITIVE)
-    stream_interval: int = _opt(1, _S, "Send a chunk of a stream every N tokens.", POSITIVE)
-    incremental_streaming_output: bool = _opt(
-        False, _S, "Send only new output in each chunk of a /generate stream, not all output so far."
+    max_restarts: int = _serving(5, "Exit when more than N restarts are needed within ten minutes.", COUNT)
+    max_n: int = _serving(64, "Most samples (`n`) of one prompt.", POSITIVE)
+    max_batch_prompts: int = _serving(1024, "Most prompts in one request.", POSITIVE)
+    max_body_bytes: int = _serving(32 << 20, "Largest request body, in bytes.", POSITIVE)
+    stream_interval: int = _serving(1, "Send a chunk of a stream every N tokens.", POSITIVE)
+    incremental_streaming_output: bool = _serving(
+        False, "Send only new output in each chunk of a /generate stream, not all output so far."
     )
-    drain_timeout_s: float = _opt(
-        30.0, _S, "After SIGTERM, wait at most this many seconds for running requests to finish.", SECONDS
+    drain_timeout_s: float = _serving(
+        30.0, "After SIGTERM, wait at most this many seconds for running requests to finish.", SECONDS
     )
-    request_timeout_s: float = _opt(
+    request_timeout_s: float = _serving(
         0.0,
-        _S,
         "Abort a request that takes longer than this many seconds: 408 before its first token, later it ends with its output so far; 0 = never.",
         SECONDS,
     )
-    queue_timeout_s: float = _opt(
-        0.0, _S, "Refuse a request (503) that has waited in the queue for this many seconds; 0 = never.", SECONDS
+    queue_timeout_s: float = _serving(
+        0.0, "Refuse a request (503) that has waited in the queue for this many seconds; 0 = never.", SECONDS
     )
-    sse_ping_interval_s: float = _opt(
-        15.0, _S, "A stream that has said nothing for this many seconds sends a comment, or a ping; 0 = never.", SECONDS
+    sse_ping_interval_s: float = _serving(
+        15.0, "A stream that has said nothing for this many seconds sends a comment, or a ping; 0 = never.", SECONDS
     )
-    max_stream_buffer_bytes: int = _opt(
+    max_stream_buffer_bytes: int = _serving(
         1 << 20,
-        _S,
         "Abort a stream when its client leaves more than N bytes unread, not counting the socket's own buffers.",
         POSITIVE,
     )
-    max_sessions: int = _opt(1000, _S, "Most sessions open at once.", COUNT)
-    max_session_tokens: int = _opt(4_000_000, _S, "Most tokens held by all sessions together.", COUNT)
-    session_timeout_s: float = _opt(
-        3600.0, _S, "Close a session that has not been used for this many seconds; 0 = never.", SECONDS
+    max_sessions: int = _serving(1000, "Most sessions open at once.", COUNT)
+    max_session_tokens: int = _serving(4_000_000, "Most tokens held by all sessions together.", COUNT)
+    session_timeout_s: float = _serving(
+        3600.0, "Close a session that has not been used for this many seconds; 0 = never.", SECONDS
     )
-    max_stored_responses: int = _opt(
+    max_stored_responses: int = _serving(
         0,
-        _S,
         "Keep the last N responses of /v1/responses in memory, at most 64 MiB, for previous_response_id and later reading; 0 = none.",
         COUNT,
     )
-    ssl_certfile: str | None = _opt(
+    ssl_certfile: str | None = _serving(
         None,
-        _S,
         "Serve HTTPS with this certificate (PEM, with its intermediate certificates). A proxy is the usual way, see docs/proxies.md.",
         FILLED,
     )
-    ssl_keyfile: str | None = _opt(
-        None, _S, "Private key of --ssl-certfile (PEM, not encrypted); default: the key is in the same file.", FILLED
+    ssl_keyfile: str | None = _serving(
+        None, "Private key of --ssl-certfile (PEM, not encrypted); default: the key is in the same file.", FILLED
     )
-    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after this many seconds.", SECONDS)
-    custom_logit_processors: str = _opt(
+    keep_alive_timeout_s: int = _serving(30, "Close an idle HTTP connection after this many seconds.", SECONDS)
+    custom_logit_processors: str = _serving(
         "",
-        _S,
         "Logit processors that requests may select by name, comma-separated: name=module:callable.",
     )
-    grammar_backend: Literal["llguidance", "none"] = _opt(
+    grammar_backend: Literal["llguidance", "none"] = _serving(
         "llguidance",
-        _S,
         "Library that makes outputs match a schema or a grammar, see docs/structured-output.md; none: requests that ask for it are refused (400).",
     )
-    child_env: str = _opt(
+    child_env: str = _serving(
         "",
-        _S,
         "Environment variables to pass to the engine's processes, comma-separated, e.g. those that your logit processors read. By default they "
         "get only the variables of libraries and devices, so that no secret reaches them.",
     )
-    disable_openapi: bool = _opt(False, _S, "Do not serve /openapi.json and /docs.")
-    disable_ui: bool = _opt(False, _S, "Do not serve the web pages below /ui and /docs, and send no browser there.")
+    disable_openapi: bool = _serving(False, "Do not serve /openapi.json and /docs.")
+    disable_ui: bool = _serving(False, "Do not serve the web pages below /ui and /docs, and send no browser there.")
 
-    mem_fraction_static: float | None = _opt(
+    mem_fraction_static: float | None = _memory(
         None,
-        _Q,
         "Fraction of free memory for weights and KV cache (a container's limit counts); default: 0.5 on CPU, 0.85 on a GPU.",
         Bounds(above=0.0, below=1.0),
     )
-    max_total_tokens: int | None = _opt(
+    max_total_tokens: int | None = _memory(
         None,
-        _Q,
         "Size of the KV cache, in tokens, with --enable-dp-attention of all ranks together; default: what --mem-fraction-static leaves.",
         POSITIVE,
     )
-    max_running_requests: int | None = _opt(None, _Q, "Most running samples; default: 64, encoders 256.", POSITIVE)
-    max_inputs: int = _opt(1 << 14, _Q, "Most inputs of one embedding, rerank, score or classify request.", POSITIVE)
-    max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", POSITIVE)
-    max_images: int = media_options.max_items(MediaKind.IMAGE)
-    max_image_bytes: int = media_options.max_file_bytes(MediaKind.IMAGE, " or video frame")
-    max_audios: int = media_options.max_items(MediaKind.AUDIO)
-    max_audio_bytes: int = media_options.max_file_bytes(MediaKind.AUDIO)
-    max_videos: int = media_options.max_items(MediaKind.VIDEO)
-    max_video_frames: int = media_options.MAX_VIDEO_FRAMES
-    max_image_patches: int = media_options.MAX_IMAGE_PATCHES
-    allowed_media_domains: str = media_options.ALLOWED_MEDIA_DOMAINS
-    allowed_local_media_path: str | None = media_options.ALLOWED_LOCAL_MEDIA_PATH
-    image_processes: int = media_options.IMAGE_PROCESSES
-    image_cache_bytes: int = media_options.IMAGE_CACHE_BYTES
-    encoder_cache_bytes: int = media_options.ENCODER_CACHE_BYTES
-    chunked_prefill_size: int | None = _opt(
+    max_running_requests: int | None = _memory(None, "Most running samples; default: 64, encoders 256.", POSITIVE)
+    max_inputs: int = _memory(1 << 14, "Most inputs of one embedding, rerank, score or classify request.", POSITIVE)
+    max_queued_requests: int = _memory(2048, "Most samples that wait to run; further requests get a 503.", POSITIVE)
+    max_images: int = _max_items(MediaKind.IMAGE)
+    max_image_bytes: int = _max_file_bytes(MediaKind.IMAGE, " or video frame")
+    max_audios: int = _max_items(MediaKind.AUDIO)
+    max_audio_bytes: int = _max_file_bytes(MediaKind.AUDIO)
+    max_videos: int = _max_items(MediaKind.VIDEO)
+    max_video_frames: int = _media(64, "Maximum number of frames of a video.", POSITIVE)
+    max_image_patches: int = _media(
+        4096,
+        "Maximum number of patches of an image, for models without a fixed image size: larger ones are scaled down. A video may have "
+        "four times as many.",
+        Bounds(least=16),
+    )
+    allowed_media_domains: str = _media(
+        "",
+        "Hosts from which files may be fetched by URL, comma-separated; none by default. An IP address needs its port.",
+    )
+    allowed_local_media_path: str | None = _media(
+        None, "Folder below which files may be read by file: URL; none by default.", FILLED
+    )
+    image_processes: int = _media(
+        1, "Processes that decode images and audio; one more decodes videos.", Bounds(least=1, most=64)
+    )
+    image_cache_bytes: int = _media(
+        256 << 20, "Size of the cache of decoded images, audio and videos, in bytes.", COUNT
+    )
+    encoder_cache_bytes: int = _media(
+        256 << 20, "Size of the cache of encoder outputs of images, audio and videos, in bytes.", POSITIVE
+    )
+    chunked_prefill_size: int | None = _memory(
         None,
-        _Q,
         "Most prompt tokens in one step, over all requests; -1 = up to --max-prefill-tokens; default: 512 on CPU, 2048 on a GPU.",
     )
-    max_prefill_tokens: int = _opt(
+    max_prefill_tokens: int = _memory(
         2048,
-        _Q,
         "Most tokens in one step, over all requests; one token per running request is always allowed.",
         POSITIVE,
     )
-    max_step_ms: int | None = _opt(
+    max_step_ms: int | None = _memory(
         None,
-        _Q,
         "How long a step should take at most, in milliseconds, when prompts share it with running streams; without any it is 800. "
         "-1 = no bound in either case. Default: 200 where tokens do not depend on how prompts are cut (on CPU), else no bound.",
     )
-    schedule_policy: Literal["fcfs", "lpm", "priority"] = _opt(
+    schedule_policy: Literal["fcfs", "lpm", "priority"] = _memory(
         "fcfs",
-        _Q,
         "Order of the queue. fcfs: by arrival; lpm: longest cached prefix first; priority: highest first, see --priority-ageing-s.",
     )
-    schedule_conservativeness: float = _opt(
+    schedule_conservativeness: float = _memory(
         1.0,
-        _Q,
         "Above 1, admit fewer requests and retract less often; below 1, the opposite.",
         Bounds(above=0.0, most=1e9),
     )
-    clip_max_new_tokens_estimate: int = _opt(
+    clip_max_new_tokens_estimate: int = _memory(
         4096,
-        _Q,
         "When admitting a request, reserve KV cache for at most N output tokens, even if it may generate more.",
         POSITIVE,
     )
-    priority_ageing_s: float = _opt(
+    priority_ageing_s: float = _memory(
         10.0,
-        _Q,
         "With --schedule-policy priority: raise the priority of a waiting request by one every this many seconds; 0 = never.",
         SECONDS,
     )
-    enable_priority_preemption: bool = _opt(
+    enable_priority_preemption: bool = _memory(
         False,
-        _Q,
         "With --schedule-policy priority: a waiting request may displace running requests of much lower priority.",
     )
-    priority_scheduling_preemption_threshold: int = _opt(
-        10, _Q, "With --enable-priority-preemption: displace requests whose priority is lower by at least N.", POSITIVE
+    priority_scheduling_preemption_threshold: int = _memory(
+        10, "With --enable-priority-preemption: displace requests whose priority is lower by at least N.", POSITIVE
     )
-    page_size: int | None = _opt(
+    page_size: int | None = _memory(
         None,
-        _Q,
         "Tokens per page of the KV cache, 1 or 16; default: what the attention backend prefers. On CPU, 1 is much slower.",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"] = _opt(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"] = _memory(
         "auto",
-        _Q,
         "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, and int8 with int8, int8-fast or int4 "
         "if heads have at most 128 elements, unless a short text shows that they cost the model too much quality; else that of the weights. "
         "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
-    disable_radix_cache: bool = _opt(False, _Q, "Disable prefix caching: requests share no KV cache.")
-    disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only after the previous one has finished.")
-    speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _opt(
+    disable_radix_cache: bool = _memory(False, "Disable prefix caching: requests share no KV cache.")
+    disable_overlap_schedule: bool = _memory(False, "Plan a step only after the previous one has finished.")
+    speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _memory(
         "off",
-        _Q,
         "Speculative decoding, where it is faster; the output is unchanged. ngram: draft tokens are what followed the last tokens where they "
         "came before, in the prompt or the output; auto: all that needs no weights of its own; draft: a smaller model; eagle3: an EAGLE-3 "
         "head. See docs/speculation.md.",
     )
-    speculative_num_draft_tokens: int = _opt(
-        16, _Q, "Most draft tokens at a time with --speculative-algorithm.", Bounds(least=1, most=63)
+    speculative_num_draft_tokens: int = _memory(
+        16, "Most draft tokens at a time with --speculative-algorithm.", Bounds(least=1, most=63)
     )
-    speculative_shared_tokens: int = _opt(
+    speculative_shared_tokens: int = _memory(
         0,
-        _Q,
         "With ngram and auto: draft also from the last N output tokens of other requests with the same key, salt and adapter; 0 = none.",
         Bounds(least=0, most=1 << 18),
     )
-    speculative_draft_model_path: str | None = _opt(
-        None, _Q, "The draft model, which has the same vocabulary, or the EAGLE-3 head.", FILLED
+    speculative_draft_model_path: str | None = _memory(
+        None, "The draft model, which has the same vocabulary, or the EAGLE-3 head.", FILLED
     )
-    speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
-        "auto", _Q, "As --quantization, of the draft model; auto: the same."
+    speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"] = (
+        _memory("auto", "As --quantization, of the draft model; auto: the same.")
     )
-    allow_auto_truncate: bool = _opt(False, _Q, "Cut too long prompts at their end, and limits of output to the room.")
-    enable_cache_report: bool = _opt(True, _Q, "Report the number of cached prompt tokens in the usage of replies.")
+    allow_auto_truncate: bool = _memory(False, "Cut too long prompts at their end, and limits of output to the room.")
+    enable_cache_report: bool = _memory(True, "Report the number of cached prompt tokens in the usage of replies.")
 
-    attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _opt(
-        "auto", _K, "Attention backend; `headrace doctor` shows which ones run on this machine."
+    attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _kernels(
+        "auto", "Attention backend; `headrace doctor` shows which ones run on this machine."
     )
-    enable_deterministic_inference: bool = _opt(
-        False, _K, "On a GPU, make results independent of the batch, at some cost in speed. On CPU they always are."
+    enable_deterministic_inference: bool = _kernels(
+        False, "On a GPU, make results independent of the batch, at some cost in speed. On CPU they always are."
     )
-    num_threads: int | None = _opt(
-        None, _K, "Compute threads on CPU; default: the cores that this process may use.", POSITIVE
+    num_threads: int | None = _kernels(
+        None, "Compute threads on CPU; default: the cores that this process may use.", POSITIVE
     )
-    numa_bind: bool = _opt(
+    numa_bind: bool = _kernels(
         False,
-        _K,
         "On CPU, bind each process that computes to a NUMA node: its threads to the node's cores, its memory to the node's.",
     )
-    activations: Literal["auto", "float32", "bfloat16"] = _opt(
+    activations: Literal["auto", "float32", "bfloat16"] = _kernels(
         "auto",
-        _K,
         "On CPU, activation dtype of unquantised linear layers. auto: the fastest on this processor (bfloat16, 16-bit integers or float32); "
         "float32 rounds nothing. See docs/quantization.md.",
     )
-    quantization: Quantization = _opt(  # noqa: RUF009, it gives a field
+    quantization: Quantization = _kernels(  # noqa: RUF009, it gives a field
         "none",
-        _K,
         f"Quantise the linear layers at load. {help_text()} Quantised checkpoints are served as they are. See docs/quantization.md.",
     )
-    disable_cuda_graph: bool = _opt(
-        False, _K, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."
+    disable_cuda_graph: bool = _kernels(
+        False, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."
     )
-    cuda_graph_bs: str = _opt(
+    cuda_graph_bs: str = _kernels(
         "",
-        _K,
         "Batch sizes to capture as CUDA graphs, comma-separated; default: 1, 2, 4, 8, then every 8 up to 64 and every 16 above.",
     )
-    cuda_graph_max_bs: int | None = _opt(
+    cuda_graph_max_bs: int | None = _kernels(
         None,
-        _K,
         "Largest batch size to capture as a CUDA graph; default: --max-running-requests, at most 256.",
         POSITIVE,
     )
-    enable_torch_compile: bool = _opt(
+    enable_torch_compile: bool = _kernels(
         False,
-        _K,
         "On a GPU, compile the layers between the attention calls with torch.compile instead of using Headrace's kernels.",
     )
-    disable_native_kernels: bool = _opt(False, _K, "Use PyTorch instead of the native CPU kernels.")
+    disable_native_kernels: bool = _kernels(False, "Use PyTorch instead of the native CPU kernels.")
 
-    log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Log lines of this level and above.")
-    log_format: Literal["text", "json"] = _opt("text", _O, "Lines of the log as text, or each as a JSON object.")
-    log_requests: bool = _opt(False, _O, "Log a line for each finished request, with token counts and times.")
-    log_requests_level: Literal[0, 1, 2, 3] = _opt(
+    log_level: Literal["debug", "info", "warning", "error"] = _observability(
+        "info", "Log lines of this level and above."
+    )
+    log_format: Literal["text", "json"] = _observability("text", "Lines of the log as text, or each as a JSON object.")
+    log_requests: bool = _observability(False, "Log a line for each finished request, with token counts and times.")
+    log_requests_level: Literal[0, 1, 2, 3] = _observability(
         0,
-        _O,
         "With --log-requests: 1 adds the sampling parameters, 2 the first 2,048 characters of input and output, 3 all of input and output. "
         "Levels 2 and 3 log what users wrote.",
     )
-    decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every N steps; 0 = never.", COUNT)
-    disable_metrics: bool = _opt(False, _O, "Do not serve /metrics.")
-    metrics_compat: Literal["none", "vllm", "sglang", "underscore"] = _opt(
+    decode_log_interval: int = _observability(200, "Log scheduler statistics every N steps; 0 = never.", COUNT)
+    disable_metrics: bool = _observability(False, "Do not serve /metrics.")
+    metrics_compat: Literal["none", "vllm", "sglang", "underscore"] = _observability(
         "none",
-        _O,
         "Export the metrics under the names of this other server as well, for its dashboards. underscore: the names begin with "
         "`headrace_` instead of `headrace:`.",
     )
-    timeline_requests: int = _opt(
-        1000, _O, "Keep the timelines of the last N finished requests for /v1/requests/{rid}; 0 = none.", COUNT
+    timeline_requests: int = _observability(
+        1000, "Keep the timelines of the last N finished requests for /v1/requests/{rid}; 0 = none.", COUNT
     )
-    profile_dir: str | None = _opt(
-        None, _O, "Folder for the traces of /start_profile; without it, profiling is off.", FILLED
+    profile_dir: str | None = _observability(
+        None, "Folder for the traces of /start_profile; without it, profiling is off.", FILLED
     )
-    crash_dump_dir: str | None = _opt(
-        None, _O, "Write a dump of the most recent requests to this folder when a process of the engine dies.", FILLED
+    crash_dump_dir: str | None = _observability(
+        None, "Write a dump of the most recent requests to this folder when a process of the engine dies.", FILLED
     )
-    dump_requests_dir: str | None = _opt(
+    dump_requests_dir: str | None = _observability(
         None,
-        _O,
         "Folder for the dumps of /dump_requests; without it, the route is off.",
         FILLED,
     )
-    crash_dump_prompts: bool = _opt(
+    crash_dump_prompts: bool = _observability(
         False,
-        _O,
         "Include the beginnings of prompts in crash and request dumps. Off by default, since prompts are private.",
     )
-    otlp_traces_endpoint: str | None = _opt(
-        None, _O, "Send one span per request to this OTLP/HTTP URL; needs the `otel` extra.", FILLED
+    otlp_traces_endpoint: str | None = _observability(
+        None, "Send one span per request to this OTLP/HTTP URL; needs the `otel` extra.", FILLED
     )
-    kv_events_config: str | None = _opt(
+    kv_events_config: str | None = _observability(
         None,
-        _O,
         "JSON that says where to publish what the prefix cache stores and evicts, for routers; see docs/kv-events.md.",
         FILLED,
     )
-    save_dir: str | None = _opt(
-        None, _S, "Folder below which /save_sharded_state may write the weights; without it, the route is off.", FILLED
+    save_dir: str | None = _serving(
+        None, "Folder below which /save_sharded_state may write the weights; without it, the route is off.", FILLED
     )
-    weight_update_timeout_s: float = _opt(
+    weight_update_timeout_s: float = _serving(
         600.0,
-        _S,
         "Give up on a weight update or an adapter that takes longer than this many seconds to read or receive; 0 = never.",
         SECONDS,
     )
-    watchdog_timeout_s: float = _opt(
-        300.0, _O, "Kill and restart a scheduler whose step takes longer than this many seconds; 0 = never.", SECONDS
+    watchdog_timeout_s: float = _observability(
+        300.0, "Kill and restart a scheduler whose step takes longer than this many seconds; 0 = never.", SECONDS
     )
-    soft_watchdog_timeout_s: float = _opt(
+    soft_watchdog_timeout_s: float = _observability(
         30.0,
-        _O,
         "Log a warning when the detokenizer or the front end makes no progress for this many seconds; 0 = never.",
         SECONDS,
     )
-    enable_fault_injection: bool = _opt(False, _O, "For tests only: serve /inject_fault.")
+    enable_fault_injection: bool = _observability(False, "For tests only: serve /inject_fault.")
 
-    ray: bool = _opt(
+    ray: bool = _ray(
         False,
-        _R,
         "Serve with replicas of the whole engine on the nodes of a Ray cluster, behind Ray Serve; needs the `ray` extra, see docs/clusters.md.",
     )
-    ray_address: str | None = _opt(
+    ray_address: str | None = _ray(
         None,
-        _R,
         "Cluster to join, e.g. auto or 10.0.0.1:6379; default: the one in RAY_ADDRESS, else one that is started on this machine.",
         FILLED,
     )
-    ray_min_replicas: int = _opt(1, _R, "Fewest replicas.", Bounds(least=1, most=10_000))
-    ray_max_replicas: int = _opt(1, _R, "Most replicas.", Bounds(least=1, most=10_000))
-    ray_target_ongoing_requests: float = _opt(
+    ray_min_replicas: int = _ray(1, "Fewest replicas.", Bounds(least=1, most=10_000))
+    ray_max_replicas: int = _ray(1, "Most replicas.", Bounds(least=1, most=10_000))
+    ray_target_ongoing_requests: float = _ray(
         8.0,
-        _R,
         "Add a replica when there are more running and waiting requests for each than this, remove one when fewer.",
         Bounds(above=0.0),
     )
-    ray_num_cpus: int | None = _opt(
+    ray_num_cpus: int | None = _ray(
         None,
-        _R,
         "CPUs that a replica reserves, and its compute threads; default: --num-threads, else the cores of this machine over --ray-max-replicas.",
         POSITIVE,
     )
-    ray_num_gpus: int = _opt(0, _R, "GPUs that a replica reserves.", COUNT)
-    ray_placement: Literal["pack", "strict_spread"] = _opt(
+    ray_num_gpus: int = _ray(0, "GPUs that a replica reserves.", COUNT)
+    ray_placement: Literal["pack", "strict_spread"] = _ray(
         "pack",
-        _R,
         "pack: fill a node with replicas before the next one; strict_spread: at most one replica on a node.",
     )
 

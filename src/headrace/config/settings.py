@@ -12,14 +12,13 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from headrace.config.other_servers import CHECKPOINT_FORMATS, LISTS, VALUES, find
+from headrace.config.other_servers import CHECKPOINT_FORMATS, FALSE, LISTS, TRUE, VALUES, check_unless, find, translate
 from headrace.config.server_args import ServerArgs
-from headrace.config.translate import Translation, translate
+from headrace.config.server_options import flag
 from headrace.errors import ConfigError
 
 PREFIX = "HEADRACE_"
 _FIELDS = {f.name: f for f in fields(ServerArgs)}
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 @dataclass(slots=True)
@@ -34,8 +33,8 @@ class Settings:
 
 def own_options() -> dict[str, bool]:
     """Every option of ServerArgs as typed, and whether it takes a value."""
-    own = {_flag(name): f.type is not bool for name, f in _FIELDS.items()}
-    own |= {_flag(f"no_{name}"): False for name, f in _FIELDS.items() if f.default is True}
+    own = {flag(name): f.type is not bool for name, f in _FIELDS.items()}
+    own |= {flag(f"no_{name}"): False for name, f in _FIELDS.items() if f.default is True}
     return own | {"--model": True, "-m": True}
 
 
@@ -55,7 +54,7 @@ def from_environment(environ: Mapping[str, str], offered: Collection[str]) -> Se
         if name == "port" and text.startswith("tcp://"):
             found.notes.append(f"{variable(name)}={text} is Kubernetes' address of a service and not our port: ignored")
         elif text:
-            _add(found, _flag(name), text, variable(name))
+            _add(found, flag(name), text, variable(name))
     names = [variable(name) for name in _FIELDS]
     for name in environ:
         if name.startswith(PREFIX) and name not in names and (near := difflib.get_close_matches(name, names, 1, 0.9)):
@@ -71,7 +70,7 @@ def from_file(path: Path) -> Settings:
             continue
         if not _is_known(str(key)):
             raise ConfigError(f"{path}: there is no option {key}{_meant(str(key))}")
-        _add(found, "--" + str(key).replace("_", "-"), value, str(path))
+        _add(found, flag(str(key)), value, str(path))
     return found
 
 
@@ -84,13 +83,13 @@ def from_arguments(given: Mapping[str, Any]) -> Settings:
         if name in _FIELDS and not _is_written_otherwise(name, value):
             _set(found, name, value, name)
         elif value is not None:
-            _add(found, _flag(name), value, name)
-    Translation(unless=found.unless).check(found.values)
+            _add(found, flag(name), value, name)
+    check_unless(found.unless, found.values)
     return found
 
 
 def _is_known(key: str) -> bool:
-    option = "--" + key.replace("_", "-")
+    option = flag(key)
     return option in own_options() or find(option) is not None or find("--" + option.removeprefix("--no-")) is not None
 
 
@@ -110,7 +109,6 @@ def _is_written_otherwise(name: str, value: Any) -> bool:
 
 
 def _add(found: Settings, option: str, value: Any, origin: str) -> None:
-    """Add one entry, translated to our options."""
     try:
         translation = translate(_words(option, value), own_options())
         words = iter(translation.words)
@@ -127,7 +125,7 @@ def _add(found: Settings, option: str, value: Any, origin: str) -> None:
 
 def _set(found: Settings, name: str, value: Any, origin: str) -> None:
     if name in found.values:
-        raise ConfigError(f"{_flag(name)} is set twice")
+        raise ConfigError(f"{flag(name)} is set twice")
     found.values[name], found.origins[name] = value, origin
 
 
@@ -136,34 +134,30 @@ def _words(option: str, value: Any) -> list[str]:
     takes_value = own_options().get(option)
     if takes_value is False:
         return _switch(option, value)
+    f = _FIELDS[_field_of(option)[0]] if takes_value else None
+    is_one = f is not None and "comma-separated" not in f.metadata["help"]
     if isinstance(value, bool):
         value = str(value).lower()
     elif isinstance(value, dict):
         value = json.dumps(value)
     elif isinstance(value, list):
-        if takes_value and not _takes_list(_FIELDS[_field_of(option)[0]]):
+        if f is not None and is_one and f.name not in LISTS:
             raise ConfigError(f"{option} takes one value, not a list")
         value = ",".join(map(str, value))
-    elif takes_value and not isinstance(value, str):
-        f = _FIELDS[_field_of(option)[0]]
-        if str in (f.type, *get_args(f.type)) and "comma-separated" not in f.metadata["help"]:
-            raise ConfigError(f"{option} must be text, got {value}; put it in quotes")
+    elif f is not None and is_one and not isinstance(value, str) and str in (f.type, *get_args(f.type)):
+        raise ConfigError(f"{option} must be text, got {value}; put it in quotes")
     return [f"{option}={value}"]
-
-
-def _takes_list(f: Field[Any]) -> bool:
-    return f.name in LISTS or "comma-separated" in f.metadata["help"]
 
 
 def _switch(option: str, value: Any) -> list[str]:
     text = str(value).lower()
-    if text not in _TRUE + _FALSE or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if text not in TRUE + FALSE or (isinstance(value, int | float) and not isinstance(value, bool)):
         raise ConfigError(f"{option} takes true or false, got {value!r:.80}")
-    if text in _TRUE:
+    if text in TRUE:
         return [option]
     name, is_on = _field_of(option)
     if _FIELDS[name].default is True:
-        return [_flag(f"no_{name}") if is_on else _flag(name)]
+        return [flag(f"no_{name}") if is_on else flag(name)]
     return []
 
 
@@ -176,23 +170,21 @@ def _field_of(option: str) -> tuple[str, bool]:
 
 
 def _typed(f: Field[Any], text: str) -> Any:
-    """The text as the type of the field."""
     if get_origin(f.type) is Literal:
         for choice in get_args(f.type):
             if text == str(choice):
                 return choice
-        raise ConfigError(f"{_flag(f.name)} must be one of {', '.join(map(str, get_args(f.type)))}, got {text!r:.80}")
+        raise ConfigError(f"{flag(f.name)} must be one of {', '.join(map(str, get_args(f.type)))}, got {text!r:.80}")
     kinds = get_args(f.type) or (f.type,)
     kind = next(kind for kind in (int, float, str) if kind in kinds)
     try:
         return kind(text)
     except ValueError:
         what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{_flag(f.name)} must be {what}, got {text!r:.80}") from None
+        raise ConfigError(f"{flag(f.name)} must be {what}, got {text!r:.80}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The entries of a file. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -223,7 +215,3 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
     if isinstance(root, yaml.MappingNode) and len(root.value) != len(entries):
         raise ConfigError(f"{path} sets an option twice")
     return entries
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

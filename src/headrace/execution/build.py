@@ -16,9 +16,8 @@ from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import guesses_by_text
-from headrace.config.names import lora_paths
 from headrace.config.resolve import Config
-from headrace.config.server_args import ServerArgs
+from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.distributed.base import length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
@@ -66,9 +65,9 @@ from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
 from headrace.models.media import WORK_BYTES
 from headrace.models.spec import CausalLM, kv_shape
-from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import greedy_ids
 from headrace.sampling.logit_processors import LogitProcessor, load_processors
+from headrace.sampling.penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
 from headrace.speculative.choice import make_drafts

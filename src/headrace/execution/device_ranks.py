@@ -27,9 +27,9 @@ from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.ranks import LeaderRunner
 from headrace.execution.step_queue import StepQueue
-from headrace.messages.lora import Adapters
-from headrace.messages.rank_step import QueuedKind, RankCapture, late_rows
+from headrace.messages.ranks import QueuedKind, RankCapture, late_rows
 from headrace.messages.step import Int32Array, ModelWorkerBatch
+from headrace.messages.weights import Adapters
 from headrace.sampling.draw import greedy_ids
 
 

@@ -25,7 +25,7 @@ from headrace.execution.model_runner import ModelRunner
 from headrace.execution.queued_step import Busy, ConstrainedStep, Done, GuessingStep, QueuedStep, Unmasked
 from headrace.execution.step_queue import StepQueue
 from headrace.execution.worker import Pending
-from headrace.messages.rank_step import QueuedKind
+from headrace.messages.ranks import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, ragged
 from headrace.sampling.sampler import BAD_LOGITS
 
@@ -135,9 +135,9 @@ class DeviceRunner:
         # The last step with constrained rows.
         self._constrained: ConstrainedStep | None = None
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.rest`."""
-        self.runner.rest(left)
+    def idle(self, left: Iterable[int]) -> None:
+        """See `ModelRunner.idle`."""
+        self.runner.idle(left)
 
     def capture(self) -> None:
         """Capture the graphs, with all ranks."""

@@ -73,8 +73,8 @@ class EmbeddingRunner:
         ids, id_starts = one_id_a_row([-1] * len(rows))
         return StepResult(plan.step, ids, id_starts, errors=errors, pooled=pooled, forward_s=self._finished_s - since_s)
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `Worker.rest`."""
+    def idle(self, left: Iterable[int]) -> None:
+        """See `Worker.idle`."""
         if self._has_run:
             self._has_run = False
             give_back_free_memory()

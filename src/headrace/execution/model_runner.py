@@ -24,10 +24,10 @@ from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
-from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import PoolTask, SampleTask
 from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, one_id_a_row, ragged
+from headrace.messages.weights import Adapters
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler, SamplerOutput
@@ -170,7 +170,7 @@ class ModelRunner:
             if self.drafts is not None:
                 self.drafts.add(new)
 
-    def rest(self, left: Iterable[int]) -> None:
+    def idle(self, left: Iterable[int]) -> None:
         """Forget the sequences that have left, while no step follows. Memory of their grammars and guesses goes to the system."""
         self._leave(left)
         if self._has_freed:

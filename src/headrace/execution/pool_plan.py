@@ -15,7 +15,7 @@ from headrace.execution.graphs import graph_bytes
 from headrace.execution.memory import available_bytes, kv_token_budget
 from headrace.execution.model_runner import logits_shape
 from headrace.messages.packing import pack_int32, unpack_int32
-from headrace.sampling.device_penalties import penalty_bytes
+from headrace.sampling.penalties import penalty_bytes
 
 _ROOM = "tokens of KV"
 """Under which each rank with a device tells the leader what it has room for."""

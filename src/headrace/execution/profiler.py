@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from headrace.errors import RequestError
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.log import get_logger
-from headrace.messages.control import ProfileReq
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ProfileReq
 
 _logger = get_logger(__name__)
 

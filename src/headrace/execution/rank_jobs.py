@@ -32,7 +32,8 @@ from headrace.layers.weight import Weight
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
 from headrace.messages.operations import OperationReply, OperationReq
-from headrace.messages.rank_job import (
+from headrace.messages.packing import safetensors_parts
+from headrace.messages.ranks import (
     RankAsk,
     RankBesideSteps,
     RankDrop,
@@ -46,9 +47,8 @@ from headrace.messages.rank_job import (
     RankUnload,
     RankWeights,
     RankWork,
+    pack,
 )
-from headrace.messages.rank_step import pack
-from headrace.messages.safetensors_bytes import safetensors_parts
 from headrace.messages.weights import (
     CheckWeights,
     DestroyGroup,

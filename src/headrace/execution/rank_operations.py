@@ -14,8 +14,7 @@ import torch
 from headrace.attention.base import KvPool
 from headrace.child_pool.child_side import resident_bytes
 from headrace.errors import ExecutionError, HeadraceError, RequestError
-from headrace.messages.faults import fault_of
-from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered
+from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered, fault_of
 from headrace.models.spec import Model
 
 REPLY_BYTES = 1024

@@ -30,8 +30,7 @@ from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJob
 from headrace.execution.update_weights import ModelWeights
 from headrace.execution.worker import Pending
 from headrace.log import get_logger
-from headrace.messages.lora import Adapters
-from headrace.messages.rank_step import (
+from headrace.messages.ranks import (
     QueuedKind,
     RankCapture,
     RankFinish,
@@ -47,6 +46,7 @@ from headrace.messages.rank_step import (
     unpack,
 )
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
+from headrace.messages.weights import Adapters
 
 _logger = get_logger(__name__)
 
@@ -132,9 +132,9 @@ class LeaderRunner:
                 self._group.send(pack(RankFinish(self.only_peaks)))
             return self.runner.finish(begun)
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.rest`."""
-        self.runner.rest(left)
+    def idle(self, left: Iterable[int]) -> None:
+        """See `ModelRunner.idle`."""
+        self.runner.idle(left)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import torch
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ExecutionError, RequestError
 from headrace.layers.weight import Weight
-from headrace.messages.safetensors_bytes import safetensors_parts
+from headrace.messages.packing import safetensors_parts
 from headrace.messages.weights import Prepared
 
 PART_BYTES = 1 << 30

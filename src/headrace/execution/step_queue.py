@@ -15,7 +15,7 @@ from headrace.execution.device import Device, upload_parts
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
-from headrace.messages.rank_step import QueuedKind
+from headrace.messages.ranks import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 
 Pick = Callable[[torch.Tensor, Int32Array, Int32Array, Sequence[int]], torch.Tensor]

@@ -35,7 +35,7 @@ from headrace.garbage import give_back_free_memory
 from headrace.layers.weight import Keeper, Kept, Weight
 from headrace.log import get_logger
 from headrace.messages.operations import OperationReply, OperationReq
-from headrace.messages.safetensors_bytes import DTYPE_NAMES
+from headrace.messages.packing import DTYPE_NAMES
 from headrace.messages.weights import (
     CheckWeights,
     DestroyGroup,

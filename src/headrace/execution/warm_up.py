@@ -51,7 +51,7 @@ def warm_up(worker: Worker, info: ReadyInfo) -> None:
         for seq, count in zip(seqs, counts, strict=True):
             computed[seq] += int(count)
         if last:
-            worker.rest((0, 1))
+            worker.idle((0, 1))
     get_logger(__name__).debug("warmed up in %.1f s", time.perf_counter() - begin)
 
 

@@ -17,9 +17,8 @@ import torch
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.profiler import NO_EXPERTS, ExpertRecorder, StepProfiler
 from headrace.log import get_logger
-from headrace.messages.lora import Adapters
 from headrace.messages.step import ModelWorkerBatch, StepResult
-from headrace.messages.weights import WeightExecutor
+from headrace.messages.weights import Adapters, WeightExecutor
 
 _logger = get_logger(__name__)
 
@@ -35,8 +34,8 @@ class StepHost(Protocol):
     def adapters(self) -> Adapters:
         """What the scheduler loads adapters with."""
 
-    def rest(self, left: Iterable[int]) -> None:
-        """See `Worker.rest`."""
+    def idle(self, left: Iterable[int]) -> None:
+        """See `Worker.idle`."""
 
 
 class Runner(StepHost, Protocol):
@@ -269,9 +268,9 @@ class ModelWorker(Generic[_Host]):
         """See `Worker.collect`."""
         return self.lane.collect()
 
-    def rest(self, left: tuple[int, ...]) -> None:
-        """See `Worker.rest`."""
-        self.lane.later(lambda: self.runner.rest(left))
+    def idle(self, left: tuple[int, ...]) -> None:
+        """See `Worker.idle`."""
+        self.lane.later(lambda: self.runner.idle(left))
 
     def close(self) -> None:
         """Let the steps in flight end and release what the worker holds. Idempotent."""

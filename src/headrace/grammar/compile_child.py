@@ -1,6 +1,6 @@
 """A child that tries grammars: `python -m headrace.grammar.compile_child`. A grammar that costs too much costs it its life, not the server's.
 
-Owns what the child is asked and answers, and on which short outputs it tries a grammar, since some are too complex only there; `compile_pool` is
+Owns what the child is asked and answers, and on which short outputs it tries a grammar, since some are too complex only there; `compiler` is
 the other side. Stdin is a socket. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each `GrammarSpec`
 with a `Verdict`. It ends when the socket closes or its parent ends.
 """
@@ -14,8 +14,7 @@ from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, res
 from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
-from headrace.grammar.refusals import TOO_COMPLEX
-from headrace.grammar.source import explain, library_text
+from headrace.grammar.source import TOO_COMPLEX, explain, library_text
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
 

@@ -1,10 +1,11 @@
 """Compiles grammars beside the scheduler's loop: tried in a child first, compiled here if they pass, and remembered.
 
 Owns the threads that do so, what waits for them, and the cache of compiled grammars and refusals, bounded in bytes. Does not know what limits
-a child has (`compile_pool`) or what is refused (`source`). `compile` and `stats` are called by the scheduler's thread, and never wait.
+a child has (`CompilePool`) or what is refused (`source`). `compile` and `stats` are called by the scheduler's thread, and never wait.
 """
 
 import queue
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,10 +13,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from headrace.child_pool.child_side import MIB
+from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
 from headrace.errors import ConfigError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import give_back_free_memory
-from headrace.grammar.compile_child import STACK_BYTES, Refused
-from headrace.grammar.compile_pool import PROGRAM, CompilePool
+from headrace.grammar.compile_child import STACK_BYTES, VERDICTS, Refused, Setup, Verdict
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.source import explain
 from headrace.grammar.vocabulary import Tokenize, Vocabulary
@@ -39,6 +40,51 @@ _TRIM_BYTES = 16 * MIB
 """When as much is forgotten at once, the memory is given back to the system."""
 
 Key = tuple[GrammarKind, str]
+
+
+PROGRAM = (sys.executable, "-m", "headrace.grammar.compile_child")
+
+MAX_LEFT_BYTES = 256 * MIB
+"""A child that keeps more than this after a grammar is replaced."""
+
+
+class CompilePool(ChildPool[Verdict]):
+    """Tries grammars in children.
+
+    limit_s: processor time for one grammar. memory_bytes: memory for one, beyond the child's own. program: the command that a child runs.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_children: int = 2,
+        limit_s: float = 5.0,
+        memory_bytes: int = 1024 * MIB,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        super().__init__(
+            "compile grammars",
+            program,
+            Setup(vocabulary, memory_bytes),
+            VERDICTS,
+            num_children=num_children,
+            limit_s=limit_s,
+            max_left_bytes=MAX_LEFT_BYTES,
+        )
+        self._memory_bytes = memory_bytes
+
+    def try_spec(self, spec: GrammarSpec) -> Verdict:
+        """Whether a grammar can be served. Waits for a free child. Raises ExecutionError if it could not be tried."""
+        try:
+            return self.ask(spec)
+        except ChildLateError:
+            message = f"the grammar takes longer than {self._limit_s:g} s to compile"
+        except ChildLostError:
+            message = (
+                f"compiling the grammar takes more memory than the limit ({self._memory_bytes // MIB} MiB), "
+                "or it is nested too deeply"
+            )
+        return Refused(f"{message}; use a smaller one")
 
 
 @dataclass(slots=True)

@@ -99,114 +99,101 @@ class _Parser:
     def rules(self) -> dict[str, Node]:
         """Every rule by its name; the last one of a name counts."""
         found: dict[str, Node] = {}
-        self._skip(_SPACE_AND_LINES)
+        self._match(_SPACE_AND_LINES)
         while self._at < len(self._text):
             name = self._match(_NAME) or self._fail("expected the name of a rule")
-            self._skip(_SPACE)
-            if not self._text.startswith("::=", self._at):
+            self._match(_SPACE)
+            if not self._takes("::="):
                 self._fail(f"expected `::=` after {name[0]!r}")
-            self._at += 3
-            self._skip(_SPACE_AND_LINES)
+            self._match(_SPACE_AND_LINES)
             found[name[0]] = self._choice(0)
             if self._at < len(self._text) and self._text[self._at] not in "\r\n":
                 self._fail("expected the end of the rule")
-            self._skip(_SPACE_AND_LINES)
+            self._match(_SPACE_AND_LINES)
         return found
 
     def _choice(self, depth: int) -> Node:
         options = [self._sequence(depth)]
         while True:
             at = self._at
-            self._skip(_SPACE_AND_LINES)
-            if self._text[self._at : self._at + 1] != "|":
+            self._match(_SPACE_AND_LINES)
+            if not self._takes("|"):
                 self._at = at if depth == 0 else self._at
                 return options[0] if len(options) == 1 else Choice(tuple(options))
-            self._at += 1
-            self._skip(_SPACE_AND_LINES)
+            self._match(_SPACE_AND_LINES)
             options.append(self._sequence(depth))
 
     def _sequence(self, depth: int) -> Node:
         items: list[Node] = []
         space = _SPACE if depth == 0 else _SPACE_AND_LINES
         while (item := self._item(depth)) is not None:
-            self._skip(space)
+            self._match(space)
             items.append(self._repeated(item))
-            self._skip(space)
+            self._match(space)
         return items[0] if len(items) == 1 else Sequenced(tuple(items))
 
     def _item(self, depth: int) -> Node | None:
-        char = self._text[self._at : self._at + 1]
-        if char == '"':
+        if self._takes('"'):
             return self._literal()
-        if char == "[":
+        if self._takes("["):
             return self._characters()
-        if char == "(":
+        if self._takes("("):
             return self._group(depth)
-        if char == ".":
-            self._at += 1
+        if self._takes("."):
             return Characters((), negated=True)
         name = self._match(_NAME)
         return Reference(name[0]) if name else None
 
     def _group(self, depth: int) -> Node:
         if depth == MAX_DEPTH:
+            self._at -= 1
             self._fail(f"brackets are nested more than {MAX_DEPTH} deep")
-        self._at += 1
-        self._skip(_SPACE_AND_LINES)
+        self._match(_SPACE_AND_LINES)
         item = self._choice(depth + 1)
-        if self._text[self._at : self._at + 1] != ")":
+        if not self._takes(")"):
             self._fail("expected `)`")
-        self._at += 1
         return item
 
     def _repeated(self, item: Node) -> Node:
-        char = self._text[self._at : self._at + 1]
-        if char in _OPERATORS:
-            self._at += 1
-            return Repeated(item, *_OPERATORS[char])
-        if char != "{":
+        for operator, times in _OPERATORS.items():
+            if self._takes(operator):
+                return Repeated(item, *times)
+        if not self._text.startswith("{", self._at):
             return item
-        times = self._match(_TIMES) or self._fail("expected `{m}`, `{m,}` or `{m,n}`")
-        least = int(times[1])
-        most = least if times[2] is None else int(times[3]) if times[3] else None
+        found = self._match(_TIMES) or self._fail("expected `{m}`, `{m,}` or `{m,n}`")
+        least = int(found[1])
+        most = least if found[2] is None else int(found[3]) if found[3] else None
         if most is not None and most < least:
             self._fail(f"at least {least} and at most {most} times")
         return Repeated(item, least, most)
 
     def _literal(self) -> Node:
-        self._at += 1
         chars = []
-        while self._text[self._at : self._at + 1] != '"':
+        while not self._takes('"'):
             chars.append(self._char("the string does not end"))
-        self._at += 1
         return Literal("".join(chars))
 
     def _characters(self) -> Node:
-        self._at += 1
-        negated = self._text[self._at : self._at + 1] == "^"
-        self._at += negated
+        negated = self._takes("^")
         ranges = []
-        while self._text[self._at : self._at + 1] != "]":
+        while not self._takes("]"):
             first = last = ord(self._char("the character class does not end"))
-            if self._text[self._at : self._at + 1] == "-" and self._text[self._at + 1 : self._at + 2] != "]":
-                self._at += 1
+            if not self._text.startswith("-]", self._at) and self._takes("-"):
                 last = ord(self._char("the character class does not end"))
             if last < first:
                 self._fail(f"the range {chr(first)!r} to {chr(last)!r} is empty")
             ranges.append((first, last))
-        self._at += 1
         if not ranges and not negated:
             self._fail("the character class is empty")
         return Characters(tuple(ranges), negated)
 
     def _char(self, missing: str) -> str:
         """The next character, with its escape read."""
-        char = self._text[self._at : self._at + 1]
-        if not char:
+        if self._at == len(self._text):
             self._fail(missing)
-        if char != "\\":
+        if self._text[self._at] != "\\":
             self._at += 1
-            return char
+            return self._text[self._at - 1]
         escape = self._match(_ESCAPE) or self._fail("a backslash at the end")
         digits = escape[1] or escape[2] or escape[3]
         if digits is None:
@@ -222,8 +209,10 @@ class _Parser:
             self._at = found.end()
         return found
 
-    def _skip(self, pattern: re.Pattern[str]) -> None:
-        self._match(pattern)
+    def _takes(self, text: str) -> bool:
+        found = self._text.startswith(text, self._at)
+        self._at += len(text) if found else 0
+        return found
 
     def _fail(self, reason: str) -> NoReturn:
         near = self._text[self._at : self._at + 20]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.grammar.schema_patterns import is_valid_string
-from headrace.grammar.schema_walk import CONSTRAINTS, Json, target
+from headrace.grammar.schema_walk import CONSTRAINTS, Json, listed, target
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 
@@ -52,7 +52,7 @@ class SchemaLogic:
         reference = schema.get("$ref")
         referenced = self.parts(self._target(reference), depth + 1)
         found = [schema, *referenced]
-        for part in _listed(schema.get("allOf")):
+        for part in listed(schema.get("allOf")):
             found += self.parts(part, depth + 1)
         return found
 
@@ -85,7 +85,7 @@ class SchemaLogic:
         if isinstance(value, list):
             return _is_outside(len(value), parts, ("minItems",), ("maxItems",))
         if isinstance(value, dict):
-            return any(name not in value for part in parts for name in _listed(part.get("required")))
+            return any(name not in value for part in parts for name in listed(part.get("required")))
         if isinstance(value, int | float) and not isinstance(value, bool):
             if value % 1 and any(_allows_only_integers(part) for part in parts):
                 return True
@@ -100,7 +100,7 @@ class SchemaLogic:
                 for option in part[keyword]
             )
             for keyword in ("anyOf", "oneOf")
-            if _listed(part.get(keyword))
+            if listed(part.get(keyword))
         )
 
     def _exclude_type(self, kind: str, ours: Parts, theirs: Parts, depth: int) -> bool:
@@ -112,7 +112,7 @@ class SchemaLogic:
         if kind == "array":
             return _is_empty(both, ("minItems",), ("maxItems",))
         if kind == "object":
-            required = {name for part in both for name in _listed(part.get("required")) if isinstance(name, str)}
+            required = {name for part in both for name in listed(part.get("required")) if isinstance(name, str)}
             return any(self._properties_exclude(name, ours, theirs, depth) for name in required)
         return False
 
@@ -167,10 +167,10 @@ class SchemaLogic:
                 found = self._target(value)
                 return None if found is None else self.complement(found, depth)
             case "anyOf":
-                found = [self.complement(option, depth) for option in _listed(value)]
+                found = [self.complement(option, depth) for option in listed(value)]
                 return None if not found or None in found else {"allOf": found}
             case "allOf":
-                found = [self.complement(part, depth) for part in _listed(value)]
+                found = [self.complement(part, depth) for part in listed(value)]
                 return None if not found or None in found else _any_of([part for part in found if part is not False])
         return _beyond(keyword, value)
 
@@ -187,10 +187,6 @@ class SchemaLogic:
         return _any_of(options)
 
 
-def _listed(value: Json) -> list[Json]:
-    return value if isinstance(value, list) else []
-
-
 def _any_of(options: list[Json]) -> Json:
     """One of the options; False if there is none."""
     if len(options) < 2:
@@ -205,7 +201,7 @@ def _types(parts: Parts) -> list[str]:
         own = part.get("type")
         if own is not None:
             names = [
-                "number" if name == "integer" else name for name in ([own] if isinstance(own, str) else _listed(own))
+                "number" if name == "integer" else name for name in ([own] if isinstance(own, str) else listed(own))
             ]
             found = [kind for kind in found if kind in names]
     return found
@@ -271,7 +267,7 @@ def _is_outside(value: float, parts: Parts, lower: Iterable[str], upper: Iterabl
 
 
 def _allows_only_integers(part: dict[str, Json]) -> bool:
-    types = [part.get("type"), *_listed(part.get("type"))]
+    types = [part.get("type"), *listed(part.get("type"))]
     return "integer" in types and "number" not in types
 
 
@@ -286,7 +282,7 @@ def _property_schemas(name: str, parts: Parts) -> Iterator[Json]:
 
 
 def _other_types(value: Json) -> Json | None:
-    names = [value] if isinstance(value, str) else _listed(value)
+    names = [value] if isinstance(value, str) else listed(value)
     if "integer" in names and "number" not in names:
         return None  # numbers with a fraction have no name
     others = [kind for kind in TYPES if kind not in names]

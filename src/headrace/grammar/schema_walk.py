@@ -121,6 +121,11 @@ def json_end(text: str, start: int) -> int:
     return len(text)
 
 
+def listed(value: Json) -> list[Json]:
+    """A list as it is; none for any other value."""
+    return value if isinstance(value, list) else []
+
+
 def subschemas(root: Json) -> Iterator[tuple[str, dict[str, Json]]]:
     """Every schema in `root` that is an object, with its place (`#/properties/a`), in the order of the text; `root` itself first.
 

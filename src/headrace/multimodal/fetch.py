@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError
 from headrace.multimodal.limits import FETCH_LIMIT_S, MediaRefusedError
 from headrace.multimodal.sources import FileLimit, too_large

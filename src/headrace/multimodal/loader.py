@@ -24,7 +24,7 @@ from headrace.checkpoint.audio_processors import AudioSettings, read_audio_setti
 from headrace.checkpoint.image_processors import read_image_settings, read_video_settings
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.media_config import read_media
-from headrace.config.media_args import MediaArgs
+from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
@@ -58,7 +58,7 @@ _THREADS = 2
 
 
 class MediaLoader:
-    """See the module docstring, and `frontend.media.Loader`. `close` ends the children; nothing is loaded afterwards."""
+    """See the module docstring. `close` ends the children; nothing is loaded afterwards."""
 
     def __init__(self, family: Family, settings: MediaSettings, args: MediaArgs) -> None:
         self._family = family
@@ -141,7 +141,7 @@ class MediaLoader:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def append(self, tokens: list[int], more: Sequence[int]) -> int:
-        """See `frontend.media.Loader`."""
+        """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
         return self._family.joints.append(tokens, more)
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+BLANK = " \t\r\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Text:

@@ -11,12 +11,11 @@ import string
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from headrace.parsers.base import Arguments, Event, Piece, Reader, Reasoning, Text, ToolCall
+from headrace.parsers.base import BLANK, Arguments, Event, Piece, Reader, Reasoning, Text, ToolCall
 from headrace.parsers.parameters import ArgumentsWriter
 from headrace.parsers.program import BoundState, Program
 from headrace.parsers.table import CallId, Go, Kind, NameReader, ToolSchemas, plain_name
 
-BLANK = " \t\r\n"
 _ALPHABET = string.ascii_letters + string.digits
 _LONGEST_HEADER = 256
 _SYSTEM_RANDOM = random.SystemRandom()
@@ -416,7 +415,7 @@ class Machine:
 
     def _enter(self, name: str) -> None:
         state = self._state = self._program.states[name]
-        self._reader = state.table.reader(self, self._schemas) if state.table.reader is not None else None
+        self._reader = state.table.reader(self) if state.table.reader is not None else None
         if state.kind in _FLOWING:
             self._origin = state
 

@@ -64,6 +64,12 @@ def _types(schema: object, root: Schema, depth: int, known: dict[int, tuple[str,
     return known[id(schema)]
 
 
+def properties(schema: Schema) -> Mapping[str, object]:
+    """The schemas of an object's members, none if they are no object themselves."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
 def referenced(reference: str, root: Schema) -> object:
     """What a reference within the same schema (`#/$defs/name`) leads to; None for any other."""
     if not reference.startswith("#"):
@@ -168,9 +174,7 @@ class ArgumentsWriter:
 
     def begin_value(self, value_type: ValueType, trim_newline: bool) -> str:
         """The value begins."""
-        properties = self._schema.get("properties")
-        schema = properties.get(self._key) if isinstance(properties, Mapping) else None
-        self._types = schema_types(schema, self._schema)
+        self._types = schema_types(properties(self._schema).get(self._key), self._schema)
         self._value_type = value_type
         # Streamed is what is a string for certain: other types may be several, of which a string is the last resort.
         self._streams = value_type == "string" or (value_type == "schema" and set(self._types) <= {"string"})

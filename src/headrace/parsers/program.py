@@ -89,19 +89,15 @@ class Program:
     live: frozenset[int]
 
 
-def terminals(table: Table | None, reasoning: ReasoningTable | None) -> list[str]:
+def terminals(table: Table, reasoning: ReasoningTable | None) -> list[str]:
     """All terminals of a format."""
-    found: dict[str, None] = {}
-    if table is not None:
-        for on in (table.opens, *(state.on for state in table.states.values())):
-            found.update(dict.fromkeys(on))
-        found.update(dict.fromkeys(table.parts))
-        for state in table.states.values():
-            # A token's text in a regular expression is the text, apart from what is escaped.
-            found.update((pattern.replace("\\", ""), None) for pattern, _ in state.patterns)
+    states = table.states.values()
+    found = [*table.opens, *(text for state in states for text in state.on), *table.parts]
+    # A token's text in a regular expression is the text, apart from what is escaped.
+    found += [pattern.replace("\\", "") for state in states for pattern, _ in state.patterns]
     if reasoning is not None:
-        found.update(dict.fromkeys([*reasoning.opens, *reasoning.closes]))
-    return list(found)
+        found += [*reasoning.opens, *reasoning.closes]
+    return list(dict.fromkeys(found))
 
 
 def marks(texts: Iterable[str], special: Mapping[str, int]) -> dict[int, str]:
@@ -120,7 +116,7 @@ def marks(texts: Iterable[str], special: Mapping[str, int]) -> dict[int, str]:
 
 
 def bind(
-    table: Table | None,
+    table: Table,
     reasoning: ReasoningTable | None,
     special: Mapping[str, int],
     known: Mapping[int, str],
@@ -128,23 +124,19 @@ def bind(
 ) -> Program:
     """A program of the given tables. special: texts of added tokens and their ids. known: all marks that may come (`marks`).
     by_text: terminals that are added tokens match as text, too."""
-    tables: dict[str, State] = {"content": State(Kind.CONTENT)}
-    start = "content"
-    if table is not None:
-        tables.update(table.states)
-        tables["content"] = _with(tables["content"], table.opens)
-        start = table.start
+    tables: dict[str, State] = {"content": State(Kind.CONTENT), **table.states}
+    tables["content"] = _with(tables["content"], table.opens)
     if reasoning is not None:
         into = {text: Go("reasoning") for text in reasoning.opens}
-        out = {text: Go(start, closes=True) for text in reasoning.closes}
+        out = {text: Go(table.start, closes=True) for text in reasoning.closes}
         # A model that begins a call has ended its reasoning; only a special token says so for certain.
-        ended = {text: go for text, go in (table.opens if table is not None else {}).items() if text in special}
+        ended = {text: go for text, go in table.opens.items() if text in special}
         tables["reasoning"] = State(Kind.REASONING, {**ended, **out})
         tables["content"] = _with(tables["content"], into)
-    bound_to = {} if table is not None and table.is_text else special
+    bound_to = {} if table.is_text else special
     states = {name: _bound(name, state, bound_to, by_text) for name, state in tables.items()}
     live = frozenset(token_id for state in states.values() for token_id in state.marks)
-    return Program(states, start, known, live)
+    return Program(states, table.start, known, live)
 
 
 def without_calls(table: Table) -> Table:

@@ -2,55 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import regex
 
 from headrace.errors import ConfigError
 from headrace.log import get_logger
-from headrace.parsers.base import OutputParser
-from headrace.parsers.engine import BLANK, Machine, random_characters
-from headrace.parsers.formats import (
-    deepseek,
-    gemma,
-    glm,
-    harmony,
-    hermes,
-    kimi_k2,
-    llama3,
-    minimax,
-    mistral,
-    pythonic,
-    qwen3_coder,
-    think,
-)
+from headrace.parsers.base import BLANK, OutputParser
+from headrace.parsers.engine import Machine, random_characters
+from headrace.parsers.formats import REASONING_TABLES, TABLES
 from headrace.parsers.program import Program, bind, marks, terminals, without_calls
 from headrace.parsers.response_template import UnsupportedTemplateError, tables_of
 from headrace.parsers.table import Kind, ReasoningTable, Table
 
 logger = get_logger(__name__)
 
-TABLES: tuple[Table, ...] = (
-    harmony.TABLE,
-    deepseek.V32,
-    deepseek.V3,
-    deepseek.V31,
-    kimi_k2.TABLE,
-    minimax.TABLE,
-    qwen3_coder.TABLE,
-    glm.GLM47,
-    glm.GLM45,
-    gemma.GEMMA4,
-    gemma.FUNCTION_GEMMA,
-    pythonic.LFM2,
-    pythonic.TABLE,
-    mistral.TABLE,
-    hermes.TABLE,
-    llama3.TABLE,
-)
-"""The tool formats. Of several whose fingerprints a template has, the first counts."""
+AnyTable = TypeVar("AnyTable", Table, ReasoningTable)
 
-REASONING_TABLES: tuple[ReasoningTable, ...] = think.TABLES
+NO_TABLE = Table("", {}, has_tools=False)
+"""Of a model that writes no calls."""
 
 OFF = "none"
 AUTO = "auto"
@@ -71,12 +41,12 @@ class OutputFormat:
     """
 
     def __init__(self, table: Table | None, reasoning: ReasoningTable | None, special: Mapping[str, int]) -> None:
-        self.table = table
+        table = self.table = table or NO_TABLE
         self.reasoning = reasoning
         self.special = dict(special)
-        self.name = "+".join(dict.fromkeys(part.name for part in (table, reasoning) if part is not None))
-        self.has_tools = table is not None and table.has_tools
-        self.has_reasoning = reasoning is not None or (table is not None and table.has_reasoning)
+        self.name = "+".join(dict.fromkeys(part.name for part in (table, reasoning) if part and part.name))
+        self.has_tools = table.has_tools
+        self.has_reasoning = reasoning is not None or table.has_reasoning
         self._marks = marks(terminals(table, reasoning), special)
         self.mark_ids = frozenset(self._marks)
         self._programs: dict[tuple[bool, bool, bool], Program] = {}
@@ -107,7 +77,7 @@ class OutputFormat:
             name, parameters = tool.get("name"), tool.get("parameters")
             if isinstance(name, str) and isinstance(parameters, Mapping):
                 schemas[name] = parameters
-        table = self.table if self.table is not None else _NO_TABLE
+        table = self.table
         begun = (
             [found.end() for found in regex.finditer(table.anchor, prompt_text, regex.DOTALL)] if table.anchor else []
         )
@@ -129,8 +99,7 @@ class OutputFormat:
     @property
     def inner_ids(self) -> frozenset[int]:
         """Marks after which the model's turn goes on."""
-        ends = self.table.turn_ends if self.table is not None else ()
-        return self.mark_ids.difference(self.special[text] for text in ends if text in self.special)
+        return self.mark_ids.difference(self.special[text] for text in self.table.turn_ends if text in self.special)
 
     @property
     def reasoning_end_ids(self) -> frozenset[int]:
@@ -142,8 +111,8 @@ class OutputFormat:
         key = (reads_tools, reads_reasoning, by_text)
         if key not in self._programs:
             table = self.table
-            if table is not None and not reads_tools:
-                table = without_calls(table) if table.has_reasoning or table.anchor else None
+            if not reads_tools:
+                table = without_calls(table) if table.has_reasoning or table.anchor else NO_TABLE
             reasoning = self.reasoning if reads_reasoning else None
             self._programs[key] = bind(table, reasoning, self.special, self._marks, by_text)
         return self._programs[key]
@@ -151,7 +120,7 @@ class OutputFormat:
     def _start(self, program: Program, prompt_ids: Sequence[int], prompt_text: str) -> str:
         """The first state, by what the prompt left open."""
         end = prompt_text.rstrip(BLANK)
-        for text, state in self.table.prompts if self.table is not None else ():
+        for text, state in self.table.prompts:
             if state in program.states and end.endswith(text):
                 return state
         if self.reasoning is None or "reasoning" not in program.states:
@@ -168,9 +137,6 @@ class OutputFormat:
                 if token_id in closes:
                     break
         return program.start
-
-
-_NO_TABLE = Table("none", {})
 
 
 def choose(
@@ -193,8 +159,15 @@ def choose(
             return _described(response_template, template, special)
         except UnsupportedTemplateError as err:
             logger.warning("the checkpoint's response_template cannot be used: %s; its chat template decides", err)
-    table = _table(tool_parser, template)
-    reasoning = _reasoning_table(reasoning_parser, template)
+    known = names()
+    for what, name, others in (
+        ("tool call parser", tool_parser, known.tool_parsers),
+        ("reasoning parser", reasoning_parser, known.reasoning_parsers),
+    ):
+        if name is not None and name not in (AUTO, OFF, *others):
+            raise ConfigError(f"there is no {what} {name!r}; there are: {', '.join((AUTO, OFF, *others))}")
+    table = _chosen(TABLES, tool_parser, template)
+    reasoning = _chosen(REASONING_TABLES, reasoning_parser, template)
     if table is not None and table.has_reasoning:
         reasoning = None
     if table is None and reasoning is None:
@@ -205,7 +178,7 @@ def choose(
 def _described(response_template: Mapping[str, object], template: str, special: Mapping[str, int]) -> OutputFormat:
     """The format that a checkpoint describes. How calls are written, for grammars, is known from the format that its chat template shows."""
     table, reasoning = tables_of(response_template, special)
-    shown = _table(AUTO, template)
+    shown = _chosen(TABLES, AUTO, template)
     if shown is not None:
         table = replace(table, writings=shown.writings, has_headers=shown.has_headers, turn_ends=shown.turn_ends)
     return OutputFormat(table, reasoning, special)
@@ -213,39 +186,43 @@ def _described(response_template: Mapping[str, object], template: str, special: 
 
 def names() -> Names:
     """All names of formats, for the options."""
-    tools = [name for table in TABLES for name in (table.name, *table.aliases)]
-    reasoning = [name for table in REASONING_TABLES for name in (table.name, *table.aliases)]
-    reasoning += [name for table in TABLES if table.has_reasoning for name in (table.name, *table.aliases)]
-    return Names(tuple(sorted(tools)), tuple(sorted(set(reasoning))))
+    with_reasoning: list[Table | ReasoningTable] = [
+        *REASONING_TABLES,
+        *(table for table in TABLES if table.has_reasoning),
+    ]
+    return Names(
+        tuple(sorted(name for table in TABLES for name in (table.name, *table.aliases))),
+        tuple(sorted({name for table in with_reasoning for name in (table.name, *table.aliases)})),
+    )
 
 
-def _table(name: str | None, template: str) -> Table | None:
-    if name == OFF:
+def _chosen(tables: Sequence[AnyTable], name: str | None, template: str) -> AnyTable | None:
+    """The table of a name, or the first that fits the chat template."""
+    if name is not None and name != AUTO:
+        return next((table for table in tables if name in (table.name, *table.aliases)), None)
+    return next(
+        (table for table in tables if any(all(text in template for text in group) for group in table.fingerprints)),
+        None,
+    )
+
+
+class ReasoningTokens(NamedTuple):
+    """end_id: the token that ends reasoning. end_ids: all that do. begins: sequences of tokens, of which each begins it."""
+
+    end_id: int
+    end_ids: tuple[int, ...]
+    begins: tuple[tuple[int, ...], ...]
+
+
+def reasoning_tokens(format: OutputFormat, encode: Callable[[str], list[int]]) -> ReasoningTokens | None:
+    """Those of a format; None if no single token ends its reasoning.
+
+    encode: the ids of a text in which the texts of special tokens are these tokens, without bos.
+    """
+    if (table := format.reasoning or format.table.reasoning) is None:
         return None
-    if name is None or name == AUTO:
-        return next((table for table in TABLES if _fits(table.fingerprints, template)), None)
-    for table in TABLES:
-        if name in (table.name, *table.aliases):
-            return table
-    raise _unknown("tool call parser", name, names().tool_parsers)
-
-
-def _reasoning_table(name: str | None, template: str) -> ReasoningTable | None:
-    if name == OFF:
+    end_id = next((format.special[text] for text in table.closes if text in format.special), None)
+    if end_id is None:
         return None
-    if name is None or name == AUTO:
-        return next((table for table in REASONING_TABLES if _fits(table.fingerprints, template)), None)
-    for table in REASONING_TABLES:
-        if name in (table.name, *table.aliases):
-            return table
-    if name in names().reasoning_parsers:
-        return None
-    raise _unknown("reasoning parser", name, names().reasoning_parsers)
-
-
-def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(f"there is no {what} {name!r}; there are: {', '.join((AUTO, OFF, *known))}")
-
-
-def _fits(fingerprints: Sequence[Sequence[str]], template: str) -> bool:
-    return any(all(text in template for text in group) for group in fingerprints)
+    begins = dict.fromkeys(tuple(encode(text)) for text in table.opens)
+    return ReasoningTokens(end_id, tuple(sorted(format.reasoning_end_ids)), tuple(filter(None, begins)))

@@ -71,7 +71,7 @@ Captures = Mapping[str, str]
 ReadCalls = Callable[[str, Captures, ToolSchemas], list[tuple[str, str]]]
 """Calls as (name, JSON text of the arguments) in a region's text. Captures: by the terminal before it. Raises ValueError if it is none."""
 
-MakeReader = Callable[[CallSink, ToolSchemas], Reader]
+MakeReader = Callable[[CallSink], Reader]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
-from headrace.config.nodes import SECRET_VARIABLE
+from headrace.config.machine import SECRET_VARIABLE
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, ModelError
 from headrace.messages.channel import Ports

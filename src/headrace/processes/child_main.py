@@ -21,9 +21,8 @@ import msgspec
 from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError, ModelError
-from headrace.messages.channel import Channels
+from headrace.messages.channel import Channels, FanOutSender
 from headrace.messages.control import ReadyInfo
-from headrace.messages.fan_out import FanOutSender
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.messages.sockets import SocketChannels
 from headrace.metrics.watchdog import Watchdog

@@ -13,9 +13,9 @@ import msgspec
 
 from headrace.checkpoint.names import known_model, resolve_model
 from headrace.config.checks import check_pooling, encoder_args
-from headrace.config.media_args import media_args, unsupported_by_options
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import media_args, unsupported_by_options
 from headrace.errors import ModelError, RequestError
 from headrace.log import get_logger
 from headrace.media_kinds import MediaKind
@@ -72,7 +72,7 @@ def with_encoder(args: ServerArgs) -> ServerArgs:
 
 def open_tokenizer(args: ServerArgs) -> "Tokenizer":
     """The tokenizer of the model, or the one of --tokenizer-path."""
-    from headrace.frontend.no_tokenizer import NoTokenizer
+    from headrace.frontend.tokenize import NoTokenizer
     from headrace.text.tokenizers import load_tokenizer
 
     if args.skip_tokenizer_init:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace import log
-from headrace.config.nodes import dist_secret
+from headrace.config.machine import dist_secret
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.messages.channel import IpcDir, Ports

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.config.server_args import ServerArgs
-from headrace.frontend.all_replicas import of_all_replicas
-from headrace.messages.channel import Channels, Ports
+from headrace.frontend.server_info import of_all_replicas
+from headrace.messages.channel import Channels, FanOutSender, Ports
 from headrace.messages.control import ReadyInfo, ShutdownReq
-from headrace.messages.fan_out import FanOutSender
 from headrace.messages.sockets import SocketChannels
 from headrace.processes.child import ChildProcess
 from headrace.processes.handshake import OnProgress

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.weight_cache import content_of, files_fingerprint
-from headrace.config.nodes import dist_secret, host_and_port
+from headrace.config.machine import dist_secret, host_and_port
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import WHOLE, Group, Shard
 from headrace.distributed.links import SocketReceiver, SocketSender, socket_link

@@ -7,6 +7,7 @@ Each row is reduced alone, by integer sums (see `kernels.drawing`), so a value i
 """
 
 import math
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,11 @@ from headrace.kernels import ops
 from headrace.kernels.drawing import ONE
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
-from headrace.sampling.draw import largest
+
+_TOP_BLOCK: Final = 64
 
 Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
 
 
 def log_sum_exp(logits: torch.Tensor) -> list[float]:
@@ -77,3 +80,21 @@ def _top(row: Float32Array, k: int) -> npt.NDArray[np.int64]:
     """Exactly k ids: `largest`, then impossible ones (-inf) by id."""
     top = largest(row, k)
     return np.concatenate((top, np.flatnonzero(np.isneginf(row))[: k - len(top)]))
+
+
+def largest(row: Float32Array, k: int) -> Int64Array:
+    """Ids of the k largest values by (value descending, id ascending); fewer when fewer are above -inf.
+
+    row: float32[V] without NaN, 1 <= k <= V. Sorts only ids that can be among them: k blocks have a maximum that is at least the
+    k-th largest block maximum, so the k-th largest value is at least that.
+    """
+    size = len(row)
+    blocks = size // _TOP_BLOCK
+    if k <= blocks:
+        # A block is every blocks-th value: maxima of long vectors, not of short rows.
+        maxima = row[: blocks * _TOP_BLOCK].reshape(_TOP_BLOCK, blocks).max(axis=0)
+        floor = np.partition(maxima, blocks - k)[blocks - k]
+    else:
+        floor = np.float32(-np.inf)
+    ids = np.flatnonzero(row >= floor if floor != -np.inf else row > floor)
+    return ids[np.argsort(-row[ids], kind="stable")[:k]]

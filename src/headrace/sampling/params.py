@@ -13,7 +13,6 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.messages.grammar import GrammarSpec
 from headrace.sampling.grammar_fields import GrammarFields
-from headrace.sampling.thinking_budget import ThinkingBudget
 
 T = TypeVar("T", int, float)
 
@@ -32,6 +31,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_TOP_LOGPROBS = 256
 LOGGED_GRAMMAR_CHARS = 200
+MAX_SEQUENCES = 16
+MAX_SEQUENCE_TOKENS = 64
 MAX_SEED = 2**63 - 1
 NO_SEED = -1
 """What llama.cpp's clients send for 'no seed'."""
@@ -45,6 +46,34 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """At most `num_tokens` tokens of reasoning, then `end_id` if nothing else forbids it.
+
+    end_ids: other tokens that end reasoning. begins: sequences of token ids, of which each begins reasoning. is_open: the prompt ends within it.
+    Tokens that begin and end reasoning are not counted.
+    """
+
+    num_tokens: int
+    end_id: int
+    end_ids: tuple[int, ...] = ()
+    begins: tuple[tuple[int, ...], ...] = ()
+    is_open: bool = False
+
+    def check(self, vocab_size: int) -> None:
+        """Raises RequestError for values out of bounds."""
+        name = "thinking_budget"
+        if self.num_tokens < 0:
+            raise RequestError(f"{name}.num_tokens must be at least 0, got {self.num_tokens}", name)
+        sizes = [len(self.end_ids), *map(len, self.begins)]
+        if len(self.begins) > MAX_SEQUENCES or max(sizes) > MAX_SEQUENCE_TOKENS or not all(self.begins):
+            raise RequestError(
+                f"{name}: at most {MAX_SEQUENCES} sequences, with 1 to {MAX_SEQUENCE_TOKENS} ids each", name
+            )
+        for token_id in (self.end_id, *self.end_ids, *(token_id for begin in self.begins for token_id in begin)):
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(f"{name}: {token_id} is not a token id (0 to {vocab_size - 1})", name)
 
 
 class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

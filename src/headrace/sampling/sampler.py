@@ -23,12 +23,11 @@ from headrace.log import get_logger
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec, SampleTask
 from headrace.messages.step import NewSequence
-from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import DrawTable, Filters, Int32Array, TokenMasks, greedy_ids
 from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows, ReadyMasks
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
-from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits, edits_only_by_penalties
+from headrace.sampling.penalties import DevicePenalties, LogitEdits, TokenHistory, edits_logits, edits_only_by_penalties
 
 logger = get_logger(__name__)
 

@@ -45,7 +45,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
                             num_right = min(num_taken, len(made) - 1)
                             _take_drafts(state, req, num_right, num_logits - 1, result.drafts.get(row, 0))
                     else:
-                        req.sit_out()
+                        req.skip_step()
                         state.counters.num_sat_out += 1
                 elif req.is_prefill_only and not req.is_prefilling:
                     req.finish = FinishReason("length", length=0)
@@ -171,7 +171,7 @@ def _take_prefill(state: SchedulerState, req: Req, start: int) -> None:
     elif req.finish is None:
         state.prompts[req.rid] = req.prompt_part()
     # The last token of one that sat out is computed again, and nobody writes to shared pages.
-    if not req.is_prefilling and req.finish is None and not req.sat_out:
+    if not req.is_prefilling and req.finish is None and not req.skips_step:
         state.kv.share(req)
 
 

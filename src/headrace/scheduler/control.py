@@ -6,22 +6,19 @@ from dataclasses import replace
 import msgspec
 
 from headrace.errors import HeadraceError, RequestError
-from headrace.messages.cache_tree import CacheTree
 from headrace.messages.channel import Receiver
 from headrace.messages.control import (
     AbortReq,
+    CacheTree,
+    ExpertCountsReply,
+    ExpertCountsReq,
     FlushCacheReply,
-    FlushCacheReq,
     HealthCheckReply,
-    HealthCheckReq,
     InternalState,
-    InternalStateReq,
     ProfileReply,
     ProfileReq,
     SetLimitsReq,
 )
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
-from headrace.messages.faults import fault_of
 from headrace.messages.operations import (
     OPERATIONS,
     CacheTreeQuery,
@@ -31,6 +28,7 @@ from headrace.messages.operations import (
     SlowDownBody,
     StartProfileBody,
     answered,
+    fault_of,
 )
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason, TokenIDOut
 from headrace.messages.step import Worker
@@ -115,7 +113,7 @@ class Operations:
             return OperationReply(message.id, fault=fault)
         return answered(message.id, [msgspec.Raw(reply.reply) for reply in replies])
 
-    def flush_cache(self, request: FlushCacheReq) -> FlushCacheReply:
+    def flush_cache(self, request: Nothing) -> FlushCacheReply:
         """Empty the prefix cache, or reply why not. While generation is paused, only requests that hold KV prevent it."""
         state = self._state
         if state.running or (state.waiting and not state.gate.holds):
@@ -125,11 +123,11 @@ class Operations:
         state.encodings.clear()
         return FlushCacheReply(True, "the cache has been flushed")
 
-    def internal_state(self, request: InternalStateReq) -> InternalState:
+    def internal_state(self, request: Nothing) -> InternalState:
         """Current counters and pool accounting."""
         return internal_state(self._state, self._receiver.dropped_frames)
 
-    def check_health(self, request: HealthCheckReq) -> HealthCheckReply:
+    def check_health(self, request: Nothing) -> HealthCheckReply:
         """The loop is running."""
         gate = self._state.gate
         return HealthCheckReply(bool(self._state.running), gate.holds or gate.draining)

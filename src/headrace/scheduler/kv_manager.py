@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.cache.base import PrefixMatch
-from headrace.messages.cache_tree import CacheNode
-from headrace.messages.control import PoolState
+from headrace.messages.control import CacheNode, PoolState
 from headrace.messages.step import Int32Array
 from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.request import Req

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError, ModelError
 from headrace.log import get_logger
 from headrace.messages.channel import Sender
-from headrace.messages.lora import Adapters, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.weights import Adapters, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.scheduler.state import SchedulerState
 
 logger = get_logger(__name__)

@@ -77,7 +77,7 @@ class Req:
     report_interval: new tokens that make a chunk due. is_prefill_only: it computes its prompt and makes no token.
     num_sent_tokens: known tokens that the client has, its prompt among them.
     is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
-    grammar: what its output must match, once compiled. sat_out: a step did not sample it; it is rewound when no step in flight computes it.
+    grammar: what its output must match, once compiled. skips_step: a step did not sample it; it is rewound when no step in flight computes it.
     pooled: float32[n] bytes, the result of a `PoolTask`, once its prompt is computed.
     num_drafts: tokens after the known ones that the worker has guessed. num_expecting: steps that wait for the one before, since drafts may come.
     """
@@ -94,7 +94,7 @@ class Req:
     is_plain: bool
     stop_checker: StopChecker | None = None
     grammar: CompiledGrammar | None = None
-    sat_out: bool = False
+    skips_step: bool = False
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0
@@ -190,7 +190,7 @@ class Req:
     def num_to_schedule(self) -> int:
         """Number of tokens that a step planned now could compute: known tokens, and those known by the time it runs, but no drafts."""
         num_known = len(self.token_ids) + self.num_sampling
-        if self.finish is not None or num_known >= self.max_tokens or self.sat_out:
+        if self.finish is not None or num_known >= self.max_tokens or self.skips_step:
             return 0
         if self.num_drafts and self.num_in_flight:
             return 0
@@ -265,13 +265,13 @@ class Req:
             # After a step that did not sample it, the steps in flight compute tokens that do not exist.
             self.num_computed = min(num_computed, len(self.token_ids))
 
-    def sit_out(self) -> None:
+    def skip_step(self) -> None:
         """A step that it has just left was to sample it and did not. Its last token is computed again, for its logits.
 
         Neither did the steps planned meanwhile, which were to sample the tokens after it.
         """
-        self.sat_out = self.num_in_flight > 0
-        if not self.sat_out:
+        self.skips_step = self.num_in_flight > 0
+        if not self.skips_step:
             self.rewind(len(self.token_ids) - 1)
 
     def note(self, kind: SampleEventKind, at_s: float, num_tokens: int) -> None:

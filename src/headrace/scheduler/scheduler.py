@@ -24,12 +24,11 @@ from headrace.messages.control import (
     ShutdownReq,
 )
 from headrace.messages.grammar import Grammars
-from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
 from headrace.messages.operations import OperationReq
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, SamplesMoved, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
-from headrace.messages.weights import WeightOpReq
+from headrace.messages.weights import LoadLoraReq, UnloadLoraReq, WeightOpReq
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.encodings import Encodings
@@ -331,7 +330,7 @@ class Scheduler:
         kv = self.state.kv
         if kv.num_left != self._num_left_at_rest:
             self._num_left_at_rest = kv.num_left
-            self.worker.rest(kv.take_left())
+            self.worker.idle(kv.take_left())
 
     def _leave_idle(self) -> None:
         self._idle = False

@@ -12,8 +12,7 @@ from typing import Protocol, TypeVar
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.config.names import spellings
-from headrace.config.server_args import ServerArgs
+from headrace.config.server_args import ServerArgs, spellings
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.tenants import Caller

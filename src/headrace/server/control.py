@@ -9,8 +9,13 @@ import msgspec
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import AuthError, MethodError, RequestError
-from headrace.frontend.all_replicas import sum_of_states
-from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
+from headrace.frontend.server_info import (
+    describe_load,
+    describe_server,
+    describe_short_load,
+    model_name_of,
+    sum_of_states,
+)
 from headrace.media_kinds import MediaKind
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE

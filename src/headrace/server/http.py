@@ -18,10 +18,8 @@ import msgspec
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError, TooLargeError
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
-from headrace.messages.field_errors import field_error
-from headrace.messages.neutral import without_neutral
+from headrace.messages.bodies import field_error, with_whole_numbers, without_neutral
 from headrace.messages.requests import GenerateReqInput
-from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS
 from headrace.server.body import Bodies, half_character, has_long_number
 from headrace.server.error_forms import ApiError, form_of

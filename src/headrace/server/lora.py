@@ -5,7 +5,7 @@ Runs in the event loop that serves HTTP. Who may call the routes is declared in 
 
 import msgspec
 
-from headrace.config.names import spellings
+from headrace.config.server_args import spellings
 from headrace.errors import RequestError
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange

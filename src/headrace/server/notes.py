@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.log import get_logger
-from headrace.messages.neutral import asks_for_nothing
+from headrace.messages.bodies import asks_for_nothing
 from headrace.server.http import Headers
 
 log = get_logger(__name__)

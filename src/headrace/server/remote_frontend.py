@@ -13,12 +13,11 @@ from typing import Any, cast
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.remote_methods import WireCaller
+from headrace.frontend.front_door import WireCaller
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import ShutdownReq
-from headrace.messages.faults import error_of_fault
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,
@@ -28,6 +27,7 @@ from headrace.messages.front import (
     FrontReplies,
     FrontTaken,
 )
+from headrace.messages.operations import error_of_fault
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.request_frontend import METHODS, PARTS, RequestFrontend
 

@@ -6,7 +6,7 @@ The front end is the `TokenizerManager` if the server runs in the main process, 
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from headrace.frontend.remote_methods import remote_methods
+from headrace.frontend.front_door import remote_methods
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.media_kinds import MediaRefs
@@ -15,13 +15,13 @@ from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
 
 T = TypeVar("T")
-Soon: TypeAlias = T | Awaitable[T]
+MaybeAwaitable: TypeAlias = T | Awaitable[T]
 """A result that is returned directly if the front end is in this process, and awaited if it is not (`remote_frontend`)."""
 
 
-async def answer(soon: Soon[T]) -> T:
+async def answer(result: MaybeAwaitable[T]) -> T:
     """The result, awaited if necessary."""
-    return await soon if isinstance(soon, Awaitable) else soon
+    return await result if isinstance(result, Awaitable) else result
 
 
 class AdaptersFrontend(Protocol):
@@ -68,11 +68,11 @@ class ControlFrontend(Protocol):
 class RecordsFrontend(Protocol):
     """What the server needs of the `Records`."""
 
-    def timelines(self, rid: str, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
+    def timelines(self, rid: str, caller: Caller = ...) -> MaybeAwaitable[list[dict[str, Any]]]:
         """The timelines of a request of the caller, or for an admin of any caller. Raises NotFoundError."""
         ...
 
-    def latest(self, limit: int, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
+    def latest(self, limit: int, caller: Caller = ...) -> MaybeAwaitable[list[dict[str, Any]]]:
         """The last samples of the caller, or for an admin of any caller, without their events; live ones first."""
         ...
 
@@ -80,7 +80,7 @@ class RecordsFrontend(Protocol):
 class SettingsFrontend(Protocol):
     """What the server needs of the `RuntimeSettings`."""
 
-    def changed_options(self) -> Soon[dict[str, Any]]:
+    def changed_options(self) -> MaybeAwaitable[dict[str, Any]]:
         """Options changed since the start, with their current values."""
         ...
 
@@ -143,11 +143,11 @@ class RequestFrontend(Protocol):
         session_id: str | None = None,
         timeout_s: float | None = None,
         caller: Caller = ...,
-    ) -> Soon[str]:
+    ) -> MaybeAwaitable[str]:
         """Open a session and return its id. Raises RequestError, CapacityError."""
         ...
 
-    def close_session(self, session_id: str, caller: Caller = ...) -> Soon[None]:
+    def close_session(self, session_id: str, caller: Caller = ...) -> MaybeAwaitable[None]:
         """Close a session of the caller, or for an admin any session. Raises NotFoundError."""
         ...
 
@@ -180,11 +180,11 @@ class RequestFrontend(Protocol):
         """Operations on weights, generation and memory."""
         ...
 
-    def counters(self) -> Soon[dict[str, int]]:
+    def counters(self) -> MaybeAwaitable[dict[str, int]]:
         """Counters of this process."""
         ...
 
-    def metrics_text(self) -> Soon[bytes]:
+    def metrics_text(self) -> MaybeAwaitable[bytes]:
         """Every metric, in Prometheus' text format."""
         ...
 

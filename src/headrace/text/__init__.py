@@ -2,6 +2,6 @@
 
 Read first: detokenizer_manager.py (the detokenizer process), incremental.py (ids -> text), chat_templates.py.
 
-- In: tokenizers/, batch_tokenizer.py (beside the event loop), template_sandbox.py, marked_text.py (what users wrote), fill_in_middle.py
-- Stops: stop.py, stop_patterns.py, pattern_width.py (how long a match can be)
+- In: tokenizers/, batch_tokenizer.py (beside the event loop), template_sandbox.py (and marks on what users wrote), fill_in_middle.py
+- Stops: stop.py
 """

@@ -4,7 +4,7 @@ Owns the choice of the template, its variables, and which parts of the prompt co
 check roles or tool schemas (the server's handlers). Rendering is plain computation of up to a second: callers run it off the event loop.
 
 If messages contain the first or last character of special tokens, the template is rendered a second time over marked text
-(`marked_text.py`). If the two results differ after the marks are removed and a message does contain a special token, the second one is used:
+(`template_sandbox.Marks`). If the two results differ after the marks are removed and a message does contain a special token, the second one is used:
 safety comes before identity.
 """
 
@@ -21,8 +21,16 @@ import jinja2.nodes
 
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError, RequestError
-from headrace.text.marked_text import Marks, mark_leaves, strings_of
-from headrace.text.template_sandbox import FAULTS, MAX_RENDERED_CHARS, LimitReached, Refused, Sandbox
+from headrace.text.template_sandbox import (
+    FAULTS,
+    MAX_RENDERED_CHARS,
+    LimitReached,
+    Marks,
+    Refused,
+    Sandbox,
+    mark_leaves,
+    strings_of,
+)
 from headrace.text.tokenizers import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
 
 MAX_RENDER_SECONDS: Final = 5.0

@@ -1,8 +1,73 @@
-"""What models write, one file for each format: tables only.
+"""What models write, as tables: one for each format, by kin in json_calls.py, tag_calls.py, own_notations.py and harmony.py (gpt-oss)."""
 
-- Reasoning: think.py
-- Calls as JSON: hermes.py, llama3.py, mistral.py, deepseek.py (V3.2 with tags), kimi_k2.py
-- Calls with parameters between tags: qwen3_coder.py, glm.py, minimax.py; tags.py (what they share)
-- Calls in notations of their own: pythonic.py, gemma.py
-- Messages with headers: harmony.py (gpt-oss)
-"""
+from headrace.parsers.formats.harmony import HARMONY
+from headrace.parsers.formats.json_calls import DEEPSEEK_V3, DEEPSEEK_V31, HERMES, KIMI_K2, LLAMA3, MISTRAL
+from headrace.parsers.formats.own_notations import FUNCTION_GEMMA, GEMMA4, LFM2, PYTHONIC
+from headrace.parsers.formats.tag_calls import DEEPSEEK_V32, GLM45, GLM47, MINIMAX_M2, QWEN3_CODER
+from headrace.parsers.table import ReasoningTable, Table
+
+TABLES: tuple[Table, ...] = (
+    HARMONY,
+    DEEPSEEK_V32,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI_K2,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    GLM47,
+    GLM45,
+    GEMMA4,
+    FUNCTION_GEMMA,
+    LFM2,
+    PYTHONIC,
+    MISTRAL,
+    HERMES,
+    LLAMA3,
+)
+"""The tool formats. Of several whose fingerprints a template has, the first counts."""
+
+REASONING_TABLES: tuple[ReasoningTable, ...] = (
+    ReasoningTable(
+        "think",
+        opens=("<think>",),
+        closes=("</think>",),
+        aliases=(
+            "deepseek-r1",
+            "deepseek_r1",
+            "deepseek-v3",
+            "deepseek_v3",
+            "qwen3",
+            "qwen3-thinking",
+            "glm45",
+            "kimi_k2",
+            "minimax",
+            "minimax_m2",
+            "minimax-append-think",
+            "minimax_m2_append_think",
+            "step3",
+            "nemotron_3",
+            "holo2",
+            "hunyuan",
+            "interns1",
+        ),
+        fingerprints=(("<think>",), ("</think>",)),
+    ),
+    ReasoningTable(
+        "mistral", opens=("[THINK]",), closes=("[/THINK]",), aliases=("magistral",), fingerprints=(("[THINK]",),)
+    ),
+    ReasoningTable("kimi", opens=("◁think▷",), closes=("◁/think▷",), fingerprints=(("◁think▷",), ("◁/think▷",))),
+    ReasoningTable(
+        "seed_oss",
+        opens=("<seed:think>",),
+        closes=("</seed:think>",),
+        aliases=("seed-oss",),
+        fingerprints=(("<seed:think>",),),
+    ),
+    ReasoningTable(
+        "gemma4",
+        opens=("<|channel>thought\n", "<|channel>thought"),
+        closes=("<channel|>",),
+        fingerprints=(("<|channel>",), ("<channel|>",)),
+    ),
+)
+"""Reasoning between tags."""

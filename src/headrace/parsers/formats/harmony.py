@@ -26,7 +26,7 @@ _TEXT = {
     "<|channel|>": Go("header", closes=True, keep=True),
 }
 
-TABLE = Table(
+HARMONY = Table(
     name="gpt-oss",
     aliases=("openai", "openai_gptoss", "harmony", "gpt_oss"),
     fingerprints=(("<|channel|>", "<|message|>"),),

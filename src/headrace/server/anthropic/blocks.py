@@ -9,8 +9,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.media_kinds import MediaKind
-from headrace.messages.field_errors import field_error
-from headrace.messages.neutral import is_empty, without_neutral
+from headrace.messages.bodies import field_error, is_empty, without_neutral
 from headrace.server.anthropic.protocol import Block
 from headrace.server.chat.written_items import decoded_text, document, written_out
 

@@ -1,7 +1,7 @@
 """Bodies of Anthropic's routes: every field of its API.
 
 A field is honoured, accepted without effect (`NO_EFFECT`), or refused by name if it requests something that is not supported
-(`refuse_unsupported`). Fields that are not listed here are refused by the decoder, unless they request nothing (`messages/neutral.py`).
+(`refuse_unsupported`). Fields that are not listed here are refused by the decoder, unless they request nothing (`messages/bodies.py`).
 Runs in the event loop that serves HTTP.
 """
 
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import NotFoundError, RequestError
-from headrace.messages.neutral import asks_for_nothing, is_empty
+from headrace.messages.bodies import asks_for_nothing, is_empty
 from headrace.messages.requests import SessionParams
 from headrace.server.error_forms import THREAD_NOT_FOUND
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from headrace.errors import ContextLengthError, RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.media_kinds import ImageRef, MediaKind
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.sampling.params import SamplingParams
 from headrace.server.anthropic.blocks import block_text, check_block, read_blocks
 from headrace.server.anthropic.protocol import (

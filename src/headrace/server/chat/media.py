@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import RequestError
 from headrace.media_kinds import AudioRef, ImageDetail, ImageRef, MediaKind, MediaRef, MediaRefs
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import Message
 from headrace.text.tokenizers import RenderedPrompt, Segment
 

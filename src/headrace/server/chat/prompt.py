@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from headrace.errors import RequestError
 from headrace.media_kinds import NO_REFS, MediaKind, MediaRefs
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import (
     ROLES,
     Conversation,

@@ -4,10 +4,8 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.parsers.base import OutputParser
-from headrace.parsers.reasoning_tokens import reasoning_tokens
-from headrace.parsers.registry import OutputFormat
-from headrace.sampling.params import SamplingParams
-from headrace.sampling.thinking_budget import ThinkingBudget
+from headrace.parsers.registry import OutputFormat, reasoning_tokens
+from headrace.sampling.params import SamplingParams, ThinkingBudget
 from headrace.text.tokenizers import Tokenizer
 
 FIELD = "thinking_budget"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 
 _OPAQUE = frozenset(
     {

@@ -10,8 +10,7 @@ from typing import TypeVar, cast
 import msgspec
 from msgspec import inspect
 
-from headrace.messages.allowed_values import alternatives
-from headrace.messages.neutral import asks_for_nothing
+from headrace.messages.bodies import alternatives, asks_for_nothing
 from headrace.server.http import Exchange
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import (
     ROLES,
     Conversation,

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.config.names import LATEST
+from headrace.config.server_args import LATEST
 from headrace.errors import NotFoundError, RequestError
 from headrace.media_kinds import MediaKind
 from headrace.server.context import ServingContext

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
 from headrace.media_kinds import PARTS, MediaKind
-from headrace.messages.neutral import asks_for_nothing, is_empty
+from headrace.messages.bodies import asks_for_nothing, is_empty
 from headrace.server.chat.conversation import (
     Conversation,
     Message,

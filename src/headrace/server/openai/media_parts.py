@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from headrace.errors import RequestError
 from headrace.media_kinds import DEFAULT_FPS, PARTS, REFS, ImageRef, VideoRef
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import Message
 from headrace.server.chat.media import asks_for, base64_audio, image_detail, part_of
 from headrace.server.openai.protocol import ContentPart

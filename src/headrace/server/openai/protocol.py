@@ -2,7 +2,7 @@
 
 A field is supported, noted as without effect (`noted`), or refused by name if it requests something that is not supported
 (`refuse_unsupported`); docs/fields.md has them all. Fields that are not listed here are refused by the decoder, unless they request nothing
-(`messages/neutral.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Bounds in `extra_json_schema` are for
+(`messages/bodies.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Bounds in `extra_json_schema` are for
 openapi.json; they are checked elsewhere, with better messages. Runs in the event loop that serves HTTP.
 """
 
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from headrace.errors import RequestError
 from headrace.media_kinds import MediaParts
-from headrace.messages.neutral import asks_for_nothing
+from headrace.messages.bodies import asks_for_nothing
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
 from headrace.server.notes import NO_EFFECT, without_effect

@@ -12,8 +12,8 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of, with_options
+from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarKind
-from headrace.messages.neutral import is_empty
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, GrammarFields, Schema, check_only_one, json_value
 
 _JSON_OBJECT: dict[str, object] = {"type": "object"}

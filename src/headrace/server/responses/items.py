@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headrace.errors import RequestError
 from headrace.media_kinds import ImageRef
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import Message, calls_of, check_history, function_call
 from headrace.server.chat.custom_tools import custom_call
 from headrace.server.chat.media import base64_audio, image_detail, part_of

@@ -1,7 +1,7 @@
 """The body of `POST /v1/responses`: every field of OpenAI's API, and additional ones, e.g. `top_k`.
 
 A field is supported, or refused by name if it requests something that is not supported (`refuse_unsupported`). Fields that are not listed here
-are refused by the decoder, unless they request nothing (`messages/neutral.py`). Runs in the event loop that serves HTTP.
+are refused by the decoder, unless they request nothing (`messages/bodies.py`). Runs in the event loop that serves HTTP.
 """
 
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
-from headrace.messages.neutral import asks_for_nothing
+from headrace.messages.bodies import asks_for_nothing
 from headrace.sampling.grammar_fields import GrammarFields, Schema
 from headrace.server.notes import NO_EFFECT, without_effect
 from headrace.server.openai.protocol import AskedEffort, ReasoningEffort, check_temperature

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.errors import ContextLengthError, RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, check_only_one
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.conversation import Conversation

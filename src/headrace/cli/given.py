@@ -1,16 +1,66 @@
-"""Media of the terminal: files of the user, as parts of a message of a chat, or for a prompt.
+"""Files and JSON that are given to commands: a JSON schema, a list of tools, images and audio.
 
-Owns which files are sent, and how a part is shown. The commands read them themselves, so the server needs no permission to read files.
+Owns which files are sent, and how media of a message are shown. Runs in the main process, before a model is loaded: what cannot be used is refused at
+once. The commands read files themselves, so the server needs no permission to.
 """
 
+import json
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.checkpoint.regular_file import open_regular
-from headrace.errors import ConfigError, ModelError
+from headrace.errors import ConfigError, ModelError, RequestError
 from headrace.media_kinds import DEFAULT_FILE_BYTES, PARTS, MediaKind
+from headrace.sampling.grammar_fields import GrammarFields
+
+
+def read_schema(given: str) -> str:
+    """The schema as JSON. given: its JSON (an object, `true` or `false`), else the path of a file.
+
+    Raises ConfigError for a file that cannot be read and for JSON that is no schema. Whether it can be followed is found out when it is used.
+    """
+    is_json = given.lstrip().startswith("{") or given in ("true", "false")
+    source = "the schema" if is_json else given
+    try:
+        text = given if is_json else Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"the schema {given} cannot be read: {reason}") from None
+    try:
+        spec = GrammarFields(json_schema=text).grammar_spec()
+    except RequestError as error:
+        raise ConfigError(error.message.replace("json_schema", source, 1)) from None
+    if spec is None:
+        raise ConfigError(f"{source} is empty")
+    return spec.text
+
+
+def read_tools(given: str) -> list[dict[str, Any]]:
+    """The tools as OpenAI's API takes them. given: their JSON, a list, else the path of a file.
+
+    A tool is `{"type": "function", "function": {"name", "description", "parameters"}}`, or its `function` alone. Raises ConfigError.
+    """
+    from headrace.server.openai.chat_request import tools_of
+
+    is_json = given.lstrip().startswith("[")
+    source = "the list of tools" if is_json else given
+    try:
+        listed = json.loads(given if is_json else Path(given).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the tools in {given} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}") from None
+    if not isinstance(listed, list) or not listed or not all(isinstance(tool, dict) for tool in listed):
+        raise ConfigError(f"{source} must be a list of tools, each an object with a name and parameters")
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
+    try:
+        tools_of(tools)
+    except RequestError as error:
+        raise ConfigError(f"{source}: {error.message}") from None
+    return tools
+
 
 _STARTS = {
     MediaKind.IMAGE: ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp")),

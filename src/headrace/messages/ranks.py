@@ -1,6 +1,19 @@
-"""A step on its way from the leader of a group of ranks to its followers: the wire form of a plan.
+"""What the processes of a tensor-parallel group say to each other.
 
-The followers compute the same step, each its part, but sample nothing: what was sampled comes with the next step, or from device to device.
+Before, between and after the calls of a group over several hosts:
+
+    Hello ---> the leader: a process wants to be this rank, or to watch the group
+    Welcome <- the group is whole        Refused <- the process cannot be in it; why
+    Broken <-> why it has ended          Ended <-> the process has ended as it should
+
+From the leader, work beside the steps that all ranks install together:
+
+    RankJob ---> each rank begins, beside its steps
+    RankPoll --> each rank answers: busy, done or failed; sent until none is busy
+    RankInstall: all are done, so all have the result from here on       RankDrop: one failed, so none has it
+
+And steps, the wire form of plans: the followers compute the same step, each its part, but sample nothing. What was sampled comes with the next
+step, or from device to device.
 """
 
 from typing import Literal
@@ -8,9 +21,127 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from headrace.messages.rank_job import RankBesideSteps
+from headrace.messages.control import ProfileReq
+from headrace.messages.operations import OperationReq
 from headrace.messages.requests import EngineTask, PromptContent
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
+from headrace.messages.weights import ReleaseMemory, ResumeMemory, UpdateFromDisk, UpdateFromTensors
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """rank: None = of a process that has no part of the model and only watches. host: for messages to people. facts: what must be the same."""
+
+    rank: int | None
+    size: int
+    host: str
+    facts: dict[str, str]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All ranks are there."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process cannot be in the group. for_now: it may try again later."""
+
+    reason: str
+    for_now: bool = False
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The group is of no use any more."""
+
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process has ended without an error: a follower may do so before the leader, who told it that there is no more."""
+
+
+GroupNote = Hello | Welcome | Refused | Broken | Ended
+
+
+def difference(own: dict[str, str], theirs: dict[str, str]) -> str:
+    """In words, what differs between the facts of two processes; "" if nothing does."""
+    found = [
+        f"{name} is {theirs.get(name, 'not known')} there and {own.get(name, 'not known')} here"
+        for name in sorted(own.keys() | theirs.keys())
+        if own.get(name) != theirs.get(name)
+    ]
+    return "; ".join(found)
+
+
+class RankLora(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Read an adapter, see `LoadLoraReq`."""
+
+    lora_id: int
+    path: str
+    fingerprint: str
+
+
+class RankParts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Write what it has of these weights to a file `rank-N` in this folder. names: as the model has them."""
+
+    folder: str
+    names: tuple[str, ...]
+
+
+RankWeights = UpdateFromDisk | UpdateFromTensors | ReleaseMemory | ResumeMemory
+"""Operations on weights in which every rank does its part."""
+RankWork = RankLora | RankParts | RankWeights
+
+
+class RankJob(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Begin this work."""
+
+    id: int
+    work: RankWork
+
+
+class RankPoll(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Say how far the job is, as a `RankAnswer`."""
+
+    id: int
+
+
+class RankInstall(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Take up the result of the job."""
+
+    id: int
+
+
+class RankDrop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Forget the job. Unknown ids are ignored."""
+
+    id: int
+
+
+class RankUnload(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Unload an adapter, see `Adapters.unload`."""
+
+    lora_id: int
+
+
+class RankProfile(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Start or stop a profile of its steps. stem: of the file that is written, before the rank."""
+
+    request: ProfileReq
+    stem: str
+
+
+class RankExperts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Count the choices of experts, or stop. The leader's counts are those of all; but who counts computes more tokens in the last layer."""
+
+    counts: bool
+
+
+class RankAsk(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Answer a control operation, by a row of numbers that the leader gathers."""
+
+    message: OperationReq
+
+
+RankBesideSteps = RankAsk | RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile | RankExperts
 
 
 class RankSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -86,22 +217,26 @@ class RankStop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 RankMessage = RankStep | RankLateRows | RankCapture | RankFinish | RankStop | RankBesideSteps
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RankMessage)
+_notes = msgspec.msgpack.Decoder(GroupNote)
+_messages = msgspec.msgpack.Decoder(RankMessage)
 
 
-def pack(message: RankMessage) -> bytes:
-    """As it is sent."""
+def pack(message: GroupNote | RankMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def unpack(data: bytes) -> RankMessage:
+def unpack_note(data: bytes | memoryview) -> GroupNote:
     """As it was sent. Raises msgspec.DecodeError."""
-    message: RankMessage = _decoder.decode(data)
+    note: GroupNote = _notes.decode(data)
+    return note
+
+
+def unpack(data: bytes) -> RankMessage:
+    message: RankMessage = _messages.decode(data)
     return message
 
 
 def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, only_peaks: bool = False) -> RankStep:
-    """The wire form of a plan."""
     return RankStep(
         step=plan.step,
         new=tuple(map(_rank_sequence, plan.new)),
@@ -118,17 +253,14 @@ def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, on
 
 
 def late_rows(seqs: Int32Array, positions: Int32Array) -> RankLateRows:
-    """The wire form of rows that are sampled later."""
     return RankLateRows(seqs.tobytes(), positions.tobytes())
 
 
 def places_of(late: RankLateRows) -> tuple[Int32Array, Int32Array]:
-    """The seqs and positions of rows that were sampled later."""
     return _int32(late.seqs), _int32(late.positions)
 
 
 def plan_of(step: RankStep) -> ModelWorkerBatch:
-    """The plan as a follower runs it."""
     return ModelWorkerBatch(
         step=step.step,
         new=tuple(map(_new_sequence, step.new)),

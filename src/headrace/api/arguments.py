@@ -1,16 +1,78 @@
-"""Media in the arguments of `Engine` and `Runtime`: the bytes of files, as structs, as JSON, and in the parts of messages.
+"""The arguments of `Engine` and `Runtime`: the requests that they make, and the bytes of files as structs, as JSON, and in the parts of messages.
 
-Does not check what else is in the arguments: the request does. Pure functions; any thread.
+Pure functions; any thread.
 """
 
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from headrace.errors import RequestError
 from headrace.media_kinds import PARTS, REFS, FileRef, ImageRef, MediaKind, VideoRef
+from headrace.messages.bodies import converted
+from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
+
+
+@runtime_checkable
+class Array(Protocol):
+    """The common interface of NumPy's arrays and torch's tensors."""
+
+    def tolist(self) -> Any: ...
+
+
+TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
+
+
+def generate_request(
+    prompt: object, sampling_params: object, input_ids: object, stream: bool, others: dict[str, Any]
+) -> GenerateReqInput:
+    """The request, with checked types. Raises RequestError that names the field."""
+    if "text" in others:
+        prompt = others.pop("text") if prompt is None else prompt
+    if input_ids is not None:
+        input_ids = _plain_ids(input_ids)
+    given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
+    return converted(media_structs(without_none(given)), GenerateReqInput)
+
+
+PooledInputs = str | Sequence[str] | Sequence[Sequence[str]]
+"""A text, several, or pairs of texts."""
+
+
+def encode_request(prompt: object, input_ids: object, others: dict[str, Any]) -> EmbeddingReqInput:
+    if "text" in others:
+        prompt = others.pop("text") if prompt is None else prompt
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        prompt = [
+            item if isinstance(item, str) else list(item) if isinstance(item, Sequence) else item for item in prompt
+        ]
+    if input_ids is not None:
+        input_ids = _plain_ids(input_ids)
+    return converted(without_none({"text": prompt, "input_ids": input_ids, **others}), EmbeddingReqInput)
+
+
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _plain_ids(ids: object) -> list[object]:
+    """Token ids, or lists of them, as lists; whether they are integers is checked with the rest. Raises RequestError."""
+    if isinstance(ids, Array):
+        ids = ids.tolist()
+    if not isinstance(ids, list | tuple):
+        raise RequestError(
+            f"input_ids must be a list of token ids, of lists of them, or an array, got {type(ids).__name__}",
+            "input_ids",
+        )
+    return [item if isinstance(item, int) else _plain_item(item) for item in ids]
+
+
+def _plain_item(item: object) -> object:
+    if isinstance(item, Array):
+        item = item.tolist()
+    return list(item) if isinstance(item, tuple) else item
 
 
 def media_structs(given: dict[str, Any]) -> dict[str, Any]:
