@@ -46,7 +46,8 @@ from headrace.processes.model_files import (
     read_pooling_config,
     served_model,
 )
-from headrace.processes.numa import bind, share_of_machine
+from headrace.processes.numa import bind
+from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
     from headrace.server.context import ServedModel

@@ -1,4 +1,4 @@
-"""How the ranks and replicas of a machine divide it: its cores and memory, or NUMA nodes, each process bound to one (--numa-bind).
+"""NUMA nodes of this machine, which of them each rank gets, and binding a process to one (--numa-bind).
 
 A bound process runs on the cores of a node and gets memory from it alone, as with `numactl --cpunodebind --membind`. Both are properties of a
 thread, which threads and processes that it starts later inherit; so a process binds itself before it starts any that compute, and before
@@ -6,9 +6,7 @@ its memory is filled. Linux, by its system calls (set_mempolicy(2), sched_setaff
 """
 
 import ctypes
-import dataclasses
 import errno
-import math
 import os
 import platform
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -109,53 +107,6 @@ def bindings(args: ServerArgs, replica: int = 0, folder: Path = SYSFS, status: P
             f"--numa-bind: {folder} names no NUMA node with memory and cores that this process may use; leave the option out"
         )
     return dealt(nodes, args.num_replicas * each)[replica * each : (replica + 1) * each]
-
-
-def share_of_machine(args: ServerArgs, bindings: Sequence[Binding] = ()) -> ServerArgs:
-    """The options of one rank of one replica: cores and host memory are divided by the ranks and replicas here. GPUs are not.
-
-    bindings: with --numa-bind, the one of this rank and then, in a leader, which decides on the KV cache, those of its followers. Such a rank
-    has its share of its node, and no more memory than the node with the least room has for each. Raises ConfigError if it would run on a GPU.
-    """
-    shares = args.num_replicas * args.num_ranks // args.num_nodes
-    if shares == 1 and not bindings:
-        return args
-    import torch
-
-    from headrace.config.resolve import MEM_FRACTION
-
-    on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    if on_gpu and bindings:
-        raise ConfigError(
-            "--numa-bind binds ranks that compute on the CPU, and this model would run on a GPU: add --device cpu"
-        )
-    fraction = args.mem_fraction_static
-    if not on_gpu:
-        fraction = (fraction or MEM_FRACTION["cpu"]) * _part_of_memory(shares, bindings)
-    return dataclasses.replace(args, num_threads=_num_threads(args, shares, bindings), mem_fraction_static=fraction)
-
-
-def _num_threads(args: ServerArgs, shares: int, bindings: Sequence[Binding]) -> int:
-    from headrace.kernels.cpu import default_num_threads, quota_cpus
-
-    if args.num_threads is not None or not bindings:
-        return max(1, (args.num_threads or default_num_threads()) // shares)
-    own, quota = bindings[0], quota_cpus()
-    of_node = len(own.cores) // own.num_ranks
-    return max(1, of_node if quota is None else min(of_node, math.ceil(quota) // shares))
-
-
-def _part_of_memory(shares: int, bindings: Sequence[Binding]) -> float:
-    """What a rank may use of the memory that is available here."""
-    if not bindings:
-        return 1 / shares
-    import torch
-
-    from headrace.execution.memory import available_bytes
-
-    available = {node.number: node.available_bytes for node in read_nodes()}
-    least = min(available[one.node] / one.num_ranks for one in bindings)
-    return min(1 / shares, least / available_bytes(torch.device("cpu")))
 
 
 def bind(binding: Binding) -> None:

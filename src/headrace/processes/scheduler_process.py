@@ -24,7 +24,8 @@ from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
 from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config, tokens_of
-from headrace.processes.numa import bind, bindings, share_of_machine
+from headrace.processes.numa import bind, bindings
+from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
