@@ -11,7 +11,6 @@ from typing import Any
 
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.server.anthropic.messages import AnthropicErrorReply, MessagesServing
-from headrace.server.anthropic.models import AnthropicModels, by_version
 from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from headrace.server.context import ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
@@ -126,10 +125,7 @@ def _openai_routes(context: ServingContext) -> list[RouteSpec]:
     }
     responses_asked = {"A question": response, "Streamed": {**response, "stream": True}}
     chatting, completions = ChatServing(context), CompletionServing(context)
-    embeddings, responses = EmbeddingServing(context), ResponsesAPI(context)
-    models, cards = ModelsAPI(context), AnthropicModels(context)
-    list_models = by_version(cards.list_models, models.list_models)
-    get_model = by_version(cards.get_model, models.get_model)
+    embeddings, responses, models = EmbeddingServing(context), ResponsesAPI(context), ModelsAPI(context)
     kept = partial(RouteSpec, tag="OpenAI")
     row = partial(kept, with_replicas=True)
     # fmt: off
@@ -142,8 +138,8 @@ def _openai_routes(context: ServingContext) -> list[RouteSpec]:
         kept("/v1/responses/{id}", DELETE, "user", responses.delete, "Forget a kept response"),
         kept("/v1/responses/{id}/cancel", POST, "user", responses.cancel, "Refused: no response runs in the background"),
         kept("/v1/responses/{id}/input_items", GET, "user", responses.input_items, "Input of a kept response", query=ItemsQuery),
-        row("/v1/models", GET, "user", list_models, "Served models"),
-        row("/v1/models/{id:path}", GET, "user", get_model, "One model"),
+        row("/v1/models", GET, "user", models.list_models, "Served models"),
+        row("/v1/models/{id:path}", GET, "user", models.get_model, "One model"),
     ]
     # fmt: on
 

@@ -16,9 +16,9 @@ from headrace.frontend.sample_update import LogprobItem, SampleUpdate, failure_o
 from headrace.messages.outputs import FinishReason
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.choice_stream import ChoiceStream
-from headrace.server.chat.logprobs import token_logprob
 from headrace.server.error_forms import ApiError, ollama_error
 from headrace.server.http import describe_error, encode_json
+from headrace.server.openai.logprobs import token_logprob
 from headrace.text.tokenizers import Tokenizer
 
 NDJSON = b"application/x-ndjson"

@@ -11,7 +11,8 @@ from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.openai.chat_request import conversation_of
-from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, ReasoningEffort
+from headrace.server.openai.fields import ReasoningEffort
+from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,8 +53,7 @@ class TokenizeAPI:
         """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
         self.context.check_tokenizer("prompt")
         body = await exchange.read_json(_TOKENIZE)
-        if body.model is not None:
-            self.context.adapter_of(body.model)
+        self.context.adapter_of(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if isinstance(body.prompt, list):
@@ -114,8 +114,7 @@ class TokenizeAPI:
         """`{text}`; a list when `tokens` was a list of lists."""
         self.context.check_tokenizer("tokens")
         body = await exchange.read_json(_DETOKENIZE)
-        if body.model is not None:
-            self.context.adapter_of(body.model)
+        self.context.adapter_of(body.model or "")
         texts = await self.context.in_text_thread(lambda: self._texts(body.tokens, body.skip_special_tokens))
         await exchange.reply_json({"text": texts})
 

@@ -1,20 +1,46 @@
-"""What the output of an OpenAI route must match: `response_format`, and the names that vLLM, SGLang and llama.cpp's server use.
+"""Fields that several bodies of OpenAI's routes have: sampling and routing (`SharedFields`), and what the output must match (`StructuredFields`):
+`response_format`, and the names that vLLM, SGLang and llama.cpp's server use.
 
-Owns these fields, and which of the runtime's own fields (`sampling/grammar_fields.py`) each of them means. The checks of the grammars
-themselves are made there. Runs in the event loop that serves HTTP.
+Owns their checks, and which of the runtime's own fields each of them means. The checks of grammars are made in `sampling/grammar_fields.py`. Bounds
+in `extra_json_schema` are for openapi.json; they are checked elsewhere, with better messages. Runs in the event loop that serves HTTP.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from headrace.errors import RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of, with_options
 from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarKind
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, GrammarFields, Schema, check_only_one, json_value
+from headrace.sampling.params import SamplingParams
+from headrace.server.chat.conversation import unsupported
+
+MAX_LOGPROBS = 20
+"""Most alternatives per token on the OpenAI routes, the same as OpenAI's."""
+
+MAX_TEMPERATURE = 2.0
+"""Of OpenAI's API; `/generate` has no such limit."""
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+AskedEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "default"]
+
+# Optional numbers, by their bounds.
+FromMinus2 = Annotated[int | None, Meta(extra_json_schema={"minimum": -2})]
+FromMinus1 = Annotated[int | None, Meta(extra_json_schema={"minimum": -1})]
+From0 = Annotated[int | None, Meta(extra_json_schema={"minimum": 0})]
+From1 = Annotated[int | None, Meta(extra_json_schema={"minimum": 1})]
+NumLogprobs = Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})]
+Share = Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
+Penalty = Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
+RepetitionPenalty = Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})]
+
+_SAMPLED = frozenset(SamplingParams.__struct_fields__) - {*GRAMMAR_KINDS, "n", "thinking_budget"}
+"""Fields that mean the same in requests and in `SamplingParams`."""
 
 _JSON_OBJECT: dict[str, object] = {"type": "object"}
 _OF_TYPE: dict[str | None, tuple[str, ...]] = {
@@ -80,15 +106,102 @@ class AskedGrammar:
         return {self.kind: with_one_of_as_any_of(self.value) if is_loose else self.value}
 
 
-class StructuredFields(GrammarFields, frozen=True, kw_only=True):
+class SharedFields(GrammarFields, frozen=True, kw_only=True):
+    """Fields of every route that generates; None = not set.
+
+    model: "" and "default" mean the served model. repeat_penalty: Ollama's name of repetition_penalty. format: Ollama's, "json" or a schema.
+    """
+
+    model: str = ""
+    stream: bool | None = None
+    stop: str | list[str] | None = None
+    seed: FromMinus1 = None
+    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 2})] = None
+    top_p: Share = None
+    top_k: FromMinus1 = None
+    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    typical_p: Share = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    repetition_penalty: RepetitionPenalty = None
+    repeat_penalty: RepetitionPenalty = None
+    ignore_eos: bool | None = None
+    format: str | Schema | None = None
+    think: bool | ReasoningEffort | None = None
+    user: str | None = None
+    lora_path: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    routed_dp_rank: From0 = None
+    data_parallel_rank: From0 = None
+    # Ollama's and llama.cpp's; noted.
+    options: object | None = None
+    num_ctx: object | None = None
+    num_keep: object | None = None
+    num_batch: object | None = None
+    num_gpu: object | None = None
+    num_thread: object | None = None
+    main_gpu: object | None = None
+    low_vram: object | None = None
+    numa: object | None = None
+    use_mmap: object | None = None
+    use_mlock: object | None = None
+    keep_alive: object | None = None
+    timings_per_token: object | None = None
+    request_id: object | None = None
+    id_slot: object | None = None
+    service_tier: str | None = None
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that are given, apart from the grammars."""
+        named = ((name, getattr(self, name)) for name in self.__struct_fields__ if name in _SAMPLED)
+        given = {name: value for name, value in named if value is not None}
+        if self.repeat_penalty is not None:
+            given.setdefault("repetition_penalty", self.repeat_penalty)
+        return given
+
+    def call_fields(self) -> dict[str, Any]:
+        """The fields of `GenerateReqInput` beside its prompt and how it is sampled."""
+        return {
+            "stream": bool(self.stream),
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "lora_path": self.lora_path,
+            "routed_dp_rank": self.routed_dp_rank,
+            "data_parallel_rank": self.data_parallel_rank,
+        }
+
+    def check_sampling(self) -> None:
+        """Raises RequestError for what only these routes refuse, and for two names with different values."""
+        if self.temperature is not None and self.temperature > MAX_TEMPERATURE:
+            raise RequestError(
+                f"temperature must be between 0 and {MAX_TEMPERATURE:g}, got {self.temperature}", "temperature"
+            )
+        check_same({"repeat_penalty": self.repeat_penalty, "repetition_penalty": self.repetition_penalty})
+
+
+def check_same(given: Mapping[str, object]) -> None:
+    """Raises RequestError for several names of one field with different values. given: the values by name, None = not given."""
+    said = {name: value for name, value in given.items() if value is not None}
+    if len(set(said.values())) > 1:
+        first, *_, last = said
+        raise RequestError(f"{first} and {last} differ: give one of them", first)
+
+
+def check_num_logprobs(field: str, count: int | None) -> None:
+    """Raises RequestError for more alternatives than there can be."""
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise RequestError(f"{field} must be between 0 and {MAX_LOGPROBS}, got {count}", field)
+
+
+class StructuredFields(SharedFields, frozen=True, kw_only=True):
     """Every field that says what the output must match; at most one may ask for something.
 
-    format: Ollama's, "json" or a schema. grammar: GBNF (llama.cpp). The names with `guided_` are those of older versions of vLLM.
+    grammar: GBNF (llama.cpp). The names with `guided_` are those of older versions of vLLM.
     """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    format: str | Schema | None = None
     grammar: str | None = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
@@ -100,13 +213,14 @@ class StructuredFields(GrammarFields, frozen=True, kw_only=True):
     def asked_grammar(self) -> AskedGrammar | None:
         """The grammar that is asked for; None = none. Raises RequestError, which names the client's fields."""
         given = [asked for asked in self._all_asked() if not is_empty(asked.value)]
-        whitespace = self._whitespace()
-        if not given:
-            if whitespace is not None:
-                raise _needs_schema(whitespace[0])
-            return None
         check_only_one([asked.name for asked in given])
-        return given[0] if whitespace is None else _with_whitespace(given[0], *whitespace)
+        asked = given[0] if given else None
+        if (whitespace := self._whitespace()) is None:
+            return asked
+        field, options = whitespace
+        if asked is None or asked.kind != "json_schema":
+            raise RequestError(f"{field} is for JSON only, and this request asks for no JSON schema", field)
+        return replace(asked, value=with_options(json_value(asked.name, asked.value), options))
 
     def _all_asked(self) -> Iterator[AskedGrammar]:
         """Every field that could ask, some with empty values. Raises RequestError."""
@@ -147,7 +261,7 @@ def _asked_by_vllm(given: StructuredOutputs) -> Iterator[AskedGrammar]:
     if given.disable_additional_properties:
         field = "structured_outputs.disable_additional_properties"
         message = f"{field} is not supported: objects that list properties have no others; write additionalProperties: false for the rest"
-        raise RequestError(message, field, "unsupported_parameter")
+        raise unsupported(field, message)
     yield AskedGrammar("structured_outputs.json", "json_schema", given.json)
     yield AskedGrammar("structured_outputs.regex", "regex", given.regex)
     yield AskedGrammar("structured_outputs.choice", "choice", given.choice)
@@ -186,24 +300,16 @@ def _asked_by_format(given: ResponseFormat) -> AskedGrammar:
 
 def _schema_of(given: ResponseFormat) -> object:
     """The schema of the type `json_schema`. Raises RequestError when there is none or more than one."""
-    own = None if given.json_schema is None else given.json_schema.schema
+    own, field = None if given.json_schema is None else given.json_schema.schema, "response_format.json_schema.schema"
     if own is not None and given.schema is not None:
-        message = "response_format.schema and response_format.json_schema.schema are both given: give one of them"
-        raise RequestError(message, "response_format.schema")
-    schema = given.schema if own is None else own
+        raise RequestError(
+            f"response_format.schema and {field} are both given: give one of them", "response_format.schema"
+        )
+    return required_schema(field, given.schema if own is None else own)
+
+
+def required_schema(field: str, schema: Schema | None) -> object:
+    """The schema of a format that needs one. An empty value means "not set" elsewhere; here it is a schema. Raises RequestError."""
     if schema is None:
-        field = "response_format.json_schema.schema"
         raise RequestError(f"{field} is missing", field, "missing_field")
-    # An empty value means "not set" elsewhere; here it is a schema.
     return schema or msgspec.json.encode(schema).decode()
-
-
-def _with_whitespace(asked: AskedGrammar, field: str, options: dict[str, object]) -> AskedGrammar:
-    """The same with a schema that has these options, unless it has its own. Raises RequestError if it is no schema."""
-    if asked.kind != "json_schema":
-        raise _needs_schema(field)
-    return replace(asked, value=with_options(json_value(asked.name, asked.value), options))
-
-
-def _needs_schema(field: str) -> RequestError:
-    return RequestError(f"{field} is for JSON only, and this request asks for no JSON schema", field)
