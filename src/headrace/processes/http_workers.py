@@ -20,13 +20,12 @@ from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.processes.child import ChildProcess
 from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
-from headrace.server.address import local_url
-from headrace.server.tls import uses_tls
+from headrace.server.address import local_url, uses_tls
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.server.auth import ApiKeys
     from headrace.server.context import ServerStatus
-    from headrace.server.keys import ApiKeys
 
 STOP_WORKER_S = 5.0
 """How long a worker that was told to stop may finish its replies before it is killed."""

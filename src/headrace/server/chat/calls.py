@@ -28,7 +28,7 @@ from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt, media_renamed
 from headrace.server.context import Asker, ServingContext
-from headrace.server.output_limit import OutputLimit
+from headrace.server.notes import OutputLimit
 
 _BUDGET = "thinking_budget"
 
