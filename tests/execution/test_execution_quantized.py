@@ -8,10 +8,9 @@ import torch
 from runner_harness import CONTEXT, prompt, save_llama
 from safetensors.torch import load_file, save_file
 
-from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.source import open_checkpoint
-from headrace.checkpoint.weight_formats import FORMATS, STORED, names_on_cpu
+from headrace.checkpoint.weight_formats import FORMATS, OWN_METHOD, STORED, names_on_cpu
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build import build_worker

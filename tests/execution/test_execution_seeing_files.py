@@ -13,8 +13,7 @@ from headrace.execution.load_weights import load_model
 from headrace.execution.save_weights import WeightSaver
 from headrace.layers.weight import Placement
 from headrace.models.media import encode
-from headrace.models.multimodal import stored_name
-from headrace.models.registry import model_class_for
+from headrace.models.registry import model_class_for, stored_name
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
-from headrace.checkpoint.rotation import rotated_rows, rotated_weights, rotation_block, unrotated_weights
+from headrace.checkpoint.quantized_matrix import (
+    QuantizedMatrix,
+    rotated_rows,
+    rotated_weights,
+    rotation_block,
+    stack,
+    unrotated_weights,
+)
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP, codes_of
 from headrace.kernels import cpu
 from headrace.kernels.packing import QUANTIZED_LAYOUTS

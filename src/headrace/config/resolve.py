@@ -12,9 +12,8 @@ import msgspec
 
 from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
+from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme, stored_scheme
 from headrace.config.checks import check_guesses_on
 from headrace.config.machine import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs

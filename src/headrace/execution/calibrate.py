@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, Scheme, StoredScheme
+from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, OWN_METHOD, Scheme, StoredScheme
 from headrace.errors import ModelError
 from headrace.execution.load_weights import IN_THIS_THREAD, Job, LoadThreads, load_model
 from headrace.execution.perplexity import WindowRunner
@@ -28,8 +27,7 @@ from headrace.layers.quantization import integer_format
 from headrace.layers.quantization.base import Calibrator
 from headrace.layers.weight import Observable, Placement, Weight
 from headrace.models.decoder import DecoderLM
-from headrace.models.multimodal import stored_name
-from headrace.models.registry import model_class_for
+from headrace.models.registry import model_class_for, stored_name
 from headrace.models.spec import Model
 
 Progress = Callable[[str], None]

@@ -18,8 +18,7 @@ from headrace.checkpoint.lora import WEIGHTS_NAME, LoraCheckpoint, ModuleNames
 from headrace.errors import ModelError
 from headrace.kernels import LoraFactors, LoraPart, LoraRows
 from headrace.kernels.packing import Rows
-from headrace.layers.linear import Linear
-from headrace.layers.lora import LinearAdapters, LoraStep
+from headrace.layers.linear import Linear, LinearAdapters, LoraStep
 from headrace.layers.weight import Placement
 from headrace.models.spec import CausalLM
 

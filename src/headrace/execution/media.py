@@ -19,8 +19,7 @@ from headrace.log import get_logger
 from headrace.messages.media import MediaItem, num_parts
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
-from headrace.models.media import DeepRows, MediaEncoder, MediaInput, Slices, encode
-from headrace.models.places import Places, places_of
+from headrace.models.media import DeepRows, MediaEncoder, MediaInput, Places, Slices, encode, places_of
 
 _logger = get_logger(__name__)
 

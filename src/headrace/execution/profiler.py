@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headrace.errors import RequestError
-from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.mlp import ExpertCounts
 from headrace.log import get_logger
 from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ProfileReq
 

@@ -27,7 +27,7 @@ from headrace.execution import rank_operations
 from headrace.execution.lora import LoraPool
 from headrace.execution.profiler import ExpertRecorder, StepProfiler, new_stem
 from headrace.execution.update_weights import Job, ModelWeights, bytes_message, tensor_in_file
-from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq

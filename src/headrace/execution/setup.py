@@ -36,8 +36,7 @@ from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu import default_num_threads
 from headrace.layers.weight import Placement
-from headrace.models.multimodal import stored_name
-from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for
+from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for, stored_name
 from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 
 

@@ -48,8 +48,8 @@ def quantize_rows(
 
     group: elements that share a scale; a multiple of 32, or at least k for one scale a row (ValueError otherwise). scale = largest
     magnitude / limit, where limit is 127, or 8191 in 16 bits; values are x / scale to the nearest, -limit .. limit. NaN or infinity
-    makes the scale non-finite. rotated: x is rotated first (`checkpoint.rotation`); groups have 32 or 128 elements. `linear` does this first if
-    its weight is quantised; it is an op of its own for tests and calibration.
+    makes the scale non-finite. rotated: x is rotated first (`checkpoint.quantized_matrix`); groups have 32 or 128 elements. `linear` does this
+    first if its weight is quantised; it is an op of its own for tests and calibration.
     """
     if group <= 0 or (group % KERNEL_GROUP and group < x.shape[1]):
         raise ValueError(f"quantize_rows: group must be a multiple of {KERNEL_GROUP} or a whole row, got {group}")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.checkpoint.rotation import walsh_hadamard
+from headrace.checkpoint.quantized_matrix import walsh_hadamard
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP, Rounding, Scheme
 
 PAGE_SIZE = 16

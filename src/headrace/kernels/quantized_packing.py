@@ -7,8 +7,7 @@ thread loads, updates or exports a model.
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.rotation import unrotated_weights
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, unrotated_weights
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, WIDE_GROUP, codes_of
 from headrace.kernels.packing import (
     PACKED_COLUMNS,

@@ -11,8 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.rotation import rotated_rows
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, rotated_rows
 from headrace.kernels.drawing import draw, exp_sums
 from headrace.kernels.packing import (
     PAGE_SIZE,

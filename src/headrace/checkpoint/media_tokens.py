@@ -1,19 +1,18 @@
-"""What stands for an item in a prompt: tokens, and which of them are rows of the encoder's output.
+"""The tokens that stand for an item of media in a prompt, and which of them are rows of the encoder's output.
 
-Owns `TokenLayout`, `LoadedItem`, how tokens join those of the text around them, and what a family needs to say which they are: the vocabulary,
-and checks that the processor's sizes are those of the encoder. Imports no numpy, which reading a config does not need.
+Owns what a family needs to say which they are: the vocabulary, and checks that the processor's sizes are those of the encoder. Imports no numpy,
+which reading a config does not need.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from headrace.checkpoint.image_processors import ImageSettings
+from msgspec.structs import replace
+
 from headrace.checkpoint.media_config import MediaConfig
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.errors import ModelError
-
-if TYPE_CHECKING:
-    from headrace.messages.media import MediaItem
 
 
 class ItemFacts(NamedTuple):
@@ -40,16 +39,7 @@ class TokenLayout:
         return sum(length for _, length, _ in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedItem:
-    """An item that is ready for the encoder, and its tokens."""
-
-    item: "MediaItem"
-    layout: TokenLayout
-
-
 def layout_of(tokens: Sequence[int], row_token: int) -> TokenLayout:
-    """The layout of these tokens, of which each `row_token` stands for the next row."""
     spans: list[tuple[int, int, int]] = []
     start = row = 0
     for index, token in enumerate([*tokens, None]):
@@ -62,44 +52,7 @@ def layout_of(tokens: Sequence[int], row_token: int) -> TokenLayout:
     return TokenLayout(tuple(tokens), tuple(spans))
 
 
-class Joints:
-    """Puts layouts and text together, so that the tokens are those of the whole text.
-
-    letter_runs: of the tokens that are runs of one letter, such as line ends, the number of letters. encode: the tokens of a run of so many. Where a
-    layout and the text beside it have such runs, the text has one run, which the tokenizer may read as other tokens.
-    """
-
-    def __init__(self, letter_runs: Mapping[int, int], encode: Callable[[int], Sequence[int]]) -> None:
-        self._runs = letter_runs
-        self._encode = encode
-
-    def append(self, tokens: list[int], more: Sequence[int]) -> int:
-        """Append to the tokens of a text those of the text after it. Returns the index at which `more` would begin; it may be none of
-        theirs, if both meet in a run."""
-        before = 0
-        while before < len(tokens) and tokens[-1 - before] in self._runs:
-            before += 1
-        after = 0
-        while after < len(more) and more[after] in self._runs:
-            after += 1
-        if before and after:
-            run = [*tokens[len(tokens) - before :], *more[:after]]
-            tokens[len(tokens) - before :] = self._encode(sum(self._runs[token] for token in run))
-            more = more[after:]
-        else:
-            after = 0
-        start = len(tokens) - after
-        tokens += more
-        return start
-
-
-PLAIN = Joints({}, lambda count: ())
-"""Of layouts that begin and end with special tokens."""
-
-
 class Vocabulary(Protocol):
-    """What is needed of a tokenizer."""
-
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]: ...
 
     def token_to_id(self, token: str) -> int | None: ...
@@ -107,14 +60,11 @@ class Vocabulary(Protocol):
     def id_to_token(self, token_id: int) -> str | None: ...
 
 
-LayoutOf = Callable[[ItemFacts], TokenLayout]
-
-
 class KindTokens(NamedTuple):
     """Of one kind of media: the token that stands for an item in a prompt that a client sends, and what stands for it in what the model reads."""
 
     token_id: int
-    layout: LayoutOf
+    layout: Callable[[ItemFacts], TokenLayout]
 
 
 class Tokens:
@@ -125,14 +75,12 @@ class Tokens:
         self.row = row
 
     def text(self, token_id: int) -> str:
-        """Raises ModelError."""
         text = self._vocabulary.id_to_token(token_id)
         if text is None:
             raise ModelError(f"the tokenizer has no token {token_id}, which stands for an image, audio or a video")
         return text
 
     def id(self, text: str) -> int:
-        """Raises ModelError."""
         token_id = self._vocabulary.token_to_id(text)
         if token_id is None:
             raise ModelError(f"the tokenizer has no token {text!r}, which its media need")
@@ -143,7 +91,6 @@ class Tokens:
         return self._vocabulary.encode(text, add_special_tokens=False, allow_special=True)
 
     def layout(self, tokens: list[int]) -> TokenLayout:
-        """The layout of these tokens."""
         return layout_of(tokens, self.row)
 
 
@@ -165,8 +112,18 @@ def check_side(settings: ImageSettings, side: int) -> None:
         )
 
 
+def check_tiles(settings: ImageSettings, side: int) -> None:
+    """Raises ModelError if images are not cut into tiles of the one size that the tower takes."""
+    if settings.recipe != "tiled" or (settings.size.height, settings.size.width) != (side, side):
+        raise ModelError(f"the image processor does not make tiles of {side} x {side} pixels")
+
+
+def into_tiles(media: MediaConfig, settings: ImageSettings) -> ImageSettings:
+    """`Vision.settings` of families whose processor asks for tiles, whatever the file says."""
+    return replace(settings, splits=True)
+
+
 def token_of(config: dict[str, Any], name: str, default: int) -> int:
-    """A token of config.json. Raises ModelError."""
     value = config.get(name, default)
     if not isinstance(value, int):
         raise ModelError(f"config.json: {name} is {value!r:.80}; expected a token")

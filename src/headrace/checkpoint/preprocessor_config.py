@@ -1,7 +1,7 @@
-"""How a checkpoint wants images and frames of videos to be prepared: `ImageSettings`, read from its `preprocessor_config.json` and the like.
+"""How a checkpoint wants its media prepared: `ImageSettings` and `AudioSettings`, read from `preprocessor_config.json` and the like.
 
-Owns the kinds of image processors that are known, with the defaults of transformers, and every spelling of their settings. A setting that is not
-known is refused, since it may change the values. Does not prepare anything (`multimodal.processors`). Imports neither torch nor transformers.
+Owns the image processors and feature extractors that are known, with the defaults of transformers, and every spelling of their settings. A setting
+that is not known is refused, since it may change the values. Prepares nothing (`multimodal`). Imports neither torch nor transformers.
 """
 
 import math
@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.checkpoint.families import vision
-from headrace.checkpoint.json_file import read_json_object
+from headrace.checkpoint.files import read_json_object
 from headrace.errors import ModelError
 
 Recipe = Literal["fixed", "pixtral", "split", "patches", "anyres", "tiled"]
@@ -172,7 +171,7 @@ _COMMON = frozenset({
     "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std",
     "do_pad", "pad_size", "default_to_square", "do_convert_rgb",
 })  # fmt: skip
-_OF_NO_EFFECT = frozenset({
+_IMAGES_IGNORE = frozenset({
     "image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "data_format", "input_data_format", "device",
     "disable_grouping", "return_tensors", "model_input_names", "image_seq_length", "image_seq_len", "video_sampling", "video_size",
     "video_processor_type", "do_sample_frames", "num_frames", "fps", "return_metadata", "video_metadata", "max_duration",
@@ -180,58 +179,54 @@ _OF_NO_EFFECT = frozenset({
 """Settings that do not change the values of one image. What a file says of videos belongs to another processor."""
 
 
-def read_image_settings(folder: Path, family: str) -> ImageSettings:
-    """The settings of a checkpoint's folder. family: its model type. Raises ModelError, with the reason if images cannot be prepared."""
-    nested = _read_if_there(folder / "processor_config.json").get("image_processor")
-    if isinstance(nested, dict):
-        return image_settings(nested, family)
-    if not (folder / "preprocessor_config.json").is_file():
-        raise ModelError("preprocessor_config.json is missing: it says how images are prepared")
-    return image_settings(read_json_object(folder / "preprocessor_config.json"), family)
+def read_image_settings(folder: Path, default: str) -> ImageSettings:
+    """Of a checkpoint's folder. default: see `Vision.image_processor`. Raises ModelError, with the reason if images cannot be prepared."""
+    return image_settings(_read_nested(folder, "image_processor", "images are"), default)
 
 
-def image_settings(config: dict[str, Any], family: str) -> ImageSettings:
-    """The settings of such a file. Raises ModelError."""
-    name = _kind_name(config, family)
-    kind = _KINDS.get(name)
-    if kind is None:
-        known = ", ".join(f"{each}ImageProcessor" for each in _KINDS)
-        raise ModelError(f"images for a {name!r:.80} image processor cannot be prepared; those for these can: {known}")
-    return _of_kind(config, kind, name)
+def image_settings(config: dict[str, Any], default: str = "") -> ImageSettings:
+    name = config.get("image_processor_type") or config.get("feature_extractor_type")
+    if name is None:
+        name = default
+    if not isinstance(name, str):
+        raise ModelError("image_processor_type is no name")
+    for ending in ("Fast", "Pil", "FeatureExtractor", "ImageProcessor"):
+        name = name.removesuffix(ending)
+    return _of_kind(config, _known(_KINDS, name, "ImageProcessor", "images for a {} image processor"), name)
 
 
-def read_video_settings(folder: Path, family: str) -> ImageSettings | None:
-    """The settings for frames of videos; None = the family takes no videos. Raises ModelError, with the reason if videos cannot be prepared."""
-    default = vision()[family].video_processor if family in vision() else ""
-    if not default:
-        return None
+def read_video_settings(folder: Path, default: str) -> ImageSettings:
+    """The settings for frames of videos. default: see `Vision.video_processor`. Raises ModelError, with the reason if videos cannot be prepared."""
     config = _read_if_there(folder / "processor_config.json").get("video_processor")
-    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+    for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if not isinstance(config, dict):
-            config = _read_if_there(folder / name) or None
+            config = _read_if_there(folder / file) or None
     if config is None:
         raise ModelError("video_preprocessor_config.json is missing: it says how videos are prepared")
     name = str(config.get("video_processor_type") or default).removesuffix("VideoProcessor")
-    kind = _VIDEO_KINDS.get(name)
-    if kind is None:
-        known = ", ".join(f"{each}VideoProcessor" for each in _VIDEO_KINDS)
-        raise ModelError(f"videos for a {name!r:.80} video processor cannot be prepared; those for these can: {known}")
+    kind = _known(_VIDEO_KINDS, name, "VideoProcessor", "videos for a {} video processor")
     if config.get("cap_pixels_per_frame"):
         raise ModelError("the video processor's cap_pixels_per_frame is not served")
     return msgspec.structs.replace(_of_kind(config, kind, name), by_volume=name == "Qwen3VL")
 
 
+def _known(kinds: dict[str, _Kind], name: str, ending: str, what: str) -> _Kind:
+    if name not in kinds:
+        known = ", ".join(f"{each}{ending}" for each in kinds)
+        raise ModelError(f"{what.format(f'{name!r:.80}')} cannot be prepared; those for these can: {known}")
+    return kinds[name]
+
+
 def _of_kind(config: dict[str, Any], kind: _Kind, name: str) -> ImageSettings:
     given = {key: value for key, value in config.items() if value is not None}
-    unknown = given.keys() - _COMMON - _OF_NO_EFFECT - kind.own - kind.defaults.keys()
+    unknown = given.keys() - _COMMON - _IMAGES_IGNORE - kind.own - kind.defaults.keys()
     if unknown:
         raise ModelError(f"the image processor has a setting that is not known: {', '.join(sorted(unknown))!s:.200}")
-    keys = _Keys(kind.defaults | given)
-    _refuse(keys, name)
-    return _settings(keys, kind, name)
-
-
-def _settings(keys: "_Keys", kind: _Kind, name: str) -> ImageSettings:
+    keys = _Keys("image processor", kind.defaults | given)
+    if keys.flag("do_pan_and_scan"):
+        raise ModelError("the image processor's do_pan_and_scan is not served")
+    if keys.config.get("pad_size") is not None:
+        raise ModelError("the image processor's pad_size is not served")
     size = keys.size("size", square=keys.flag("default_to_square"))
     if kind.recipe == "patches":
         size = Size(
@@ -258,7 +253,7 @@ def _settings(keys: "_Keys", kind: _Kind, name: str) -> ImageSettings:
         scale=keys.number("rescale_factor") if keys.flag("do_rescale") else 0.0,
         mean=keys.numbers("image_mean") if keys.flag("do_normalize") else (),
         std=keys.numbers("image_std") if keys.flag("do_normalize") else (),
-        patch_size=_Keys({"patch_size": patch}).count("patch_size", least=0, most=256),
+        patch_size=_Keys(keys.owner, {"patch_size": patch}).count("patch_size", least=0, most=256),
         temporal_patch_size=keys.count("temporal_patch_size", 1, most=16),
         merge_size=keys.count("merge_size", 1, most=16),
         max_side=keys.size("max_image_size", square=True).longest_edge,
@@ -312,54 +307,107 @@ def _check_size(settings: ImageSettings) -> None:
         raise ModelError("the image processor's do_center_crop is not served")
 
 
-def _refuse(keys: "_Keys", name: str) -> None:
-    """Raises ModelError for settings whose steps are not served."""
-    if keys.flag("do_pan_and_scan"):
-        raise ModelError("the image processor's do_pan_and_scan is not served")
-    if keys.config.get("pad_size") is not None:
-        raise ModelError("the image processor's pad_size is not served")
+_EXTRACTOR = "WhisperFeatureExtractor"
+_MOST_FRAMES = 1 << 14
+_AUDIO_SIZES = frozenset({"sampling_rate", "feature_size", "n_fft", "hop_length", "chunk_length"})
+_AUDIO_SERVED = {"dither": 0, "padding_value": 0, "padding_side": "right", "do_normalize": False}
+"""Settings of which only one value is served."""
+_AUDIO_IGNORES = frozenset({
+    "feature_extractor_type", "processor_class", "auto_map", "device", "return_tensors", "model_input_names", "return_attention_mask",
+    "mel_filters",
+})  # fmt: skip
+"""Settings that do not change the values of one sound. Older files list the mel filters, which transformers computes anew."""
 
 
-def _kind_name(config: dict[str, Any], family: str) -> str:
-    name = config.get("image_processor_type") or config.get("feature_extractor_type")
-    if name is None:
-        return vision()[family].image_processor if family in vision() else family
-    if not isinstance(name, str):
-        raise ModelError("image_processor_type is no name")
-    for ending in ("Fast", "Pil", "FeatureExtractor", "ImageProcessor"):
-        name = name.removesuffix(ending)
-    return name
+class AudioSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes the values of a sound: log-mel features, as `WhisperFeatureExtractor` of transformers computes them.
+
+    sampling_rate: samples in a second. num_mel_bins: values of a frame. n_fft: samples of a frame, even. hop_length: samples from one frame to the
+    next. chunk_seconds: the length to which a sound is padded, and that it may have at most.
+    """
+
+    sampling_rate: int = 16000
+    num_mel_bins: int = 80
+    n_fft: int = 400
+    hop_length: int = 160
+    chunk_seconds: int = 30
+
+    @property
+    def chunk_samples(self) -> int:
+        return self.chunk_seconds * self.sampling_rate
+
+    @property
+    def chunk_frames(self) -> int:
+        return self.chunk_samples // self.hop_length
 
 
-def _read_if_there(file: Path) -> dict[str, Any]:
-    return read_json_object(file) if file.is_file() else {}
+def read_audio_settings(folder: Path) -> AudioSettings:
+    return audio_settings(_read_nested(folder, "feature_extractor", "audio is"))
+
+
+def audio_settings(config: dict[str, Any]) -> AudioSettings:
+    kind = config.get("feature_extractor_type")
+    if kind != _EXTRACTOR:
+        raise ModelError(f"audio for the feature extractor {kind!r:.80} cannot be prepared; those for {_EXTRACTOR} can")
+    given = {key: value for key, value in config.items() if value is not None and key not in _AUDIO_IGNORES}
+    keys = _Keys("feature extractor", given)
+    settings = AudioSettings(
+        sampling_rate=keys.count("sampling_rate", 16000, least=4000, most=96000),
+        num_mel_bins=keys.count("feature_size", 80, least=1, most=256),
+        n_fft=keys.count("n_fft", 400, least=16, most=4096),
+        hop_length=keys.count("hop_length", 160, least=16, most=4096),
+        chunk_seconds=keys.count("chunk_length", 30, least=1, most=60),
+    )
+    if settings.n_fft % 2 or settings.hop_length > settings.n_fft:
+        raise ModelError(
+            f"the feature extractor's n_fft is {settings.n_fft} and its hop_length {settings.hop_length}; expected an "
+            "even n_fft that is not less than hop_length"
+        )
+    if settings.chunk_frames > _MOST_FRAMES:
+        raise ModelError(
+            f"the feature extractor makes {settings.chunk_frames} frames; at most {_MOST_FRAMES} are served"
+        )
+    derived = {"n_samples": settings.chunk_samples, "nb_max_frames": settings.chunk_frames}
+    for name, expected in derived.items():
+        value = given.get(name, expected)
+        if isinstance(value, bool) or value != expected:
+            raise keys.wrong(name, value, f"{expected}, which follows from its other settings")
+    for name, served in _AUDIO_SERVED.items():
+        value = given.get(name, served)
+        if isinstance(value, bool) != isinstance(served, bool) or value != served:
+            raise ModelError(f"the feature extractor's {name} is {value!r:.80}, which is not served; {served!r} is")
+    unknown = given.keys() - _AUDIO_SIZES - derived.keys() - _AUDIO_SERVED.keys()
+    if unknown:
+        raise ModelError(f"the feature extractor has a setting that is not known: {', '.join(sorted(unknown))!s:.200}")
+    return settings
 
 
 class _Keys:
     """Settings with their types. Every method raises ModelError."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
+    def __init__(self, owner: str, config: dict[str, Any]) -> None:
+        self.owner, self.config = owner, config
+
+    def wrong(self, name: str, value: object, expected: str) -> ModelError:
+        return ModelError(f"the {self.owner}'s {name} is {value!r:.80}; expected {expected}")
 
     def flag(self, name: str) -> bool:
         """A setting that is true or false; absent or null is false."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, bool):
-            raise _wrong(name, value, "true or false")
+            raise self.wrong(name, value, "true or false")
         return bool(value)
 
     def count(self, name: str, default: int | None = None, least: int = 1, most: int = _LONGEST_SIDE) -> int:
-        """A whole number."""
         value = self.config.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise _wrong(name, value, f"a whole number from {least} to {most}")
+            raise self.wrong(name, value, f"a whole number from {least} to {most}")
         return value
 
     def number(self, name: str) -> float:
-        """A finite number."""
         value = self.config.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _wrong(name, value, "a number")
+            raise self.wrong(name, value, "a number")
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
@@ -367,17 +415,16 @@ class _Keys:
         value = self.config.get(name)
         parts = value if isinstance(value, list | tuple) else [value] * 3
         if len(parts) != 3:
-            raise _wrong(name, value, "three numbers")
-        return tuple(_Keys({name: part}).number(name) for part in parts)
+            raise self.wrong(name, value, "three numbers")
+        return tuple(_Keys(self.owner, {name: part}).number(name) for part in parts)
 
     def pinpoints(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Pairs of height and width."""
         value = self.config.get(name) or []
         if not isinstance(value, list | tuple) or len(value) > 1000:
-            raise _wrong(name, value, "a list of sizes")
-        sizes = [_Keys({name: pair}).size(name, square=True) for pair in value]
+            raise self.wrong(name, value, "a list of sizes")
+        sizes = [_Keys(self.owner, {name: pair}).size(name, square=True) for pair in value]
         if not all(size.height and size.width for size in sizes):
-            raise _wrong(name, value, "a list of sizes")
+            raise self.wrong(name, value, "a list of sizes")
         return tuple((size.height, size.width) for size in sizes)
 
     def size(self, name: str, *, square: bool) -> Size:
@@ -387,20 +434,30 @@ class _Keys:
             case None:
                 return Size()
             case bool():
-                raise _wrong(name, value, "a size")
+                raise self.wrong(name, value, "a size")
             case int():
                 value = {"height": value, "width": value} if square else {"shortest_edge": value}
             case [height, width]:
                 value = {"height": height, "width": width}
         if not isinstance(value, dict):
-            raise _wrong(name, value, "a size")
+            raise self.wrong(name, value, "a size")
         # Edges of Qwen are numbers of pixels, and some files call them so.
         names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
         given = {names.get(key, key): part for key, part in value.items() if part is not None}
         if not given.keys() <= set(Size.__struct_fields__):
-            raise _wrong(name, value, f"a size with {', '.join(Size.__struct_fields__)}")
-        return Size(**{key: _Keys(given).count(key, most=_MOST_PIXELS) for key in given})
+            raise self.wrong(name, value, f"a size with {', '.join(Size.__struct_fields__)}")
+        return Size(**{key: _Keys(self.owner, given).count(key, most=_MOST_PIXELS) for key in given})
 
 
-def _wrong(name: str, value: object, expected: str) -> ModelError:
-    return ModelError(f"the image processor's {name} is {value!r:.80}; expected {expected}")
+def _read_nested(folder: Path, part: str, what: str) -> dict[str, Any]:
+    """A part of processor_config.json, or else preprocessor_config.json. Raises ModelError."""
+    nested = _read_if_there(folder / "processor_config.json").get(part)
+    if isinstance(nested, dict):
+        return nested
+    if not (folder / "preprocessor_config.json").is_file():
+        raise ModelError(f"preprocessor_config.json is missing: it says how {what} prepared")
+    return read_json_object(folder / "preprocessor_config.json")
+
+
+def _read_if_there(file: Path) -> dict[str, Any]:
+    return read_json_object(file) if file.is_file() else {}

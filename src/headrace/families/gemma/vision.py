@@ -14,40 +14,31 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.norm import RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.towers.clip import ClipVision
-from headrace.models.towers.reshaped import ReshapedLinear
+from headrace.models.tower_parts import ReshapedLinear
+from headrace.models.towers import ClipVision, TowerEncoder
 
 _PROJECTOR = "multi_modal_projector."
 
 
 def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    """See `families.Vision`."""
     return _Encoder(media, config.hidden_size, placement)
 
 
-class _Encoder:
-    """A `MediaEncoder`."""
-
+class _Encoder(TowerEncoder):
     sees_ahead = True
-    num_deep = 0
 
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
-        """hidden_size: of the text model."""
         config = media.vision
         self._vision = ClipVision(media, placement, final_norm=True)
+        self.tower = self._vision.tower
         self._norm = RMSNorm(config.hidden_size, config.norm_eps, placement, unit_offset=1.0)
         sizes = config.hidden_size, hidden_size
         self._projection = ReshapedLinear(*sizes, sizes, _transposed, _transposed, placement)
         self._rows_of_side = int(media.mm_tokens**0.5)
         self._patches_of_row = config.image_size // config.patch_size // self._rows_of_side
 
-    @property
-    def num_slices(self) -> int:
-        """See `MediaEncoder`."""
-        return self._vision.tower.num_slices
-
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: [1, channels, height, width]."""
+        """An item's values: [1, channels, height, width]."""
         images = yield from self._vision.run(items)
         x = self._norm(torch.cat([self._means(part) for part in images]))
         projected = self._projection(x)
@@ -64,14 +55,9 @@ class _Encoder:
         return (total / inner**2).flatten(0, 2)
 
     def weights(self) -> Iterator[Weight]:
-        """See `MediaEncoder`."""
         yield from self._vision.weights()
         yield from self._norm.weights(f"{_PROJECTOR}mm_soft_emb_norm")
         yield from self._projection.weights(f"{_PROJECTOR}mm_input_projection_weight")
-
-    def fuse(self, native: bool = True) -> str:
-        """See `MediaEncoder`."""
-        return self._vision.tower.fuse(native)
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,40 @@
-"""Reads JSON files of checkpoints, with error messages that contain nothing of the file.
+"""Opens and reads files that an operator or a client names: only regular ones, and with errors that contain nothing of the file.
 
-Messages of the control routes reach clients, and a client may name a path: an error must not be a way to read a file.
+A FIFO without a writer, a terminal or a socket in the place of a file would hold its reader for ever. Messages of the control routes reach clients,
+and a client may name a path: an error must not be a way to read a file. No torch.
 """
 
 import json
 import math
+import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. Raises ModelError naming any other kind, OSError as `open` does."""
+    # Opening a FIFO waits for its writer otherwise. What is opened is what is checked: the name may change hands.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        if kind != stat.S_IFREG:
+            raise ModelError(f"{path.name} is {_KINDS.get(kind, 'something else')}; only regular files are read")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
 
 _SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -48,7 +73,6 @@ def _special_float(fields: dict[str, Any]) -> Any:
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """Describes an error of `json.loads` without content of the file."""
     match error:
         case json.JSONDecodeError():
             return f"{error.msg.lower()} at line {error.lineno}, column {error.colno}"

@@ -1,17 +1,38 @@
-"""Gemma 3: local and global layers with their own rotation, norms on both sides of each part, scaled embeddings. From 4B on with images."""
+"""Gemma 1 and 2, which run transformers' code. Gemma 3: local and global layers with their own rotation, norms on both sides of each part, scaled
+embeddings, and from 4B on with images."""
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.checkpoint.config_keys import MediaKeys
 from headrace.checkpoint.family import Decoder, DecoderOptions, Family, Gguf, Vision
-from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig, image_token, siglip
-from headrace.checkpoint.media_keys import MediaKeys
+from headrace.checkpoint.media_tokens import KindTokens, Tokens, check_side, token_of
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.errors import ModelError
-from headrace.families.gemma import SECOND
-from headrace.multimodal.layout import KindTokens, Tokens, check_side, token_of
 
 if TYPE_CHECKING:
     from headrace.checkpoint.gguf import GgufFile
+
+
+_ALL: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_SECOND: dict[str, Any] = _ALL | {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
 
 
 def _gguf_config(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
@@ -66,12 +87,26 @@ def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config:
 
 FAMILY = Family(
     decoders={
+        "gemma": Decoder(
+            defaults=_ALL
+            | {
+                "vocab_size": 256000,
+                "hidden_size": 3072,
+                "intermediate_size": 24576,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+            }
+        ),
+        "gemma2": Decoder(
+            sliding="even", defaults=_SECOND | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        ),
         "gemma3_text": Decoder(
             name="gemma3",
             options=DecoderOptions(qk_norm=True, sandwich_norms=True, norm_offset=1.0, scales_embeddings=True),
             sliding="pattern",
             refused={"use_bidirectional_attention": "bidirectional attention is not supported"},
-            defaults=SECOND
+            defaults=_SECOND
             | {
                 "vocab_size": 262208,
                 "max_position_embeddings": 131072,
@@ -79,7 +114,7 @@ FAMILY = Family(
                 "rope_local_base_freq": 10000.0,
                 "sliding_window_pattern": 6,
             },
-        )
+        ),
     },
     vision={"gemma3": Vision(read=_read, tokens=_tokens, image_processor="Gemma3", tied=True, joins_line_ends=True)},
     gguf={
