@@ -252,6 +252,19 @@ def test_tiny_and_huge_scales_keep_eleven_bits():
     assert torch.allclose(halves.float() * columns[:, None], scales, rtol=2.0**-11, atol=0.0)
 
 
+@pytest.mark.parametrize("largest", [1.0, 1.0 - 2.0**-13, 1.0 - 2.0**-11, 2.0**-140, 0.75])
+def test_what_was_packed_is_packed_to_the_same_bytes(largest):
+    matrix = random_matrix("native_int4_min", 33, 96)
+    scales = matrix.scales / matrix.scales.amax() / 8
+    minimums = matrix.minimums / matrix.minimums.abs().amax() / 8
+    minimums[:, 0] = largest
+    packed = pack_native_quantized(QuantizedMatrix("int4", matrix.codes, scales, minimums, 32), None)
+    again = pack_native_quantized(quantized_matrix(packed), None)
+    assert torch.equal(again.data, packed.data)
+    assert torch.equal(again.column_scales, packed.column_scales)
+    assert torch.equal(unpack_quantized(again), unpack_quantized(packed))
+
+
 def test_large_groups_are_the_small_ones_repeated():
     matrix = random_matrix("native_int4_min", 40, 256)
     wide = QuantizedMatrix("int4", matrix.codes, matrix.scales[:, ::4], matrix.minimums[:, ::4], 128)

@@ -72,11 +72,9 @@ class LoraPool:
                 self._targets[module] = _Target(weight.layer, module.rpartition(".")[2], not weight.is_elsewhere)
 
     def __contains__(self, lora_id: int) -> bool:
-        """Whether the adapter is loaded."""
         return lora_id in self._loaded
 
     def __len__(self) -> int:
-        """Number of loaded adapters."""
         return len(self._loaded)
 
     def load(self, lora_id: int, path: str, fingerprint: str = "") -> str:

@@ -122,7 +122,9 @@ def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | N
     largest = matrix.scales.abs().amax(dim=1)
     if matrix.minimums is not None:
         largest = torch.maximum(largest, matrix.minimums.abs().amax(dim=1))
-    exponents = torch.frexp(largest).exponent.clamp(min=-100) - 15
+    mantissas, exponents = torch.frexp(largest)
+    # One that rounds up to a power of two counts as that power: it does when what was packed is packed again.
+    exponents = (exponents + ((mantissas * 2**11).round() == 2**11)).clamp(min=-100) - 15
     columns = torch.ldexp(torch.ones_like(largest), exponents)
     scales = torch.ldexp(matrix.scales, -exponents[:, None]).to(torch.float16)
     minimums = None if matrix.minimums is None else torch.ldexp(matrix.minimums, -exponents[:, None]).to(torch.float16)

@@ -177,11 +177,9 @@ def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEven
 
 def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":
     """The bookkeeping of the pages that the worker has."""
-    from headrace.cache.allocator import PageAllocator
-    from headrace.cache.chunk_cache import ChunkCache
+    from headrace.cache.base import ChunkCache, PageAllocator
     from headrace.cache.radix_cache import RadixCache
-    from headrace.scheduler.kv_manager import KVManager
-    from headrace.scheduler.kv_part import KvPart
+    from headrace.scheduler.kv_manager import KVManager, KvPart
 
     pages_each = ready.max_total_tokens // ready.page_size // args.num_kv_parts
 
