@@ -262,7 +262,7 @@ def test_what_was_packed_is_packed_to_the_same_bytes(largest):
     again = pack_native_quantized(quantized_matrix(packed), None)
     assert torch.equal(again.data, packed.data)
     assert torch.equal(again.column_scales, packed.column_scales)
-    assert torch.equal(unpack_quantized(again), unpack_quantized(packed))
+    assert torch.equal(unpack_linear(again), unpack_linear(packed))
 
 
 def test_large_groups_are_the_small_ones_repeated():
