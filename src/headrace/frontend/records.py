@@ -1,6 +1,6 @@
 """What is known of requests afterwards: timelines of the last ones, looked up and dumped to files, and the lines of --log-requests.
 
-Owns the lookup, when a file is written, and what a line shows. What is recorded is in `timeline`, the format of the files in `crash_dump`.
+Owns the lookup, when a file is written, and what a line shows. What is recorded, and the format of the files, is in `timeline`.
 
 ```
  level 0   counts and times
@@ -34,8 +34,7 @@ from headrace.messages.weights import (
     UpdateFromTensors,
     WeightOperation,
 )
-from headrace.metrics.crash_dump import described, write_crash_dump, write_dump
-from headrace.metrics.timeline import Note, Timeline, Timelines
+from headrace.metrics.timeline import Note, Timeline, Timelines, described, write_crash_dump, write_dump
 
 logger = get_logger(__name__)
 

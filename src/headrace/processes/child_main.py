@@ -223,7 +223,7 @@ async def _serve_http(
     from headrace.server.app import create_app
     from headrace.server.context import ServerStatus
     from headrace.server.listener import Server
-    from headrace.server.remote_frontend import RemoteCalls, remote_frontend
+    from headrace.server.request_frontend import RemoteCalls, remote_frontend
 
     status = ServerStatus()
     calls = RemoteCalls(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))

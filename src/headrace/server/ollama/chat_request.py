@@ -18,7 +18,7 @@ from headrace.server.chat.conversation import (
     function_call,
     function_tool,
 )
-from headrace.server.chat.media import base64_image
+from headrace.server.chat.parts import base64_image
 from headrace.server.ollama.protocol import OllamaMessage
 
 EFFORTS = ("low", "medium", "high")
