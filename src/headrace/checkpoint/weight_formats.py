@@ -1,9 +1,6 @@
-"""The weight formats: a table with one row for each, and everything about them that needs no torch; which quantised checkpoints are served.
+"""The weight formats, a row of a table each, and which quantised checkpoints are served: everything about them that needs no torch.
 
-Owns the names and the facts that the command line, `config.resolve`, readers of checkpoints and kernels ask for, and what is refused of a
-`quantization_config`. Does not own the
-arithmetic (`layers.quantization`, one class for each format) nor the kernels. Pure; used in any process. How to add a format:
-docs/adding/weight-format.md.
+The arithmetic is in `layers.quantization`, one class a format. Used in any process. How to add a format: docs/adding/weight-format.md.
 """
 
 from dataclasses import dataclass

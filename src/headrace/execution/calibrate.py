@@ -90,7 +90,7 @@ def quantize_checkpoint(
 
 def _tower(model: Model) -> frozenset[str]:
     """Names of the weights of media encoders: no text calibrates them, and they are rounded when they are loaded."""
-    encoder = model.encoder if isinstance(model, DecoderLM) else None
+    encoder = model.media_encoder if isinstance(model, DecoderLM) else None
     return frozenset() if encoder is None else frozenset(weight.name for weight in encoder.weights())
 
 

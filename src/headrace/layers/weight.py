@@ -1,8 +1,4 @@
-"""How layers name, load and return their weights.
-
-Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (device and precision of a model). The layers make
-`Weight`s; the loader fills them. Used by the thread that loads the model.
-"""
+"""How layers name, load and return their weights: `Weight`, one Hugging Face tensor of one layer, and `Placement`, device and precision of a model."""
 
 import math
 from collections.abc import Callable, Mapping

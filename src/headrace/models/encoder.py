@@ -1,10 +1,8 @@
 """The encoder of the BERT family: blocks of attention in both directions and a feed-forward layer, over texts packed without padding.
 
-Owns the blocks and the order of their parts. Differences between families, among them the names of the tensors, are in the `Encoder`
-of `checkpoint/family.py` that each fills in. Runs in the thread that runs the model.
-
-Sources: J. Devlin et al., "BERT" (2018), with norms after each part; B. Warner et al., "Smarter, Better, Faster, Longer" (ModernBERT, 2024), with
-norms before each part, rotary positions, sliding windows and a gated feed-forward layer.
+Differences between families, among them the names of the tensors, are in the `Encoder` of `checkpoint/family.py` that each fills in. Runs in the
+thread that runs the model. Sources: J. Devlin et al., "BERT" (2018), with norms after each part; B. Warner et al., "Smarter, Better, Faster, Longer"
+(ModernBERT, 2024), with norms before each part, rotary positions, sliding windows and a gated feed-forward layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping

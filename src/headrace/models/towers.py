@@ -1,11 +1,8 @@
-"""Encoders of images and of sounds: their layers, over the tokens of several items that are packed one after the other without padding.
+"""Encoders of images and of sounds: their layers, over the tokens of several items that are packed one after the other without padding, where work
+stops between them, and the whole of a CLIP or SigLIP tower. What else is before the first layer and after the last one has each family's file.
 
-Owns the blocks, their order, where work stops between them, and the whole of a CLIP or SigLIP tower. Differences between towers, among them the names
-of the tensors, are in `BlockOptions`. Does not own what else is before the first layer and after the last one (each family's file, `tower_parts.py`).
-Runs in the thread that runs the model.
-
-Sources: A. Dosovitskiy et al., "An Image is Worth 16x16 Words" (ViT, 2020); A. Radford et al., "Learning Transferable Visual Models From Natural
-Language Supervision" (CLIP, 2021); X. Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (SigLIP, 2023).
+Runs in the thread that runs the model. Sources: A. Dosovitskiy et al., "An Image is Worth 16x16 Words" (ViT, 2020); A. Radford et al., "Learning
+Transferable Visual Models From Natural Language Supervision" (CLIP, 2021); X. Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (2023).
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -119,7 +116,8 @@ class TowerBlock:
         self._out = Linear(width, {options.out: size}, placement, bias=options.bias)
         self._up = Linear(size, dict.fromkeys(options.up, config.intermediate_size), placement, bias=options.bias)
         self._down = Linear(config.intermediate_size, {options.down: size}, placement, bias=options.bias)
-        self._attention_norm, self._mlp_norm = (tower_norm(config, options.rms, placement) for _ in range(2))
+        norm = RMSNorm if options.rms else LayerNorm
+        self._attention_norm, self._mlp_norm = (norm(size, config.norm_eps, placement) for _ in range(2))
         self._activate = activation(config.hidden_act, gated=len(options.up) > 1)
         self._scales = [Table((size,), placement) for name in options.scales if name]
         self._options = options
@@ -223,12 +221,6 @@ def _cut(length: int, num_parts: int) -> list[slice]:
     """0 .. length - 1 in so many parts that are about equal, or in fewer, none of them empty."""
     num_parts = min(num_parts, length)
     return [slice(length * i // num_parts, length * (i + 1) // num_parts) for i in range(num_parts)]
-
-
-def tower_norm(config: TowerConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:
-    if rms:
-        return RMSNorm(config.hidden_size, config.norm_eps, placement)
-    return LayerNorm(config.hidden_size, config.norm_eps, placement)
 
 
 MAX_TOKENS = 4096

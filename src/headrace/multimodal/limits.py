@@ -1,8 +1,4 @@
-"""What one item of media may cost, and how one is refused: the limits, the error, and the names of file formats that are not supported.
-
-Which formats are supported is decided where they are read (`images`, `audio`); `loader` tells the client which item it is. Imports nothing of this
-project.
-"""
+"""What one item of media may cost, and how one is refused: the limits, the error, and the names of file formats that are not supported."""
 
 MIB = 1 << 20
 

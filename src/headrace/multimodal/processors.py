@@ -1,8 +1,7 @@
 """From the pixels of an image to the values that a model's encoder takes, bit by bit those of transformers' image processors (with Pillow).
 
-Owns the steps of each recipe of `ImageSettings`, for one image. Does not read files (`images`) or settings (`checkpoint`). Runs in
-a child process. Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, LLaVA-OneVision, Gemma 3, Pixtral, Idefics3, SmolVLM, Qwen2-VL
-and GOT-OCR2 (InternVL), in their variants for Pillow and NumPy.
+Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, LLaVA-OneVision, Gemma 3, Pixtral, Idefics3, SmolVLM, Qwen2-VL and GOT-OCR2
+(InternVL), in their variants for Pillow and NumPy. Runs in a child process.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""To which size an image is made, and into how many tiles it is cut, by the rules of transformers' image processors.
-
-Owns numbers only, of height and width in this order. Pixels are resized by `processors`.
-"""
+"""To which size an image is made, and into how many tiles it is cut, by the rules of transformers' image processors: (height, width), always."""
 
 import math
 from collections.abc import Sequence

@@ -1,8 +1,4 @@
-"""The bytes of a file of media as a client gives it: in the request, or in a file below the folder that the operator allows.
-
-Owns the forms of `FileRef.url` and their limits. Does not own fetching over a network (`fetch`). Runs in threads of the main process: it only
-decodes base64 and reads files.
-"""
+"""The bytes of a file of media as a client gives it: in the request, or in a file below the folder that the operator allows. Runs in threads."""
 
 import base64
 import binascii

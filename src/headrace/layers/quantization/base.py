@@ -1,8 +1,6 @@
-"""The base classes of weight formats, and the registry of formats.
+"""The base classes of weight formats, their registry, and the joining of parts that are stored in different formats.
 
-Owns the interface between linear layers and formats, and the joining of parts that are stored in different formats. The facts about a format that
-need no torch are a row of `headrace.checkpoint.weight_formats`. Does not own layouts or products (`headrace.kernels`). Runs in the thread that loads
-the model.
+The facts about a format that need no torch are a row of `headrace.checkpoint.weight_formats`. Runs in the thread that loads the model.
 """
 
 from abc import ABC, abstractmethod
