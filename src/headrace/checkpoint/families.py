@@ -15,9 +15,7 @@ from typing import Any, Literal
 from headrace.checkpoint.family import Audio, Decoder, Encoder, Family, Gguf, Vision
 from headrace.errors import ModelError
 
-_FAMILIES = "headrace.families"
-"""The package of the families: above this room, so they are imported by name."""
-
+_FAMILIES = "headrace.families"  # the package of the families: above this room, so they are imported by name
 _STATE = "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)"
 _NEEDS: dict[str, str] = {
     _STATE: (

@@ -36,8 +36,7 @@ _LAYER = {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens in GGUF."""
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens in GGUF
 # fmt: off
 END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",

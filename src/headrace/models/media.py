@@ -44,9 +44,7 @@ class DeepRows:
             hidden[self.tokens] += own.to(hidden.dtype)
 
 
-WORK_BYTES = 256 << 20
-"""Memory that encoding takes, about: measured with 25 tiles of 729 patches and 1,152 elements."""
-
+WORK_BYTES = 256 << 20  # memory that encoding takes, about: measured with 25 tiles of 729 patches and 1,152 elements
 Slices = Generator[None, None, list[torch.Tensor]]
 """Work that stops after each slice of it, and returns the rows of each item at the end."""
 
@@ -89,8 +87,7 @@ def encode(encoder: MediaEncoder, items: Sequence[MediaInput]) -> list[torch.Ten
         return rows
 
 
-Places = npt.NDArray[np.int32]
-"""int32[3, num_tokens]: in time, height and width."""
+Places = npt.NDArray[np.int32]  # int32[3, num_tokens]: in time, height and width
 
 
 def places_of(content: PromptContent, merge_size: int, places_per_second: float = 0.0) -> tuple[Places, int]:

@@ -13,10 +13,10 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.media_config import MediaConfig, TowerConfig
-from headrace.errors import ModelError
 from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
-from headrace.kernels.encoder import Activation, why_not
+from headrace.kernels.encoder import why_not
 from headrace.layers.linear import Linear
+from headrace.layers.mlp import ACTIVATIONS, FUNCTIONS
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
@@ -40,34 +40,10 @@ of SigLIP's larger tower."""
 _ROWS = 1024
 """That the feed-forward layer of a large item takes at a time, so that what lies between its products stays in the cache."""
 
-_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": kernels.gelu,
-    "gelu_pytorch_tanh": kernels.gelu_tanh,
-    "gelu_new": kernels.gelu_tanh,
-    "quick_gelu": quick_gelu,
-    "relu": torch.relu,
-}
-_GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": kernels.gelu_mul,
-    "gelu_pytorch_tanh": kernels.gelu_tanh_mul,
-    "silu": kernels.silu_mul,
-}
-"""By the Hugging Face name; those of gated layers take what is activated, and the factor on it."""
-_FUSED: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "relu": "relu",
-}
-"""Those that the fused encoder has."""
-
 
 def activation(name: str, gated: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[rows, size] -> the same; gated: [rows, 2 * size] -> [rows, size]. Raises ModelError for one that is not known."""
-    known = _GATED if gated else _PLAIN
-    if name not in known:
-        raise ModelError(f"activation {name!r:.80} of the encoder is not supported; known: {', '.join(known)}")
-    return known[name]
+    """[rows, size] -> the same; gated: [rows, 2 * size] -> [rows, size]. name: one of `config_keys.ACTIVATIONS`, or of those of gated layers."""
+    return quick_gelu if name == "quick_gelu" else FUNCTIONS[ACTIVATIONS.get(name), gated]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +155,8 @@ class TowerBlock:
             return "its norms are RMSNorms"
         if self._scales:
             return "it has factors on what its parts give"
-        if len(options.up) > 1 or config.hidden_act not in _FUSED:
+        act = ACTIVATIONS.get(config.hidden_act)
+        if len(options.up) > 1 or act is None:
             return f"there is no kernel for {config.hidden_act}"
         layer = EncoderLayerSpec(
             qkv=self._qkv.packed,
@@ -197,7 +174,7 @@ class TowerBlock:
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            activation=_FUSED[config.hidden_act],
+            activation=act,
             gated=False,
         )
         if reason := why_not(spec):

@@ -55,8 +55,7 @@ class Joints:
         return start
 
 
-PLAIN = Joints({}, lambda count: ())
-"""Of layouts that begin and end with special tokens."""
+PLAIN = Joints({}, lambda count: ())  # of layouts that begin and end with special tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,7 @@ MAX_REDIRECTS = 3
 AT_A_TIME = 32
 """Files that are fetched, or have been and are yet to be prepared, at a time."""
 
-AT_A_TIME_OF_HOST = 8
-"""Those of them that are of one host: a slow one leaves room for others."""
-
+AT_A_TIME_OF_HOST = 8  # those of them that are of one host: a slow one leaves room for others
 _DNS_THREADS = 4
 _CHUNK_BYTES = 1 << 16
 _MOST_URL = 8192

@@ -104,20 +104,11 @@ class MediaPool(ChildPool[Verdict]):
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VIDEO_PATCHES = 4
-"""A video may have so many times the patches of an image."""
-
-_AT_A_TIME = 4
-"""Files of one request that are fetched or decoded at a time."""
-
-_FILES = 8
-"""Files that have been read and are yet to be prepared, at a time."""
-
-_VIDEOS = 4
-"""Videos whose frames are being fetched, or have been and are yet to be prepared, at a time."""
-
-_THREADS = 2
-"""That decode base64 and hash files."""
+VIDEO_PATCHES = 4  # A video may have so many times the patches of an image
+_AT_A_TIME = 4  # files of one request that are fetched or decoded at a time
+_FILES = 8  # files that have been read and are yet to be prepared, at a time
+_VIDEOS = 4  # videos whose frames are being fetched, or have been and are yet to be prepared, at a time
+_THREADS = 2  # that decode base64 and hash files
 
 
 class MediaLoader:

@@ -31,9 +31,7 @@ from headrace.multimodal.processors import Prepared, prepare, prepare_video
 
 STACK_BYTES = 8 * MIB
 
-NICE = 5
-"""A request waits for its media, and others for the steps of the model."""
-
+NICE = 5  # A request waits for its media, and others for the steps of the model
 _SETUPS = msgspec.msgpack.Decoder(Setup)
 _JOBS: msgspec.msgpack.Decoder[MediaJob] = msgspec.msgpack.Decoder(MediaJob)
 

@@ -32,11 +32,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 NO_GRID = (0, 0, 0)
 
-LOW_TOKENS = 256
-"""Tokens of an image with `detail: low`, at most, where its size decides."""
-
-_MOST_ASPECT = 200
-"""Qwen refuses images that are longer than wide, or wider than long, by more than this factor."""
+LOW_TOKENS = 256  # tokens of an image with `detail: low`, at most, where its size decides
+_MOST_ASPECT = 200  # qwen refuses images that are longer than wide, or wider than long, by more than this factor
 
 
 Grid: TypeAlias = tuple[int, int, int]

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from headrace.checkpoint.preprocessor_config import ImageSettings, Size
 
-MOST_OF_A_SIDE = 4096
-"""Idefics3 makes no image larger than this."""
+MOST_OF_A_SIDE = 4096  # idefics3 makes no image larger than this
 
 
 def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:

@@ -20,9 +20,7 @@ class FileLimit(NamedTuple):
     option: str
 
 
-_LEAST_BYTES = 26
-"""No file of media is smaller."""
-
+_LEAST_BYTES = 26  # no file of media is smaller
 _PIECE = 1 << 20
 _WHITESPACE = b" \t\r\n"
 _ESCAPED = (

@@ -18,9 +18,7 @@ from headrace.kernels import PackedLinear
 _CHUNK_ELEMENTS = 1 << 18
 _ROWS_ON_A_GPU = 4096
 
-Part = torch.Tensor | QuantizedMatrix
-"""Rows of a weight, or a bias, as they are loaded."""
-
+Part = torch.Tensor | QuantizedMatrix  # rows of a weight, or a bias, as they are loaded
 Calibrator = Callable[[torch.Tensor, torch.Tensor], QuantizedMatrix]
 """Rounds a weight float32[n, k] so that its products change least for the inputs seen: the second argument is the sum of x x^T over those
 inputs, float32[k, k]. k is a multiple of 32."""
