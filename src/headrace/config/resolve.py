@@ -79,17 +79,10 @@ class AttentionNeeds:
 class AttentionFacts(Protocol):
     """The facts of an attention backend that the choice needs; `attention.base.AttentionBackend` documents them."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def verified(self) -> frozenset[str]: ...
-
-    @property
-    def captures(self) -> bool: ...
+    name: str
+    page_size: int
+    verified: frozenset[str]
+    captures: bool
 
     def reasons_against(self, needs: AttentionNeeds) -> list[str]: ...
 

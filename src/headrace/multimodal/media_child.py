@@ -10,8 +10,7 @@ import msgspec
 from PIL.Image import Image
 
 from headrace.checkpoint.preprocessor_config import AudioSettings
-from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
-from headrace.child_pool.frames import Frames
+from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
 from headrace.garbage import give_back_free_memory
 from headrace.messages.media import KEY_BYTES
 from headrace.multimodal.images import read_image
