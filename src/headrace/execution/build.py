@@ -212,7 +212,7 @@ def _build(
     link = None if setup.is_cpu else _link(setup, rank, others)
     table = _sequence_table(setup, memory, link, rank)
     sampler = _sampler(setup, table, link, processors)
-    resources.callback(sampler.close)
+    resources.callback(sampler.grammars.close)
     rename = setup.spec.renaming(setup.model_config)
     weights = updatable_weights(setup, model, memory.attention, memory.pool, memory.draft)
     if rank.leads:

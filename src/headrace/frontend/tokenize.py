@@ -40,7 +40,8 @@ from headrace.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
-from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
+from headrace.text.tokenizers import Tokenizer
 
 log = get_logger(__name__)
 
@@ -68,7 +69,7 @@ class PromptTokenizer:
         self,
         args: ServerArgs,
         ready: ReadyInfo,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         defaults: GenerationDefaults,
         table: SampleTable,
         aborts: Aborts,

@@ -16,8 +16,8 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
-from headrace.parsers.base import OutputParser
 from headrace.parsers.call_grammar import binds_texts
+from headrace.parsers.engine import OutputParser
 from headrace.parsers.registry import OutputFormat
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces

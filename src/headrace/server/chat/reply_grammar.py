@@ -13,8 +13,8 @@ from headrace.errors import RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.messages.grammar import GrammarKind
 from headrace.messages.neutral import is_empty
-from headrace.parsers.base import OutputParser
 from headrace.parsers.call_grammar import CallGrammar, Named, call_grammar
+from headrace.parsers.engine import OutputParser
 from headrace.parsers.registry import OutputFormat
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, json_value
 from headrace.sampling.params import SamplingParams

@@ -3,7 +3,7 @@
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.parsers.base import OutputParser
+from headrace.parsers.engine import OutputParser
 from headrace.parsers.registry import OutputFormat, reasoning_tokens
 from headrace.sampling.params import SamplingParams, ThinkingBudget
 from headrace.text.tokenizers import Tokenizer
