@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from headrace.benchmark.machine import revision, this_machine
-from headrace.cache.allocator import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.garbage import freeze
 from headrace.messages.channel import Message
@@ -37,9 +36,15 @@ from headrace.messages.requests import (
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state import SchedulerConfig
+
+try:
+    from headrace.cache.base import PageAllocator
+    from headrace.scheduler.kv_manager import KvPart
+except ImportError:  # another checkout, of before these files were merged
+    from headrace.cache.allocator import PageAllocator  # type: ignore[import-not-found, no-redef]
+    from headrace.scheduler.kv_part import KvPart  # type: ignore[import-not-found, no-redef]
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64
@@ -68,7 +73,7 @@ class InstantWorker:
         forward_s = TOKEN_S * int(batch.counts.sum())
         return StepResult(batch.step, np.full(id_starts[-1], 7, np.int32), id_starts, forward_s=forward_s)
 
-    def rest(self, left: tuple[int, ...]) -> None:
+    def idle(self, left: tuple[int, ...]) -> None:
         """Nothing to give back."""
 
     def close(self) -> None:

@@ -20,9 +20,8 @@ from headrace.config.machine import check_open_files, cuda_is_there, dist_secret
 from headrace.config.resolve import refuse_early, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
-from headrace.messages.channel import IpcDir, Ports, Receiver
+from headrace.messages.channel import FanOutSender, IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
-from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import (

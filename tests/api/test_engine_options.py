@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from headrace.api.arguments import generate_request
 from headrace.api.engine import Engine
-from headrace.api.generate_request import generate_request
 from headrace.api.options import option_values
 from headrace.api.runtime import Runtime
 from headrace.errors import ConfigError, ModelError, RequestError

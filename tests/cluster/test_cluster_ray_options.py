@@ -11,10 +11,16 @@ from fake_frontend import FakeFrontend, make_app
 
 from headrace import Engine, Runtime
 from headrace.cluster import ray_server
-from headrace.cluster.ray_options import NOT_WITH_RAY, plan_replicas
 from headrace.cluster.ray_proxy import LOST, MIDDLEWARES, LostReplicas, middlewares
-from headrace.cluster.ray_server import cause, controller_options, deployment_options, launch_on_ray
-from headrace.cluster.replica_routes import OneReplicaGate
+from headrace.cluster.ray_replica import OneReplicaGate
+from headrace.cluster.ray_server import (
+    NOT_WITH_RAY,
+    cause,
+    controller_options,
+    deployment_options,
+    launch_on_ray,
+    plan_replicas,
+)
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.server.route_table import route_table

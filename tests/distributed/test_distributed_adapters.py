@@ -20,7 +20,7 @@ from headrace.execution.lora import LoraPool, StagedAdapter
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.layers.weight import Placement
-from headrace.messages.rank_step import RankStep, RankStop, pack, unpack
+from headrace.messages.ranks import RankStep, RankStop, pack, unpack
 
 NO_WEIGHTS: Any = None
 # Float32 sums in another order.

@@ -316,7 +316,7 @@ def test_nothing_holds_a_grammar_whose_sequence_has_left(make, expected):
     driver, runner, _ = make()
     assert driver.generate(1, B, 3, **under(Watched(3))) == expected[1][:3]
     assert masks[0]() is not None
-    driver.worker.rest((1,))
+    driver.worker.idle((1,))
     # The thread that fills masks has gone on to another, so it does not hold the row for a moment more.
     sampler = runner.runner.sampler
     sampler.add(2, driver.new(2, B, **under(Turns(3))))

@@ -11,8 +11,7 @@ from runner_harness import CONTEXT, DRAWN, GREEDY, VOCAB_SIZE, prompt, save_llam
 
 from headrace import kernels
 from headrace.checkpoint.model_config import parse_hf_config
-from headrace.execution.draft_steps import DeviceDraftSteps
-from headrace.execution.eagle import DeviceEagleDrafter
+from headrace.execution.drafting import DeviceDraftSteps, DeviceEagleDrafter
 from headrace.execution.load_weights import fill_random
 from headrace.layers.weight import Placement
 from headrace.models.decoder import DecoderLM

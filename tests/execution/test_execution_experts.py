@@ -8,7 +8,7 @@ import transformers
 from runner_harness import CONTEXT, VOCAB_SIZE, make_driver, prompt, save_llama
 
 from headrace.errors import RequestError
-from headrace.messages.experts import ExpertCountsReq
+from headrace.messages.control import ExpertCountsReq
 
 NUM_EXPERTS, CHOSEN = 5, 2
 PROMPT = prompt(40, seed=3)

@@ -241,7 +241,7 @@ def test_a_worker_that_rests_holds_nothing_of_the_grammars_of_rows_that_were_lef
     del grammar
     assert mask() is not None
 
-    driver.worker.rest((0,))
+    driver.worker.idle((0,))
 
     # Another row, whose plan says nothing of those that were left.
     assert driver.generate(1, B, 4) == constrained

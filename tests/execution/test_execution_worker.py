@@ -11,8 +11,7 @@ from headrace.errors import ExecutionError, RequestError
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.worker import ModelWorker, ThreadedLane
-from headrace.messages.control import ProfileReq
-from headrace.messages.experts import ExpertCountsReq
+from headrace.messages.control import ExpertCountsReq, ProfileReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 

@@ -8,7 +8,6 @@ from frontend_fakes import READY, ByteTokenizer, answers_of, request, turns
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
@@ -19,12 +18,15 @@ from headrace.messages.weights import (
     DropUpdate,
     HoldForUpdate,
     InitGroup,
+    LoadLoraReq,
+    LoraReply,
     PauseGeneration,
     PrepareUpdate,
     ReleaseMemory,
     ResumeMemory,
     SchedulerOperation,
     SetWeightVersion,
+    UnloadLoraReq,
     UpdateFromDisk,
     UpdateFromDistributed,
     UpdateFromTensors,

@@ -7,7 +7,7 @@ import pytest
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.adapters import Adapters
 from headrace.messages.channel import LocalQueue
-from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.weights import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 
 
 class CountingEngine:

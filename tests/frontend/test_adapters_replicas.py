@@ -10,10 +10,10 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue, Message
-from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.messages.weights import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 
 
 class Pair:

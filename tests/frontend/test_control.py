@@ -31,7 +31,7 @@ async def test_control_operations_bring_the_scheduler_s_answer(make_frontend):
 async def test_a_scheduler_that_is_silent_is_an_error_and_not_healthy(make_frontend, monkeypatch):
     for row in (FLUSH_CACHE, CHECK_HEALTH):
         monkeypatch.setitem(OPERATIONS, row.name, replace(row, timeout_s=0.01))
-    monkeypatch.setattr("headrace.frontend.health.HEALTH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("headrace.frontend.engine_parts.HEALTH_TIMEOUT_S", 0.01)
     frontend = make_frontend()
 
     with pytest.raises(ExecutionError, match="no answer"):

@@ -12,8 +12,8 @@ from frontend_fakes import READY, STATE, ByteTokenizer, answers_of, request, tur
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError, RequestError
 from headrace.frontend import balancers
-from headrace.frontend.all_replicas import of_all_replicas, sum_of_states
 from headrace.frontend.balancers import Balancer
+from headrace.frontend.server_info import of_all_replicas, sum_of_states
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.control import AbortReq, ProfileReply

@@ -3,9 +3,9 @@
 import pytest
 
 from headrace.errors import ExecutionError, HeadraceError, RequestError
-from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.control import ExpertRecording
 from headrace.messages.channel import LocalQueue
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.operations import COUNT_EXPERTS, OperationReq, answered
 
 

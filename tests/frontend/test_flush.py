@@ -5,7 +5,7 @@ import math
 import pytest
 
 from headrace.errors import RequestError
-from headrace.frontend.flush import flush_when_idle
+from headrace.frontend.control import flush_when_idle
 from headrace.messages.control import FlushCacheReply
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, RequestError
-from headrace.frontend.no_tokenizer import NoTokenizer
+from headrace.frontend.tokenize import NoTokenizer
 from headrace.text.incremental import IncrementalDecoder
 
 

@@ -8,7 +8,7 @@ from frontend_fakes import READY, answers_of, request, turns
 
 from headrace.errors import CapacityError
 from headrace.frontend.tenants import Bucket, Caller, QueuePace, Tenant, TenantLimits
-from headrace.frontend.tokenizer_manager import NOBODY
+from headrace.frontend.tokenizer_manager import ANONYMOUS
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason
 from headrace.metrics.export import render
 
@@ -27,7 +27,7 @@ def call(frontend, tenant, rid, **fields):
     """A call in a task, by a tenant."""
 
     async def run():
-        caller = Caller(tenant) if tenant else NOBODY
+        caller = Caller(tenant) if tenant else ANONYMOUS
         return [
             answer async for answer in answers_of(frontend.manager, request("pp", rid=rid, **fields), caller=caller)
         ]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ExecutionError
-from headrace.frontend.operation_log import OperationLog, Standing
+from headrace.frontend.update_phases import OperationLog, Standing
 from headrace.messages.weights import (
     ContinueGeneration,
     PauseGeneration,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from frontend_fakes import answers_of, request
 
-from headrace.frontend.request_log import MAX_CHARACTERS
+from headrace.frontend.records import MAX_CHARACTERS
 from headrace.frontend.tenants import Caller, Tenant, TenantLimits
 from headrace.messages.outputs import FinishReason
 from headrace.sampling.params import LOGGED_GRAMMAR_CHARS
@@ -53,7 +53,7 @@ async def test_the_line_names_the_key_and_has_its_values_as_fields(make_frontend
 
 @pytest.mark.parametrize("level,is_whole", [(2, False), (3, True)])
 async def test_only_level_3_shows_all_of_a_long_text(make_frontend, caplog, monkeypatch, level, is_whole):
-    monkeypatch.setattr("headrace.frontend.request_log.MAX_CHARACTERS", 8)
+    monkeypatch.setattr("headrace.frontend.records.MAX_CHARACTERS", 8)
     frontend = make_frontend(log_requests=True, log_requests_level=level)
 
     [line] = await lines(frontend, caplog, "beginning, end", sampling_params=ROOMY)

@@ -3,8 +3,7 @@
 import pytest
 
 from headrace.errors import CapacityError, ExecutionError, RequestError
-from headrace.frontend.adapters import Adapter
-from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.request_state import Adapter, CallState, ReqState
 from headrace.frontend.sample_table import MAX_GIVEN_BYTES, SampleQueue, SampleTable
 from headrace.frontend.tenants import Tenant, TenantLimits
 

@@ -4,7 +4,7 @@ import asyncio
 
 from frontend_fakes import READY, turns
 
-from headrace.frontend.health import SharedProbe
+from headrace.frontend.engine_parts import SharedProbe
 from headrace.messages.outputs import FinishReason
 
 

@@ -8,7 +8,7 @@ from frontend_fakes import answers_of, request, turns
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
+from headrace.frontend.tenants import ANONYMOUS, SERVER, Caller, Tenant, TenantLimits
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import SessionParams
 
@@ -42,7 +42,7 @@ async def test_samples_and_tokens_are_counted_by_the_name_of_the_key(make_fronte
         (caller("a"), "ppp", "xx"),
         (caller("b"), "p", "y"),
         (caller("a"), "pp", "z"),
-        (NOBODY, "pp", "x"),
+        (ANONYMOUS, "pp", "x"),
     ):
         task = start(frontend, who, text=text)
         rid = (await sent(frontend, len(frontend.engine.requests) + 1))[-1]
@@ -63,7 +63,7 @@ async def test_samples_and_tokens_are_counted_by_the_name_of_the_key(make_fronte
 
 async def test_keys_may_use_the_same_rids_and_see_their_own(make_frontend):
     frontend = make_frontend()
-    callers = [NOBODY, caller("a"), caller("b"), caller("x")]
+    callers = [ANONYMOUS, caller("a"), caller("b"), caller("x")]
     n_of = [1, 1, 2, 3]
     tasks = [start(frontend, who, "r", sampling_params={"n": n}) for who, n in zip(callers, n_of, strict=True)]
     rids = await sent(frontend, sum(n_of))
@@ -88,7 +88,7 @@ async def test_no_rid_of_a_caller_without_a_key_is_one_of_a_keys(make_frontend):
     frontend = make_frontend()
     who = caller("a")
     tasks = [start(frontend, who, "r")]
-    tasks += [start(frontend, NOBODY, rid) for rid in ("r", "a/r", '["a", "r"]', "a\0r")]
+    tasks += [start(frontend, ANONYMOUS, rid) for rid in ("r", "a/r", '["a", "r"]', "a\0r")]
     for rid in await sent(frontend, 5):
         frontend.engine.emit(rid, "x", STOP)
     await asyncio.gather(*tasks)
@@ -97,7 +97,7 @@ async def test_no_rid_of_a_caller_without_a_key_is_one_of_a_keys(make_frontend):
 async def test_no_client_takes_the_rids_of_health_checks(make_frontend):
     frontend = make_frontend()
     rids = [f"headrace-health-{i}" for i in range(4)]
-    tasks = [start(frontend, NOBODY, rid) for rid in rids]
+    tasks = [start(frontend, ANONYMOUS, rid) for rid in rids]
     await sent(frontend, 4)
     probe = asyncio.create_task(frontend.manager.health(generate=True))
     await frontend.engine.until(lambda: probe.done() or len(frontend.engine.requests) == 5)
@@ -110,9 +110,9 @@ async def test_no_client_takes_the_rids_of_health_checks(make_frontend):
 async def test_an_abort_ends_the_requests_of_who_asked(make_frontend):
     frontend = make_frontend()
     a, b = caller("a"), caller("b")
-    tasks = {who: start(frontend, who, "r") for who in (a, b, NOBODY)}
+    tasks = {who: start(frontend, who, "r") for who in (a, b, ANONYMOUS)}
     rids = dict(zip(tasks, await sent(frontend, 3), strict=True))
-    for who in (a, caller("c"), NOBODY):
+    for who in (a, caller("c"), ANONYMOUS):
         frontend.manager.abort_request("other", caller=who)
         frontend.manager.abort_request(rids[b], caller=who)
     frontend.manager.abort_request("r", caller=caller("c"))
@@ -125,7 +125,7 @@ async def test_an_abort_ends_the_requests_of_who_asked(make_frontend):
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert [abort.rids for abort in frontend.engine.aborts] == [(rids[a],)]
     frontend.manager.abort_request("r", caller=ADMIN)
-    for who in (b, NOBODY):
+    for who in (b, ANONYMOUS):
         (answer,) = await asyncio.wait_for(pumped(frontend, tasks[who]), 20)
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -151,11 +151,11 @@ async def test_a_timeline_is_told_to_its_key_and_to_an_admin(make_frontend):
         assert [each["rid"] for each in frontend.manager.records.timelines("r", ADMIN)] == ["r", "r"]
         assert [each["rid"] for each in frontend.manager.records.timelines("only-a/1", ADMIN)] == ["only-a/1"]
         listed = {
-            who: [each["rid"] for each in frontend.manager.records.latest(9, who)] for who in (a, b, NOBODY, ADMIN)
+            who: [each["rid"] for each in frontend.manager.records.latest(9, who)] for who in (a, b, ANONYMOUS, ADMIN)
         }
         assert sorted(listed[a]) == ["only-a/0", "only-a/1", "r"]
-        assert (listed[b], listed[NOBODY], len(listed[ADMIN])) == (["r"], [], 4)
-        for who in (b, NOBODY):
+        assert (listed[b], listed[ANONYMOUS], len(listed[ADMIN])) == (["r"], [], 4)
+        for who in (b, ANONYMOUS):
             for rid in ("only-a", "only-a/0", *rids):
                 with pytest.raises(NotFoundError):
                     frontend.manager.records.timelines(rid, who)
@@ -163,7 +163,7 @@ async def test_a_timeline_is_told_to_its_key_and_to_an_admin(make_frontend):
 
 async def test_what_the_admin_and_the_server_ask_is_not_the_users(make_frontend):
     frontend = make_frontend()
-    users = caller("a"), NOBODY
+    users = caller("a"), ANONYMOUS
     tasks = [
         start(frontend, who, rid)
         for rid, who in zip(("own", "plain", "boss", "probe"), (*users, ADMIN, SERVER), strict=True)
@@ -194,7 +194,7 @@ async def test_what_the_admin_and_the_server_ask_is_not_the_users(make_frontend)
 async def test_prompts_of_a_key_are_found_in_the_cache_by_nobody_else(make_frontend):
     frontend = make_frontend()
     who = [
-        NOBODY,
+        ANONYMOUS,
         caller("a"),
         caller("b"),
         caller('a", "'),
@@ -223,7 +223,7 @@ async def test_a_session_is_known_to_its_key_only(make_frontend):
     frontend.engine.emit(rid, "x", STOP)
     await first
 
-    for who in (b, NOBODY):
+    for who in (b, ANONYMOUS):
         unknown = [
             await failure(start(frontend, who, None, "?", session_params={"id": name})) for name in ("s", "none")
         ]

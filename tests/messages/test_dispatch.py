@@ -1,7 +1,7 @@
 """Messages reach the handler of their type."""
 
+from headrace.messages.channel import TypeBasedDispatcher
 from headrace.messages.control import Heartbeat, ShutdownReq
-from headrace.messages.dispatch import TypeBasedDispatcher
 
 
 def test_a_message_reaches_the_handler_of_its_type_and_others_are_counted():

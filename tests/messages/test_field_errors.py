@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from headrace.messages.field_errors import field_error
+from headrace.messages.bodies import field_error
 from headrace.messages.requests import GenerateReqInput
 from headrace.plain_types import plain_reason
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load
 
 from headrace.errors import RequestError
-from headrace.messages.safetensors_bytes import safetensors_parts
+from headrace.messages.packing import safetensors_parts
 
 
 def test_tensors_and_arrays_are_read_back_as_they_were():

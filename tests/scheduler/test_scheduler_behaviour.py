@@ -11,10 +11,7 @@ from fake_worker import EOS, Rig, expected_outputs
 from headrace.messages.control import (
     AbortReq,
     FaultReq,
-    FlushCacheReq,
     HealthCheckReply,
-    HealthCheckReq,
-    InternalStateReq,
     ProfileReply,
     ProfileReq,
     ShutdownReq,
@@ -28,6 +25,7 @@ from headrace.messages.operations import (
     SLOW_DOWN,
     START_PROFILE,
     CacheTreeQuery,
+    Nothing,
     OperationReply,
     OperationReq,
     SlowDownBody,
@@ -370,9 +368,9 @@ def test_flush_is_refused_while_busy_and_empties_the_cache_when_idle():
     rig = Rig(num_pages=100)
     rig.add("a", prompt(10), **LONG)
     rig.turn()
-    rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
+    rig.inbox.send(FLUSH_CACHE.message(1, Nothing()))
     rig.drain()
-    rig.inbox.send(FLUSH_CACHE.message(2, FlushCacheReq()))
+    rig.inbox.send(FLUSH_CACHE.message(2, Nothing()))
     rig.turn()
 
     replies = [rig.reply(FLUSH_CACHE, message_id) for message_id in (1, 2)]
@@ -384,8 +382,8 @@ def test_flush_is_refused_while_busy_and_empties_the_cache_when_idle():
 def test_health_and_state_are_answered_at_the_next_turn():
     rig = Rig(num_pages=100)
     rig.add("a", prompt(10), **LONG)
-    rig.inbox.send(CHECK_HEALTH.message(5, HealthCheckReq()))
-    rig.inbox.send(INTERNAL_STATE.message(6, InternalStateReq()))
+    rig.inbox.send(CHECK_HEALTH.message(5, Nothing()))
+    rig.inbox.send(INTERNAL_STATE.message(6, Nothing()))
     rig.turn()
 
     assert rig.reply(CHECK_HEALTH, 5) == HealthCheckReply(busy=False)

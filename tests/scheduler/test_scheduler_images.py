@@ -8,9 +8,9 @@ from fake_worker import Rig, expected_outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.messages.control import AbortReq, FlushCacheReq
+from headrace.messages.control import AbortReq
 from headrace.messages.media import MediaItem, MediaSpan
-from headrace.messages.operations import FLUSH_CACHE
+from headrace.messages.operations import FLUSH_CACHE, Nothing
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
 from headrace.messages.weights import UpdateFromDisk, WeightOpReq
@@ -272,7 +272,7 @@ def test_every_history_with_images_ends_with_right_tokens(setup, actions):
                 for _ in range(action):
                     rig.turn()
             case "flush":
-                rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
+                rig.inbox.send(FLUSH_CACHE.message(1, Nothing()))
             case "weights":
                 rig.drain()
                 version += 1

@@ -7,10 +7,10 @@ from fake_worker import VOCAB, Rig
 
 from headrace.cache.events import BlockEvents
 from headrace.messages import namespaces
-from headrace.messages.control import AbortReq, FlushCacheReq
+from headrace.messages.control import AbortReq
 from headrace.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
-from headrace.messages.operations import FLUSH_CACHE
-from headrace.processes.kv_event_history import KVEventHistory
+from headrace.messages.operations import FLUSH_CACHE, Nothing
+from headrace.processes.kv_event_publisher import KVEventHistory
 from kv_event_mirror import Mirror, cached
 
 KINDS = (BlockStored, BlockRemoved, AllBlocksCleared)
@@ -29,7 +29,7 @@ def after_random_requests(num_requests: int, seed: int, max_batches: int) -> tup
     while added < num_requests or rig.state.by_rid:
         if resting and not rig.state.by_rid:
             resting = False
-            rig.inbox.send(FLUSH_CACHE.message(0, FlushCacheReq()))
+            rig.inbox.send(FLUSH_CACHE.message(0, Nothing()))
         resting = resting or rng.random() < 0.03
         for _ in range(0 if resting else min(num_requests - added, 6 - len(rig.state.by_rid))):
             prompt = rng.choice(beginnings)[: rng.randrange(1, 13)] + [

@@ -6,7 +6,7 @@ import weakref
 
 from fake_worker import FakeWorker, Mailbox, Rig
 
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.weights import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.scheduler.lora import LoraLoader
 
 PROMPT = [0, 1, 1, 0, 1]

@@ -6,8 +6,8 @@ from fake_worker import EOS, Rig, expected_outputs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.messages.control import AbortReq, FlushCacheReq
-from headrace.messages.operations import FLUSH_CACHE
+from headrace.messages.control import AbortReq
+from headrace.messages.operations import FLUSH_CACHE, Nothing
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
@@ -86,7 +86,7 @@ def test_every_history_ends_with_right_tokens_and_a_whole_pool(setup, actions):
             for _ in range(action):
                 rig.turn()
         elif action == "flush":
-            rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
+            rig.inbox.send(FLUSH_CACHE.message(1, Nothing()))
         elif action[0] == "nan":
             rig.worker.nan_rids.add(f"r{action[1]}")
         elif action[0] == "fail":

@@ -5,7 +5,6 @@ of the real one.
 """
 
 import asyncio
-import inspect
 import json
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import HeadraceError, NotFoundError, RequestError
-from headrace.frontend.main_operations import main_operations
+from headrace.frontend.control import MainOperations
 from headrace.frontend.prompts import CallLimits, split_call
 from headrace.frontend.runtime_settings import Limits
 from headrace.frontend.sample_update import (
@@ -36,10 +35,18 @@ from headrace.frontend.sample_update import (
     SampleUsage,
     TokenLogprobs,
 )
-from headrace.frontend.tenants import NOBODY, Caller
+from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.media_kinds import MediaRefs
-from headrace.messages.cache_tree import CacheNode, CacheTree
-from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ProfileReply, ReadyInfo
+from headrace.messages.control import (
+    CacheNode,
+    CacheTree,
+    FaultReq,
+    FlushCacheReply,
+    InternalState,
+    PoolState,
+    ProfileReply,
+    ReadyInfo,
+)
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
 from headrace.messages.operations import OPERATIONS, LimitChanges, OperationReq, RankInfo, answered
 from headrace.messages.outputs import FinishReason
@@ -209,7 +216,7 @@ class FakeFrontend:
         self.own_counters = {"num_unknown_outputs": 0}
         self.replies: list[tuple[str, int]] = []
 
-    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = NOBODY) -> list[int]:
+    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = ANONYMOUS) -> list[int]:
         self.counted = [*input_ids], media
         count = len(media.images) + len(media.audios) + len(media.videos)
         return [*input_ids, *[0] * (IMAGE_TOKENS - 1) * count]
@@ -382,8 +389,8 @@ class FakeFrontend:
         operation = OPERATIONS[name]
         asked = operation.request_of(OperationReq(1, name, request))
         if operation.at == "main":
-            found = main_operations(self.experts, self, self)[name](asked)
-            return {0: answered(1, await found if inspect.isawaitable(found) else found).reply}
+            found = await getattr(MainOperations(self.experts, self, self), name)(asked)
+            return {0: answered(1, found).reply}
         match name:
             case "cache_tree":
                 nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]

@@ -16,8 +16,7 @@ import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
 from headrace.frontend.adapters import Adapters
-from headrace.frontend.control import Control
-from headrace.frontend.main_operations import main_operations
+from headrace.frontend.control import Control, MainOperations
 from headrace.frontend.records import Records
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.tenants import SERVER
@@ -336,8 +335,7 @@ def test_the_real_manager_is_what_the_server_needs():
 
 
 def test_the_main_process_has_the_work_of_every_operation_of_its_own():
-    frontend = FakeFrontend()
-    work = main_operations(frontend.experts, frontend, frontend)
+    work = {name: function for name, function in vars(MainOperations).items() if not name.startswith("_")}
     assert set(work) == {name for name, row in OPERATIONS.items() if row.at == "main"}
     for name, function in work.items():
         assert get_type_hints(function)["request"] is OPERATIONS[name].request

@@ -14,8 +14,8 @@ from anthropic.types.content_block_param import ContentBlockParam
 from fake_frontend import Running, running_server
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
-from headrace.server.anthropic.blocks import FIELDS_OF_TYPE
-from headrace.server.anthropic.blocks import WRITTEN_OUT as WRITTEN_BLOCKS
+from headrace.server.anthropic.request import FIELDS_OF_TYPE
+from headrace.server.anthropic.request import WRITTEN_OUT as WRITTEN_BLOCKS
 from headrace.server.responses.items import UNREADABLE, WRITTEN_OUT
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"

@@ -8,8 +8,8 @@ import pytest
 from headrace.errors import RequestError
 from headrace.parsers.registry import OutputFormat, choose
 from headrace.sampling.params import SamplingParams
+from headrace.server.chat.calls import BoundReply, bound_reply
 from headrace.server.chat.conversation import Conversation, Tool, ToolChoice, function_tool
-from headrace.server.chat.reply_grammar import BoundReply, bound_reply
 
 MARKS = {"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4}
 SCHEMA: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

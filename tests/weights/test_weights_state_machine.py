@@ -13,9 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace.messages.control import AbortReq, FlushCacheReq, HealthCheckReply, HealthCheckReq
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
-from headrace.messages.operations import CHECK_HEALTH, FLUSH_CACHE
+from headrace.messages.control import AbortReq, HealthCheckReply
+from headrace.messages.operations import CHECK_HEALTH, FLUSH_CACHE, Nothing
 from headrace.messages.weights import (
     CancelUpdate,
     CommitUpdate,
@@ -24,11 +23,14 @@ from headrace.messages.weights import (
     GetWeight,
     HoldForUpdate,
     InitGroup,
+    LoadLoraReq,
+    LoraReply,
     PauseGeneration,
     PrepareUpdate,
     ReleaseMemory,
     ResumeMemory,
     SetWeightVersion,
+    UnloadLoraReq,
     UpdateFromDisk,
     WeightOpReply,
     WeightOpReq,
@@ -214,7 +216,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        self.rig.inbox.send(FLUSH_CACHE.message(1, FlushCacheReq()))
+        self.rig.inbox.send(FLUSH_CACHE.message(1, Nothing()))
 
     @invariant()
     def steps_are_held(self):
@@ -331,7 +333,7 @@ def test_steps_go_on_while_an_update_is_prepared():
     rig.turn()
     made = len(rig.ids["runs"])
     rig.add("comes", [0, 1], 4)
-    rig.inbox.send(CHECK_HEALTH.message(7, HealthCheckReq()))
+    rig.inbox.send(CHECK_HEALTH.message(7, Nothing()))
     rig.add("leaves", [0, 1], 40)
     rig.inbox.send(AbortReq(("leaves",)))
     for _ in range(20):
@@ -448,7 +450,7 @@ def test_pause_modes():
         assert len(rig.ids["a"]) == made, "it goes on while paused"
         assert (rig.kv.state().leased_tokens > 0) == held
         rig.back.messages.clear()
-        rig.inbox.send(FLUSH_CACHE.message(2, FlushCacheReq()))
+        rig.inbox.send(FLUSH_CACHE.message(2, Nothing()))
         rig.turn()
         assert rig.reply(FLUSH_CACHE, 2).success == (not held)
         rig.inbox.send(WeightOpReq(2, PauseGeneration(mode)))  # again: nothing new

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.api.media import messages_as_json
+from headrace.api.arguments import messages_as_json, without_none
 from headrace.errors import RequestError
 
 
@@ -29,7 +29,6 @@ class ToolCall:
         return value
 
     def result(self, content: str) -> dict[str, Any]:
-        """The message that answers the call."""
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
@@ -105,11 +104,10 @@ def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[
     given = {"messages": messages_as_json(messages), "tools": tools, "stream": stream, **options}
     if stream:
         given["stream_options"] = {"include_usage": True}
-    return {name: value for name, value in given.items() if value is not None}
+    return without_none(given)
 
 
 def read_reply(completion: Mapping[str, Any]) -> ChatReply:
-    """The reply of a `chat.completion` object."""
     choice = completion["choices"][0]
     message = choice["message"]
     kept = {"role": "assistant", "content": message["content"]}

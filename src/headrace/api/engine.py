@@ -7,17 +7,15 @@ put together: the composition root does. Its methods may be called from any thre
 import asyncio
 import atexit
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
-import msgspec
-
+from headrace.api.arguments import PooledInputs, TokenIds, encode_request, generate_request
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
 from headrace.api.engine_calls import EngineCalls
-from headrace.api.generate_request import PooledInputs, TokenIds, encode_request, generate_request
-from headrace.api.operations import Operations
+from headrace.api.methods import Methods, Route, ScoreOptions, rerank_fields, score_fields, scores_of
+from headrace.api.native_client import NativeClient
 from headrace.api.options import (
     ChatOptions,
     EncodeOptions,
@@ -30,35 +28,28 @@ from headrace.api.options import (
     option_values,
     options_text,
 )
-from headrace.api.scores import Route, ScoreOptions, Scores, rerank_fields, score_fields, scores_of
-from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.inputs import check_token_ids
 from headrace.frontend.native_answer import NativeAnswer, NativeStream, pooled_answers, whole_answer
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.sample_update import SampleUpdate
-from headrace.frontend.server_info import describe_load, describe_server
-from headrace.frontend.tenants import Caller
+from headrace.frontend.server_info import describe_server
 from headrace.frontend.weight_control import TensorFile
 from headrace.launch import RunningEngine, launch_engine
-from headrace.messages.control import InternalState
-from headrace.messages.operations import Operation
-from headrace.messages.requests import EmbeddingReqInput
-from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
-from headrace.metrics.export import render
+from headrace.messages.weights import UpdateFromTensors, WeightOpReply
 from headrace.processes.loading_bar import loading_bar
 from headrace.text.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from headrace.api.engine_chat import EngineChat
+    from headrace.frontend.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 
 
-class Engine(Operations, WeightOperations, Scores):
-    """A loaded model. A context manager; `shutdown` is also called at exit. Profiles and caches: `Operations`; weights, pausing and memory:
-    `WeightOperations`; `rerank` and `score`: `Scores`.
+class Engine(Methods):
+    """A loaded model. A context manager; `shutdown` is also called at exit. What a `Runtime` does as well: `Methods`.
 
     model: same as the option `model_path`. options: those of `headrace serve`, listed at `__init__`, also as SGLang and vLLM call them. Raises
     ConfigError or ModelError if the engine cannot start.
@@ -146,7 +137,7 @@ class Engine(Operations, WeightOperations, Scores):
         """
         request = generate_request(prompt, sampling_params, input_ids, stream, {**others})
         updates = self._manager.generate_request(request)
-        return self._iterate(updates) if stream else whole_answer(self._calls.wait(self._calls.submit(_all(updates))))
+        return self._iterate(updates) if stream else whole_answer(self._calls.result(_all(updates)))
 
     @overload
     async def async_generate(
@@ -202,7 +193,7 @@ class Engine(Operations, WeightOperations, Scores):
         updates = self._manager.generate_request(request)
         if stream:
             return self._aiterate(updates)
-        return whole_answer(await asyncio.wrap_future(self._calls.submit(_all(updates))))
+        return whole_answer(await self._calls.aresult(_all(updates)))
 
     # -- chat
 
@@ -237,11 +228,7 @@ class Engine(Operations, WeightOperations, Scores):
         """
         fields = chat_fields(messages, tools, stream, options)
         chats = self._chats()
-        return (
-            self._calls.each(chats.stream(fields))
-            if stream
-            else self._calls.wait(self._calls.submit(chats.whole(fields)))
-        )
+        return self._calls.each(chats.stream(fields)) if stream else self._calls.result(chats.whole(fields))
 
     @overload
     async def async_chat(
@@ -271,7 +258,7 @@ class Engine(Operations, WeightOperations, Scores):
         chats = self._chats()
         if stream:
             return self._calls.aeach(chats.stream(fields))
-        return await asyncio.wrap_future(self._calls.submit(chats.whole(fields)))
+        return await self._calls.aresult(chats.whole(fields))
 
     def _chats(self) -> "EngineChat":
         with self._shutdown_lock:
@@ -302,9 +289,8 @@ class Engine(Operations, WeightOperations, Scores):
         Returns a dict {"embedding": [...], "meta_info": {...}}, or a list of them for a list of inputs. others: the other fields of
         `EmbeddingReqInput`. Raises RequestError, CapacityError, ExecutionError.
         """
-        return pooled_answers(
-            self._calls.wait(self._calls.submit(self._encoded(encode_request(prompt, input_ids, {**others}))))
-        )
+        request = encode_request(prompt, input_ids, {**others})
+        return pooled_answers(self._calls.result(self._chats().encoded(request)))
 
     async def async_encode(
         self,
@@ -314,10 +300,7 @@ class Engine(Operations, WeightOperations, Scores):
     ) -> Any:
         """Like `encode`, awaited in any event loop."""
         request = encode_request(prompt, input_ids, {**others})
-        return pooled_answers(await asyncio.wrap_future(self._calls.submit(self._encoded(request))))
-
-    def _encoded(self, request: EmbeddingReqInput) -> Coroutine[Any, Any, list[SampleUpdate]]:
-        return self._chats().encoded(request)
+        return pooled_answers(await self._calls.aresult(self._chats().encoded(request)))
 
     async def async_rerank(
         self,
@@ -329,7 +312,7 @@ class Engine(Operations, WeightOperations, Scores):
     ) -> list[dict[str, Any]]:
         """Like `rerank`, awaited in any event loop."""
         fields = rerank_fields(query, documents, top_n, return_documents, {**options})
-        found: list[dict[str, Any]] = (await self._soon_scored("/v1/rerank", fields))["results"]
+        found: list[dict[str, Any]] = (await self._ascored("/v1/rerank", fields))["results"]
         return found
 
     async def async_score(
@@ -343,56 +326,39 @@ class Engine(Operations, WeightOperations, Scores):
     ) -> Any:
         """Like `score`, awaited in any event loop."""
         fields = score_fields(query, items, label_token_ids, apply_softmax, item_first, {**options})
-        return scores_of(await self._soon_scored("/v1/score", fields))
+        return scores_of(await self._ascored("/v1/score", fields))
 
     def _scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
-        return self._calls.wait(self._calls.submit(self._chats().scored(route, fields)))
+        return self._calls.result(self._chats().scored(route, fields))
 
-    async def _soon_scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
-        return await asyncio.wrap_future(self._calls.submit(self._chats().scored(route, fields)))
+    async def _ascored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
+        return await self._calls.aresult(self._chats().scored(route, fields))
 
     # -- control
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Abort the samples of `rid`, or all. Unknown rids are ignored."""
-        self._calls.call(lambda: self._manager.abort_request(rid, abort_all))
+    def _call(self, here: "Callable[[TokenizerManager], T]", over_http: Callable[[NativeClient], T]) -> T:
+        return self._calls.call(lambda: here(self._manager))
 
-    def open_session(
-        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
-    ) -> str:
-        """Open a session and return its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
-        return self._calls.call(lambda: self._manager.open_session(capacity_of_str_len, session_id, timeout_s))
+    def _wait(
+        self, here: "Callable[[TokenizerManager], Coroutine[Any, Any, T]]", over_http: Callable[[NativeClient], T]
+    ) -> T:
+        return self._calls.result(here(self._manager))
 
-    def close_session(self, session_id: str) -> None:
-        """Close a session. Its running requests continue. Raises NotFoundError."""
-        self._calls.call(lambda: self._manager.close_session(session_id))
-
-    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """Load an adapter in peft's format; `generate(..., lora_path=lora_name)` uses it. Raises RequestError, CapacityError."""
-        self._calls.wait(self._calls.submit(self._manager.adapters.load(lora_name, lora_path, pinned)))
-
-    def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter, once the requests that use it have ended. Raises NotFoundError."""
-        self._calls.wait(self._calls.submit(self._manager.adapters.unload(lora_name)))
-
-    def lora_adapters(self) -> list[str]:
-        """Names of all adapters."""
-        return self._calls.call(lambda: self._manager.adapters.names)
+    def _update_from_tensors(
+        self,
+        parts: Iterable[bytes | memoryview],
+        abort_all_requests: bool,
+        weight_version: str | None,
+        bucketed: bool = False,
+    ) -> WeightOpReply:
+        with TensorFile() as file:
+            file.write(parts)
+            update = UpdateFromTensors(file.path, abort_all_requests, weight_version, bucketed)
+            return self._calls.result(self._manager.weights.operate(update))
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False if some still run."""
-        return self._calls.wait(self._calls.submit(self._manager.control.flush_cache(timeout_s))).success
-
-    def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the scheduler."""
-        return self._calls.wait(self._calls.submit(self._manager.control.internal_state()))
-
-    def get_loads(self) -> list[dict[str, Any]]:
-        """Load of each replica: requests, tokens, throughput."""
-        return [
-            describe_load(state)
-            for state in self._calls.wait(self._calls.submit(self._manager.control.internal_states()))
-        ]
+        return self._calls.result(self._manager.control.flush_cache(timeout_s)).success
 
     def get_model_info(self) -> dict[str, Any]:
         """The served model: name, type, sizes."""
@@ -412,7 +378,7 @@ class Engine(Operations, WeightOperations, Scores):
     def get_server_info(self) -> dict[str, Any]:
         """Options (keys masked), facts about the model, and the state of each replica; see `describe_server`."""
         manager = self._manager
-        states = self._calls.wait(self._calls.submit(manager.control.internal_states()))
+        states = self._calls.result(manager.control.internal_states())
         info = describe_server(manager.args, self._running.ready, manager.adapters.names, states)
         model = self.get_model_info()
         now = {name: model[name] for name in ("model_path", "weight_version")}
@@ -420,11 +386,7 @@ class Engine(Operations, WeightOperations, Scores):
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine is alive; with `generate`, whether it generates a token."""
-        return self._calls.wait(self._calls.submit(self._manager.health(generate)))
-
-    def metrics(self) -> str:
-        """The text of /metrics."""
-        return self._calls.call(lambda: render(self._manager.metrics, self._manager.args.metrics_compat)).decode()
+        return self._calls.result(self._manager.health(generate))
 
     def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
         """Token ids of a text, or of each of several."""
@@ -441,32 +403,6 @@ class Engine(Operations, WeightOperations, Scores):
             check_token_ids("tokens", ids, self._manager.ready.vocab_size)
         texts = [self._manager.tokenizer.decode(ids, skip_special_tokens) for ids in rows]
         return texts if is_list else texts[0]
-
-    def explain_request(self, rid: str) -> list[dict[str, Any]]:
-        """Timelines of the samples of a recent request. Raises NotFoundError."""
-        return self._calls.call(lambda: self._manager.records.timelines(rid, Caller(is_admin=True)))
-
-    def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Live samples and those that ended last, at most `limit`, without their events and their text."""
-        return self._calls.call(lambda: self._manager.records.latest(limit, Caller(is_admin=True)))
-
-    def _ask(self, operation: Operation[Any, Any], request: msgspec.Struct) -> Any:
-        replies = self._calls.wait(self._calls.submit(operation.ask(self._manager.control, request)))
-        return msgspec.to_builtins(operation.combine(replies))
-
-    def _operate(self, operation: WeightOperation) -> WeightOpReply:
-        return self._calls.wait(self._calls.submit(self._manager.weights.operate(operation)))
-
-    def _update_from_tensors(
-        self,
-        parts: Iterable[bytes | memoryview],
-        abort_all_requests: bool,
-        weight_version: str | None,
-        bucketed: bool = False,
-    ) -> WeightOpReply:
-        with TensorFile() as file:
-            file.write(parts)
-            return self._operate(UpdateFromTensors(file.path, abort_all_requests, weight_version, bucketed))
 
     # -- the end
 
@@ -491,14 +427,6 @@ class Engine(Operations, WeightOperations, Scores):
         ready = self._manager.ready
         facts = f"{ready.model_class}, {ready.dtype} on {ready.device}, context of {ready.context_length} tokens"
         return f"<Engine {self._manager.args.served_name}: {facts}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
 
     async def _close(self) -> None:
         await self._manager.close()

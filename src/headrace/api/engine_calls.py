@@ -35,18 +35,15 @@ class EngineCalls:
         asyncio.run_coroutine_threadsafe(last, self.loop).result()
 
     def stop(self) -> None:
-        """End the thread and the loop."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` in the loop."""
-
         async def run() -> T:
             return work()
 
-        return self.wait(self.submit(run()))
+        return self.result(run())
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Begin to run it in the loop. Raises ExecutionError after the end and in a fork."""
@@ -64,9 +61,8 @@ class EngineCalls:
             raise RuntimeError("the engine's own event loop cannot wait for itself; use async_generate elsewhere")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    @staticmethod
-    def wait(future: "Future[T]") -> T:
-        """The result."""
+    def result(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:
@@ -74,10 +70,13 @@ class EngineCalls:
             future.cancel()
             raise
 
+    async def aresult(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Like `result`, in any event loop."""
+        return await asyncio.wrap_future(self.submit(coroutine))
+
     def each(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """The items of a generator of the loop."""
         try:
-            while (item := self.wait(self.submit(_next(items)))) is not None:
+            while (item := self.result(_next(items))) is not None:
                 yield item
         finally:
             self._abandon(items)
@@ -85,7 +84,7 @@ class EngineCalls:
     async def aeach(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Like `each`, in any event loop."""
         try:
-            while (item := await asyncio.wrap_future(self.submit(_next(items)))) is not None:
+            while (item := await self.aresult(_next(items))) is not None:
                 yield item
         finally:
             self._abandon(items)

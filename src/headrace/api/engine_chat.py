@@ -1,9 +1,10 @@
-"""`Engine.chat`: chat completions without HTTP, by the handler that also serves them over HTTP; and the way to `engine_scores`.
+"""`Engine.chat`, `encode`, `rerank` and `score`: without HTTP, by the handlers and functions that also serve the routes.
 
 So the prompt, the sampling, what is refused, and how the output is read are the same. Runs in the engine's event loop.
 """
 
 import json
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Self
@@ -11,26 +12,20 @@ from typing import Any, Self
 import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, read_chunk, read_reply
-from headrace.api.engine_scores import encoded, scored
-from headrace.api.scores import Route
+from headrace.api.methods import Route
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.sample_update import SampleUpdate, failure_of
-from headrace.frontend.tenants import Caller
 from headrace.launch import RunningEngine
-from headrace.messages.field_errors import field_error
-from headrace.messages.neutral import without_neutral
+from headrace.messages.bodies import converted
 from headrace.messages.requests import EmbeddingReqInput
-from headrace.messages.whole_numbers import with_whole_numbers
 from headrace.processes.model_files import served_model
-from headrace.server.context import ServerStatus, ServingContext
+from headrace.server.context import Program, ServerStatus, ServingContext
 from headrace.server.openai.chat import ChatGeneration, ChatServing
 from headrace.server.openai.protocol import ChatCompletionRequest
-
-
-class _Program:
-    """Who asks: the program that owns the engine."""
-
-    caller = Caller()
+from headrace.server.pooling.calls import results_of
+from headrace.server.pooling.protocol import pooling_of
+from headrace.server.pooling.rerank import RerankRequest, ranked
+from headrace.server.pooling.score import ScoreRequest, asks_for_labels, label_scores, text_scores
 
 
 class EngineChat:
@@ -38,7 +33,6 @@ class EngineChat:
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
-        """Those of a started engine."""
         model = served_model(
             running.args, running.ready, running.tokenizer, running.chat_template, running.model, running.pooling
         )
@@ -48,18 +42,18 @@ class EngineChat:
         self._context = context
         self._threads = context.text_threads
         self._serving = ChatServing(context)
+        self._program = Program(context)
 
     def close(self) -> None:
-        """End its threads."""
         self._threads.shutdown(wait=False)
 
     async def whole(self, fields: dict[str, Any]) -> ChatReply:
         """The reply to a chat completion with these fields. Raises RequestError, CapacityError, ExecutionError."""
-        request, serving = _request(fields), self._serving
+        request, serving = converted(fields, ChatCompletionRequest), self._serving
         grammar = request.asked_grammar()
         try:
             generation = await serving.prepare(request)
-            async with aclosing(serving.updates(_Program(), generation)) as updates:
+            async with aclosing(serving.updates(self._program, generation)) as updates:
                 news = [update async for update in updates]
         except RequestError as exc:
             raise serving.renamed(exc, request, grammar) from None
@@ -73,16 +67,26 @@ class EngineChat:
         return read_reply(msgspec.to_builtins(completion))
 
     async def encoded(self, request: EmbeddingReqInput) -> list[SampleUpdate]:
-        """See `engine_scores`."""
-        return await encoded(self._context, request)
+        """The results of all inputs, in order; thousands of them are sent in chunks. Raises RequestError, CapacityError, ExecutionError."""
+        pooling_of(self._context.model)
+        updates = await results_of(self._program, request, partial=True)
+        return [msgspec.structs.replace(update, index=index) for index, update in enumerate(updates)]
 
     async def scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
-        """See `engine_scores`."""
-        return await scored(self._context, route, fields)
+        """What the reply of a route to these fields says of scores. Raises RequestError, CapacityError, ExecutionError."""
+        rid = str(fields.get("rid") or uuid.uuid4().hex)
+        if route == "/v1/rerank":
+            ranking = await ranked(self._program, converted(fields, RerankRequest), rid)
+            return {"results": [msgspec.to_builtins(result) for result in ranking.results()]}
+        request = converted(fields, ScoreRequest)
+        if asks_for_labels(request):
+            return {"scores": (await label_scores(self._program, request, rid)).scores}
+        found = await text_scores(self._program, request, rid)
+        return {"data": [{"score": score} for score in found.scores]}
 
     async def stream(self, fields: dict[str, Any]) -> AsyncGenerator[ChatDelta, None]:
         """Like `whole`, what is new piece by piece. Closing the iterator stops the reply."""
-        request, serving = _request(fields), self._serving
+        request, serving = converted(fields, ChatCompletionRequest), self._serving
         grammar = request.asked_grammar()
         try:
             generation = await serving.prepare(request)
@@ -97,7 +101,7 @@ class EngineChat:
         """The events of a stream, as a client of the server would get them."""
         serving = self._serving
         writer, count = serving.chunk_writer(generation), serving.usage_count(generation)
-        async with aclosing(serving.updates(_Program(), generation)) as updates:
+        async with aclosing(serving.updates(self._program, generation)) as updates:
             async for update in updates:
                 if update.finish is not None:
                     if (failure := failure_of(update.finish)) is not None:
@@ -106,17 +110,6 @@ class EngineChat:
                 yield writer.delta(update)
         serving.headers(generation)
         yield writer.usage(serving.total_usage(generation, count.total()))
-
-
-def _request(fields: dict[str, Any]) -> ChatCompletionRequest:
-    """The request, with checked types. Raises RequestError that names the field."""
-    try:
-        return msgspec.convert(
-            without_neutral(with_whole_numbers(fields, ChatCompletionRequest), ChatCompletionRequest),
-            ChatCompletionRequest,
-        )
-    except msgspec.ValidationError as error:
-        raise field_error(str(error), ChatCompletionRequest) from None
 
 
 def _deltas(frames: bytes) -> list[ChatDelta]:

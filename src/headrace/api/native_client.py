@@ -31,7 +31,6 @@ class NativeClient:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
     def get(self, path: str) -> Any:
-        """The reply to a GET."""
         return self.fetch(path)
 
     def ask(self, path: str, **fields: object) -> Any:
@@ -133,7 +132,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _error(status: int, body: bytes, retry_after: str | None) -> HeadraceError:
-    """The error that a reply means."""
     try:
         error = json.loads(body)["error"]
         message, param, code = error["message"], error.get("param"), error.get("code")

@@ -27,32 +27,9 @@ Tools = Sequence[Mapping[str, Any]]
 """Tools of a chat completion: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
-class ChatOptions(TypedDict, total=False):
-    """Fields of a chat completion, those that are usual from Python; see docs/http-api.md. None = not set."""
+class _SamplingFields(TypedDict, total=False):
+    """Fields that all have in which sampling parameters are given. None = not set."""
 
-    # sampling
-    max_tokens: int | None
-    min_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    typical_p: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    repetition_penalty: float | None
-    seed: int | None
-    stop: str | list[str] | None
-    stop_regex: str | list[str] | None
-    stop_token_ids: list[int] | None
-    ignore_eos: bool | None
-    no_stop_trim: bool | None
-    skip_special_tokens: bool | None
-    logit_bias: dict[str, float] | None
-    bad_words: list[str] | None
-    allowed_token_ids: list[int] | None
-    # what the reply must match
-    response_format: dict[str, Any] | None
     json_schema: str | dict[str, object] | bool | None
     regex: str | None
     ebnf: str | None
@@ -60,6 +37,34 @@ class ChatOptions(TypedDict, total=False):
     choice: list[str] | None
     structural_tag: str | dict[str, object] | None
     grammar_after: str | None
+    stop: str | list[str] | None
+    stop_token_ids: list[int] | None
+    stop_regex: str | list[str] | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    logit_bias: dict[str, float] | None
+    bad_words: list[str] | None
+    allowed_token_ids: list[int] | None
+    seed: int | None
+
+
+class ChatOptions(_SamplingFields, total=False):
+    """Fields of a chat completion, those that are usual from Python; see docs/http-api.md. None = not set."""
+
+    # sampling
+    max_tokens: int | None
+    min_tokens: int | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    ignore_eos: bool | None
+    no_stop_trim: bool | None
+    skip_special_tokens: bool | None
+    # what the reply must match
+    response_format: dict[str, Any] | None
     # tools and reasoning
     tool_choice: str | dict[str, object] | None
     parallel_tool_calls: bool | None
@@ -302,38 +307,18 @@ def options_text() -> str:
     return "\n".join(blocks)
 
 
-class SamplingOptions(TypedDict, total=False):
+class SamplingOptions(_SamplingFields, total=False):
     """How the output is sampled: the fields of `SamplingParams` but `n`, see docs/python.md. None = not set."""
 
-    json_schema: str | dict[str, object] | bool | None
-    regex: str | None
-    ebnf: str | None
-    lark: str | None
-    choice: list[str] | None
-    structural_tag: str | dict[str, object] | None
-    grammar_after: str | None
     max_new_tokens: int | None
     min_new_tokens: int
-    stop: str | list[str] | None
-    stop_token_ids: list[int] | None
-    stop_regex: str | list[str] | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    typical_p: float | None
     frequency_penalty: float
     presence_penalty: float
-    repetition_penalty: float | None
     ignore_eos: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
     no_stop_trim: bool
-    logit_bias: dict[str, float] | None
-    bad_words: list[str] | None
-    allowed_token_ids: list[int] | None
     thinking_budget: dict[str, Any] | None
-    seed: int | None
     sampling_seed: int | None
     stream_interval: int | None
 
@@ -363,7 +348,19 @@ Video = VideoRef | str | dict[str, Any]
 """A video by its frames, each an `Image`: a dict with "frames" and "fps". See docs/images.md."""
 
 
-class GenerateOptions(TypedDict, total=False):
+class _CallFields(TypedDict, total=False):
+    """Fields that `/generate` and `/encode` have."""
+
+    rid: str | list[str] | None
+    priority: int | None
+    extra_key: str | list[str | None] | None
+    cache_salt: str | list[str | None] | None
+    lora_path: str | list[str | None] | None
+    routed_dp_rank: int | None
+    data_parallel_rank: int | None
+
+
+class GenerateOptions(_CallFields, total=False):
     """The other fields of `/generate`, see docs/http-api.md; a list has one value for each prompt."""
 
     text: str | list[str] | None
@@ -371,7 +368,6 @@ class GenerateOptions(TypedDict, total=False):
     image_data: Image | Sequence[Image | Sequence[Image] | None] | None
     audio_data: Audio | Sequence[Audio | Sequence[Audio] | None] | None
     video_data: Video | Sequence[Video | Sequence[Video] | None] | None
-    rid: str | list[str] | None
     return_logprob: bool | list[bool]
     logprob_start_len: int | list[int]
     top_logprobs_num: int | list[int]
@@ -382,16 +378,10 @@ class GenerateOptions(TypedDict, total=False):
     return_progress: bool
     custom_logit_processor: str | list[str | None] | None
     prediction: str | list[str | None] | None
-    priority: int | None
-    extra_key: str | list[str | None] | None
-    cache_salt: str | list[str | None] | None
-    lora_path: str | list[str | None] | None
     session_params: dict[str, Any] | list[dict[str, Any]] | None
-    routed_dp_rank: int | None
-    data_parallel_rank: int | None
 
 
-class EncodeOptions(TypedDict, total=False):
+class EncodeOptions(_CallFields, total=False):
     """The other fields of `/encode`, see docs/http-api.md; a list has one value for each input."""
 
     text: str | list[str | list[str]] | None
@@ -399,10 +389,3 @@ class EncodeOptions(TypedDict, total=False):
     dimensions: int | None
     truncate_prompt_tokens: int | None
     truncation_side: Literal["right", "left"]
-    rid: str | list[str] | None
-    priority: int | None
-    extra_key: str | list[str | None] | None
-    cache_salt: str | list[str | None] | None
-    lora_path: str | list[str | None] | None
-    routed_dp_rank: int | None
-    data_parallel_rank: int | None

@@ -6,18 +6,14 @@ Its methods may be called from any thread.
 
 import json
 import urllib.parse
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
-from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
-import msgspec
-
+from headrace.api.arguments import PooledInputs, media_json, without_none
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields, read_chunk, read_reply
-from headrace.api.generate_request import PooledInputs
-from headrace.api.media import media_json
+from headrace.api.methods import Methods, Route, weight_op_reply
 from headrace.api.native_client import NativeClient
-from headrace.api.operations import Operations
 from headrace.api.options import (
     ChatOptions,
     EncodeOptions,
@@ -30,56 +26,16 @@ from headrace.api.options import (
     option_values,
     options_text,
 )
-from headrace.api.scores import Route, Scores
 from headrace.api.server_process import ServerProcess
-from headrace.api.weight_operations import WeightOperations
-from headrace.errors import (
-    AuthError,
-    CapacityError,
-    ConfigError,
-    ExecutionError,
-    NotFoundError,
-    RequestError,
-)
-from headrace.frontend.weight_checks import TRUNCATE_SIZE
-from headrace.messages.control import InternalState
-from headrace.messages.operations import Operation
-from headrace.messages.weights import (
-    CancelUpdate,
-    ContinueGeneration,
-    DestroyGroup,
-    InitGroup,
-    PauseGeneration,
-    ReleaseMemory,
-    ResumeMemory,
-    SaveWeights,
-    SetWeightVersion,
-    UpdateFromDisk,
-    UpdateFromDistributed,
-    WeightOperation,
-    WeightOpReply,
-)
+from headrace.errors import AuthError, CapacityError, ConfigError, ExecutionError, NotFoundError, RequestError
+from headrace.messages.weights import WeightOpReply
 
-OPERATION_PATHS: dict[type, str] = {
-    PauseGeneration: "/pause_generation",
-    ContinueGeneration: "/continue_generation",
-    UpdateFromDisk: "/update_weights_from_disk",
-    UpdateFromDistributed: "/update_weights_from_distributed",
-    CancelUpdate: "/cancel_weight_update",
-    InitGroup: "/init_weights_update_group",
-    DestroyGroup: "/destroy_weights_update_group",
-    SaveWeights: "/save_sharded_state",
-    SetWeightVersion: "/update_weight_version",
-    ReleaseMemory: "/release_memory_occupation",
-    ResumeMemory: "/resume_memory_occupation",
-}
-"""Routes of operations whose fields are the body."""
+T = TypeVar("T")
 
 
-class Runtime(Operations, WeightOperations, Scores):
+class Runtime(Methods):
     """A server process owned by this program. A context manager; `shutdown` is also called at exit, and the server ends if this process is killed.
-
-    Profiles and caches: `Operations`. Weights, pausing and memory: `WeightOperations`.
+    What an `Engine` does as well: `Methods`.
 
     model: same as the option `model_path`. start_timeout_s: how long loading may take. options: as of an `Engine`; default for `port`: a free
     one. Raises ConfigError for unknown options, ExecutionError if the server does not become ready.
@@ -106,7 +62,6 @@ class Runtime(Operations, WeightOperations, Scores):
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._server.pid
 
     @overload
@@ -231,42 +186,6 @@ class Runtime(Operations, WeightOperations, Scores):
         except RequestError:
             return False
 
-    def open_session(
-        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
-    ) -> str:
-        """Open a session and return its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
-        given = {"capacity_of_str_len": capacity_of_str_len, "session_id": session_id, "timeout": timeout_s}
-        return str(self._http.ask("/open_session", **given))
-
-    def close_session(self, session_id: str) -> None:
-        """Close a session. Its running requests continue. Raises NotFoundError."""
-        self._http.tell("/close_session", session_id=session_id)
-
-    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """Like `Engine.load_lora_adapter`; the path is on the server's machine. Raises RequestError, CapacityError."""
-        self._http.tell("/load_lora_adapter", lora_name=lora_name, lora_path=lora_path, pinned=pinned)
-
-    def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter, once the requests that use it have ended. Raises NotFoundError."""
-        self._http.tell("/unload_lora_adapter", lora_name=lora_name)
-
-    def lora_adapters(self) -> list[str]:
-        """Names of all adapters."""
-        return [card["id"] for card in self._http.get("/v1/models")["data"] if card["parent"] is not None]
-
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Abort the samples of `rid`, or all. Unknown rids are ignored."""
-        if rid or abort_all:
-            self._http.ask("/abort_request", rid=rid or None, abort_all=abort_all)
-
-    def internal_state(self) -> InternalState:
-        """Counters and pool accounting of all schedulers together."""
-        return msgspec.convert(self._http.get("/internal_state"), InternalState)
-
-    def get_loads(self) -> list[dict[str, Any]]:
-        """Load of each replica: requests, tokens, throughput."""
-        return list(self._http.get("/v1/loads")["loads"])
-
     def get_model_info(self) -> dict[str, Any]:
         """The served model: name, type, sizes."""
         return dict(self._http.get("/model_info"))
@@ -283,10 +202,6 @@ class Runtime(Operations, WeightOperations, Scores):
             return False
         return True
 
-    def metrics(self) -> str:
-        """The text of /metrics."""
-        return self._http.text("/metrics")
-
     def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
         """Token ids of a text, or of each of several. Raises RequestError."""
         found = self._http.ask("/tokenize", prompt=prompt, add_special_tokens=add_special_tokens)["tokens"]
@@ -298,58 +213,6 @@ class Runtime(Operations, WeightOperations, Scores):
             "text"
         ]
         return found
-
-    def explain_request(self, rid: str) -> list[dict[str, Any]]:
-        """Timelines of the samples of a recent request. Raises NotFoundError."""
-        return list(self._http.get(f"/v1/requests/{urllib.parse.quote(rid, safe='')}")["data"])
-
-    def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Like `Engine.latest_requests`, of the server's key. Raises RequestError."""
-        return list(self._http.get(f"/v1/requests?limit={limit}")["data"])
-
-    def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
-        """See `WeightOperations.get_weights_by_name`."""
-        answer = self._http.operate(
-            "/get_weights_by_name", json.dumps({"name": name, "truncate_size": truncate_size}).encode()
-        )
-        if isinstance(answer, dict):
-            raise RequestError(answer["message"], "name")
-        return list(answer)
-
-    def check_weights(
-        self,
-        action: str = "checksum",
-        *,
-        allow_quant_error: bool = False,
-        skip_tensor_list: Sequence[str] | None = None,
-    ) -> dict[str, Any]:
-        """See `WeightOperations.check_weights`."""
-        names = None if skip_tensor_list is None else list(skip_tensor_list)
-        asked = {"action": action, "allow_quant_error": allow_quant_error, "skip_tensor_list": names}
-        return dict(self._http.operate("/weights_checker", json.dumps(asked).encode()))
-
-    def post_process_weights(
-        self, *, restore_weights_before_load: bool = False, post_process_quantization: bool = False
-    ) -> tuple[bool, str]:
-        """See `WeightOperations.post_process_weights`."""
-        asked = {
-            "restore_weights_before_load": restore_weights_before_load,
-            "post_process_quantization": post_process_quantization,
-        }
-        reply = self._http.operate("/post_process_weights", json.dumps(asked).encode())
-        return reply["success"], reply["message"]
-
-    def _ask(self, operation: Operation[Any, Any], request: msgspec.Struct) -> Any:
-        assert operation.route is not None, operation.name
-        fields = msgspec.to_builtins(request)
-        if operation.route.method == "GET":
-            given = {name: value for name, value in fields.items() if value is not None}
-            return self._http.get(f"{operation.route.path}?{urllib.parse.urlencode(given)}")
-        return self._http.ask(operation.route.path, **fields)
-
-    def _operate(self, operation: WeightOperation) -> WeightOpReply:
-        body = json.dumps(msgspec.structs.asdict(operation)).encode()
-        return _operation_reply(self._http.operate(OPERATION_PATHS[type(operation)], body))
 
     def _update_from_tensors(
         self,
@@ -364,7 +227,7 @@ class Runtime(Operations, WeightOperations, Scores):
         if weight_version is not None:
             asked["weight_version"] = weight_version
         path = f"/update_weights_from_tensor?{urllib.parse.urlencode(asked)}"
-        return _operation_reply(self._http.operate(path, b"".join(parts), {"Content-Type": "application/octet-stream"}))
+        return weight_op_reply(self._http.operate(path, b"".join(parts), {"Content-Type": "application/octet-stream"}))
 
     def encode(
         self,
@@ -373,8 +236,13 @@ class Runtime(Operations, WeightOperations, Scores):
         **others: Unpack[EncodeOptions],
     ) -> Any:
         """Like `Engine.encode`: a dict, or a list of dicts."""
-        given = {"text": prompt, "input_ids": input_ids, **others}
-        return self._http.ask("/encode", **{name: value for name, value in given.items() if value is not None})
+        return self._http.ask("/encode", **without_none({"text": prompt, "input_ids": input_ids, **others}))
+
+    def _call(self, here: object, over_http: Callable[[NativeClient], T]) -> T:
+        return over_http(self._http)
+
+    def _wait(self, here: object, over_http: Callable[[NativeClient], T]) -> T:
+        return over_http(self._http)
 
     def _scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
         reply: dict[str, Any] = self._http.ask(route, **fields)
@@ -388,20 +256,7 @@ class Runtime(Operations, WeightOperations, Scores):
         state = "stopped" if self._server.exit_code is not None else f"process {self.pid}"
         return f"<Runtime {self.url}, {state}>"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
-
 
 def _body(prompt: object, sampling_params: object, others: dict[str, Any]) -> bytes:
-    given = {"text": prompt, "sampling_params": sampling_params, **others}
-    given = media_json(given)
-    return json.dumps({name: value for name, value in given.items() if value is not None}).encode()
-
-
-def _operation_reply(answer: Any) -> WeightOpReply:
-    return WeightOpReply(0, answer["success"], answer["message"], answer["weight_version"])
+    given = media_json({"text": prompt, "sampling_params": sampling_params, **others})
+    return json.dumps(without_none(given)).encode()

@@ -64,12 +64,10 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._popen.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None while it runs."""
         return self._popen.poll()
 
     def wait_ready(self, timeout_s: float) -> None:

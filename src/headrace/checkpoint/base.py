@@ -77,7 +77,6 @@ class Checkpoint(ABC):
             yield name, self.checked_tensor(name, check_finite, check_zero)
 
     def checked_tensor(self, name: str, check_finite: bool = False, check_zero: bool = True) -> "torch.Tensor":
-        """Like `tensor`, with the checks of `iter_tensors`."""
         tensor = self.tensor(name)
         if check_finite:
             self._check_finite(name, tensor)

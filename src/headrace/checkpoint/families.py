@@ -48,7 +48,6 @@ _LACKS = {model_type: need for need, names in _NEEDS.items() for model_type in n
 
 @functools.cache
 def families() -> Mapping[str, Family]:
-    """Every family by the name of its module."""
     names = sorted(module.name for module in pkgutil.iter_modules(import_module(_FAMILIES).__path__))
     return {name: import_module(f"{_FAMILIES}.{name}").FAMILY for name in names}
 
@@ -113,7 +112,6 @@ def check_family(model_type: str, origin: str, config: Mapping[str, Any] = Mappi
 
 
 def _attends_everywhere(config: Mapping[str, Any]) -> bool:
-    """Whether the config says of each layer that it attends, in the spelling of its family."""
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return False

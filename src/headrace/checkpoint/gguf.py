@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular
 from headrace.errors import ModelError
 
 T = TypeVar("T")
@@ -36,8 +36,6 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How one ggml type stores values: `block_values` values in `block_bytes` bytes."""
-
     name: str
     block_values: int
     block_bytes: int
@@ -126,7 +124,6 @@ class GgufFile:
         return key in self._values
 
     def metadata_keys(self) -> Iterator[str]:
-        """The metadata keys, in file order."""
         return iter(self._values)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -137,7 +134,6 @@ class GgufFile:
         return value
 
     def require(self, key: str) -> Any:
-        """Like `get`, but an absent key raises ModelError."""
         if key not in self._values:
             raise self._broken(f"metadata key {key} is missing")
         return self.get(key)
@@ -177,7 +173,6 @@ class GgufFile:
 
     @property
     def mapped_memory(self) -> Bytes:
-        """The whole file, mapped."""
         return np.frombuffer(self._map, dtype=np.uint8)
 
     def release(self) -> None:
@@ -185,7 +180,6 @@ class GgufFile:
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def dequantize(self, name: str) -> Floats:
-        """The tensor as a fresh float32 array of its shape."""
         tensor = self.tensors[name]
         return dequantize(self.raw(name), tensor.type.name).reshape(tensor.shape)
 

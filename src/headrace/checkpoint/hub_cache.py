@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from headrace.checkpoint.json_file import read_json_object
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular, read_json_object
 from headrace.errors import ModelError
 
 _REFERENCE = re.compile(
@@ -55,7 +54,6 @@ class HubName:
 
     @property
     def folder(self) -> Path:
-        """Where the cache has it."""
         return cache_folder() / f"models--{self.repo.replace('/', '--')}"
 
 
@@ -91,7 +89,6 @@ def find_model(name: HubName) -> Path:
 
 
 def find_in_folder(folder: Path) -> Path | None:
-    """The model in a cache's folder `models--org--name`, at its main revision; None for any other folder."""
     if not folder.name.startswith("models--") or not (folder / "snapshots").is_dir():
         return None
     name = HubName(folder.name.removeprefix("models--").replace("--", "/", 1))

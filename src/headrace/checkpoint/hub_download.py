@@ -28,9 +28,9 @@ import msgspec
 from huggingface_hub import get_token, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
+from headrace.checkpoint.files import read_json_object
 from headrace.checkpoint.hub_cache import COMMIT, HubName, cache_folder, choose_gguf, find_model, is_gguf_model
 from headrace.checkpoint.huggingface import INDEX_NAME
-from headrace.checkpoint.json_file import read_json_object
 from headrace.errors import ModelError
 from headrace.log import get_logger
 from headrace.plain_types import plain_reason
@@ -142,7 +142,6 @@ class Hub:
         return bytes(body)
 
     def refusal(self, response: Any, name: HubName) -> ModelError:
-        """What an answer of the Hub other than success means."""
         code, status = response.headers.get("X-Error-Code", ""), response.status_code
         if code == "GatedRepo":
             return ModelError(
@@ -165,8 +164,6 @@ class Hub:
 
 
 class PullProgress(Protocol):
-    """Is told how far a download is."""
-
     def start(self, num_files: int, total_bytes: int) -> None:
         """What there is to do, of which some may be here already."""
 
@@ -228,7 +225,6 @@ class _Pull:
             _write(self._name.folder / "refs" / self._name.revision, self._commit)
 
     def _check_space(self, needed: list[HubFile]) -> None:
-        """Compare what is still to come with what the disk has."""
         lacking = {
             file.digest: file.num_bytes - max(_size(self._partial(file)), 0)
             for file in needed
@@ -373,7 +369,6 @@ def _range_start(response: Any) -> int:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; -1 if there is none."""
     try:
         return path.stat().st_size
     except OSError:

@@ -196,7 +196,6 @@ def cache_dir() -> Path:
 
 
 def _ready_path(model: KnownModel) -> Path | None:
-    """The whole file, where it is one already, or its folder."""
     if len(model.wheels) == 1:
         found = model.wheels[0].locate()
         return found.parent if found is not None and model.is_folder else found

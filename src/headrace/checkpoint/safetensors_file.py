@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.json_file import json_fault
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import json_fault, open_regular
 from headrace.errors import ModelError
 
 # dtype -> bytes of one element

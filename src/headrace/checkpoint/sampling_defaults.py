@@ -15,6 +15,8 @@ import msgspec
 from headrace.errors import ModelError
 from headrace.plain_types import plain_reason
 
+_OFF: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of a model; None = not set, or off.
@@ -33,20 +35,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     def values(self) -> dict[str, float]:
         """What a request runs with that names none of them."""
-        return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": -1 if self.top_k is None else self.top_k,
-            "min_p": 0.0 if self.min_p is None else self.min_p,
-            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
-        }
+        stated = {name: getattr(self, name) for name in _OFF}
+        return {name: off if stated[name] is None else stated[name] for name, off in _OFF.items()}
 
     def summary(self) -> str:
-        """One line: the temperature, what else is not off, and the origin."""
-        off = SamplingDefaults().values()
-        stated = [
-            f"{name} {value:g}" for name, value in self.values().items() if name == "temperature" or value != off[name]
-        ]
+        values = self.values().items()
+        stated = [f"{name} {value:g}" for name, value in values if name == "temperature" or value != _OFF[name]]
         return f"{', '.join(stated)} ({self.origin or 'the model brings none'})"
 
 
@@ -192,7 +186,6 @@ def from_gguf(metadata: Mapping[str, Any], file_name: str) -> SamplingDefaults:
 
 
 def _card(metadata: Mapping[str, Any]) -> SamplingDefaults | None:
-    """Of the known model that a GGUF file says it holds."""
     parts = [metadata.get(f"general.{part}") for part in ("basename", "version", "size_label", "finetune")]
     for name in (" ".join(part for part in parts if isinstance(part, str)), metadata.get("general.name")):
         if not isinstance(name, str):

@@ -11,8 +11,8 @@ from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
 from headrace.checkpoint.huggingface import Fp8Checkpoint, HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
-from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_formats import stored_format
+from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:

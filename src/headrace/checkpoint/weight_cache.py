@@ -25,8 +25,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from headrace.checkpoint.files import open_regular
 from headrace.checkpoint.names import cache_dir
-from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import HeadraceError
 from headrace.plain_types import plain_reason
 
@@ -99,7 +99,6 @@ class CachedFile:
 
 
 def folder() -> Path:
-    """Where the files live."""
     return cache_dir() / "weights"
 
 
@@ -148,7 +147,6 @@ def read_measured(identity: str) -> dict[str, float]:
 
 
 def keep_measured(identity: str, name: str, value: float) -> None:
-    """Keep a value beside those that are kept. Raises WeightCacheError."""
     path = _measured_path(identity)
     text = msgspec.json.encode(Measured(identity, read_measured(identity) | {name: value}))
     try:
@@ -241,14 +239,11 @@ class WeightFile:
             raise WeightCacheError(f"{self._path.name}: a checksum is wrong")
 
     def close(self) -> None:
-        """Let go of the file; what was read stays."""
         self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """A tensor to write: its torch dtype, shape and bytes."""
-
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
@@ -296,7 +291,6 @@ def write(
 
 
 def _write_whole(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Write a file that appears under its name only when it is complete. Raises OSError."""
     handle, unfinished = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".unfinished", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -218,17 +218,18 @@ def embed(
 
 def _print_similarities(texts: Sequence[str], vectors: Sequence[Sequence[float]]) -> None:
     """The cosine of each text with each, as a table; 0 if one of the vectors is 0."""
+    import numpy as np
     from rich.table import Table
 
+    matrix = np.array(vectors, np.float64)
+    lengths = np.linalg.norm(matrix, axis=1)
+    scales = np.outer(lengths, lengths)
     table = Table("text", *(str(number) for number in range(1, len(texts) + 1)))
-    squares = [sum(x * x for x in vector) for vector in vectors]
-    for number, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
-        cosines = [
-            sum(x * y for x, y in zip(vector, other, strict=True)) / ((squares[number] * square) ** 0.5 or 1.0)
-            for other, square in zip(vectors, squares, strict=True)
-        ]
+    for number, (text, cosines) in enumerate(
+        zip(texts, matrix @ matrix.T / np.where(scales, scales, 1), strict=True), 1
+    ):
         shown = text if len(text) <= 40 else text[:39] + "…"
-        table.add_row(f"{number + 1} {shown}", *(f"{cosine:.3f}" for cosine in cosines))
+        table.add_row(f"{number} {shown}", *(f"{cosine:.3f}" for cosine in cosines))
     Console(highlight=False).print(table)
 
 

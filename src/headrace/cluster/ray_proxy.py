@@ -15,7 +15,7 @@ from headrace.log import get_logger
 from headrace.server.anthropic.reply import error_event
 from headrace.server.error_forms import ApiError, form_of
 from headrace.server.http import ASGIApp, Message, Receive, Scope, Send, describe_error, send_response
-from headrace.server.ollama.reply import error_line
+from headrace.server.ollama.generation import error_line
 from headrace.server.sse import DONE, error_frame
 
 MIDDLEWARES: Final = "headrace.cluster.ray_proxy:middlewares"
@@ -43,7 +43,6 @@ class LostReplicas:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and end what it leaves open."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -81,7 +80,6 @@ class _Reply:
         self._is_own = False
 
     async def send(self, message: Message) -> None:
-        """The next message of the proxy."""
         if message["type"] == "http.response.start":
             headers = {name.lower(): value for name, value in message["headers"]}
             kind = headers.get(b"content-type", b"")

@@ -4,18 +4,41 @@ Ray makes the actor, calls `__serve_build_asgi_app__`, then the application for 
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from headrace import log
-from headrace.cluster.replica_routes import OneReplicaGate
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, ExecutionError
+from headrace.errors import ConfigError, ExecutionError, RequestError
 from headrace.launch import RunningEngine, launch_engine
 from headrace.processes.model_files import served_model
 from headrace.server.app import create_app
 from headrace.server.context import ServerStatus
-from headrace.server.http import ASGIApp
+from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
+from headrace.server.middleware import UNKNOWN_ROUTE, RouteNames
+from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
+
+
+class OneReplicaGate:
+    """Refuses routes that would reach one of several replicas. routes: all declared ones; a path that nobody declares goes on to its 404."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[RouteSpec]) -> None:
+        self.app = app
+        self.names = RouteNames(spec.path for spec in routes)
+        self.open = {spec.path for spec in routes if spec.with_replicas} | {UNKNOWN_ROUTE}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.names.of(scope["path"]) if scope["type"] == "http" else UNKNOWN_ROUTE
+        if route in self.open:
+            await self.app(scope, receive, send)
+            return
+        refusal = RequestError(
+            f"{route} would reach one replica of several, so it is off with --ray; give what all replicas shall have as an option",
+            None,
+            "unsupported_with_ray",
+        )
+        await send_error(send, scope, refusal)
 
 
 class EngineReplica:

@@ -28,7 +28,7 @@ import torch
 import zmq
 
 from headrace.errors import ConfigError, ExecutionError
-from headrace.messages.rank_group import Broken, Ended, GroupNote, pack_note
+from headrace.messages.ranks import Broken, Ended, GroupNote, pack
 
 SILENCE_S = 5.0
 """A connection on which nothing came for so long, heartbeats included, is lost."""
@@ -332,7 +332,7 @@ class NetworkReceiver:
 
 def note_frame(note: GroupNote) -> bytes:
     """A note as it is sent."""
-    return _HEADER.pack(Kind.NOTE, 0) + pack_note(note)
+    return _HEADER.pack(Kind.NOTE, 0) + pack(note)
 
 
 def note_of(frame: memoryview) -> memoryview | None:

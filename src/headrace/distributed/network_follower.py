@@ -38,7 +38,7 @@ from headrace.distributed.network import (
 from headrace.distributed.network_keys import GroupKeys, group_keys
 from headrace.errors import ConfigError, ExecutionError
 from headrace.log import get_logger
-from headrace.messages.rank_group import Broken, Ended, GroupNote, Hello, Refused, Welcome, unpack_note
+from headrace.messages.ranks import Broken, Ended, GroupNote, Hello, Refused, Welcome, unpack_note
 
 logger = get_logger(__name__)
 

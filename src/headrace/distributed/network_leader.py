@@ -38,7 +38,7 @@ from headrace.distributed.network import (
 from headrace.distributed.network_keys import admit_only, group_keys
 from headrace.errors import ConfigError, ExecutionError
 from headrace.log import get_logger
-from headrace.messages.rank_group import (
+from headrace.messages.ranks import (
     Broken,
     Ended,
     GroupNote,

@@ -16,18 +16,17 @@ import torch
 from headrace.attention.base import AttentionBackend, ReadTokens
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.execution.device import upload_parts
-from headrace.execution.forward_batch import ForwardBatch, last_tokens
+from headrace.execution.forward_batch import ForwardBatch, SequenceTable, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.pooling import PooledRows
-from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
-from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import PoolTask, SampleTask
 from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, one_id_a_row, ragged
+from headrace.messages.weights import Adapters
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler, SamplerOutput
@@ -80,21 +79,17 @@ class Peers(Protocol):
 
     def settle(self) -> None:
         """Wait until nothing that is queued on a device waits for them: values are read next."""
+        return
 
     def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
         """These tokens were written to the token buffer: ids[i] at positions[i] of sequence seqs[i]."""
+        return
 
 
-class _NoPeers:
-    """`Peers` of a whole model."""
+class _NoPeers(Peers):
+    """Those of a whole model."""
 
     only_peaks = False
-
-    def settle(self) -> None:
-        """See `Peers`."""
-
-    def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
-        """See `Peers`."""
 
 
 def logits_shape(max_seqs: int, vocab_size: int) -> tuple[int, int]:
@@ -127,6 +122,7 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self.loras = loras
+        self.adapters: Adapters = loras
         self.stage = stage
         self.drafts = drafts
         self.media = media
@@ -139,11 +135,6 @@ class ModelRunner:
         # Pages that no step has used take no memory.
         on_host = table.host is not None
         self._logits = torch.empty(logits_shape(table.max_seqs, sampler.vocab_size)) if on_host else None
-
-    @property
-    def adapters(self) -> Adapters:
-        """What the scheduler loads adapters with."""
-        return self.loras
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
@@ -170,7 +161,7 @@ class ModelRunner:
             if self.drafts is not None:
                 self.drafts.add(new)
 
-    def rest(self, left: Iterable[int]) -> None:
+    def idle(self, left: Iterable[int]) -> None:
         """Forget the sequences that have left, while no step follows. Memory of their grammars and guesses goes to the system."""
         self._leave(left)
         if self._has_freed:
@@ -438,7 +429,6 @@ class ModelRunner:
         return joined
 
     def _sample_places(self, rows: Sequence[SampledRow], pick: Picker, outcome: Outcome) -> None:
-        """Sample the positions of these rows, in order."""
         for number, places in enumerate(waves(rows, self.sampler.depends_on_ids)):
             if number:  # the masks of the first positions have been begun before the layers
                 self.sampler.grammars.begin([place.row.seq for place in places], [place.position for place in places])

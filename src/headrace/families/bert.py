@@ -1,4 +1,4 @@
-"""BERT: learned positions, token types, norms after each part (J. Devlin et al., 2018).
+"""BERT: learned positions, token types, norms after each part (J. Devlin et al., 2018); RoBERTa (Y. Liu et al., 2019), XLM-RoBERTa, CamemBERT.
 
 GGUF files of architecture `bert` have BERT and DistilBERT, and RoBERTa without the first rows of its table of positions, which no token uses.
 """
@@ -92,6 +92,24 @@ def _rows(file: "GgufFile", name: str) -> int:
     return tensor.shape[0]
 
 
+_ROBERTA: dict[str, Any] = DEFAULTS | {"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+
+
+def _roberta(**defaults: Any) -> Encoder:
+    """Positions are counted from after the padding id, and the head is another."""
+    return Encoder(
+        name="roberta",
+        prefix="roberta.",
+        defaults=_ROBERTA | defaults,
+        embeddings=EMBEDDINGS,
+        blocks=BLOCKS,
+        head=("classifier.dense", "classifier.out_proj"),
+        head_activation="tanh",
+        unused=UNUSED,
+        after_padding=True,
+    )
+
+
 FAMILY = Family(
     encoders={
         "bert": Encoder(
@@ -104,7 +122,10 @@ FAMILY = Family(
             head=("pooler.dense", "classifier"),
             head_activation="tanh",
             unused=UNUSED,
-        )
+        ),
+        "roberta": _roberta(),
+        "xlm-roberta": _roberta(vocab_size=30522),
+        "camembert": _roberta(vocab_size=30522),
     },
     gguf={"bert": Gguf(model_type="bert", architecture="BertModel", config=_gguf_config, name=_gguf_name)},
 )

@@ -8,24 +8,32 @@ tokenizer manager, in its event loop only.
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
+from headrace.frontend.communicator import Communicator
+from headrace.frontend.engine_link import EngineLink, EngineLoop
+from headrace.frontend.request_state import Adapter
 from headrace.log import get_logger
 from headrace.messages.channel import Sender
-from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.weights import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 
 logger = get_logger(__name__)
 
 MAX_NAME_LENGTH = 256
+LORA_TIMEOUT_S = 120.0
 
 
-class AdapterEngine(Protocol):
-    """Whoever reads adapters: every live replica."""
+class AdapterReplicas:
+    """The replicas of this server, which read adapters."""
+
+    def __init__(self, engine_loop: EngineLoop, link: EngineLink) -> None:
+        self.replies = Communicator[LoraReply]("adapters")
+        self._engine_loop = engine_loop
+        self._link = link
 
     def check(self) -> None:
-        """Raises ExecutionError or CapacityError when the engine cannot be asked now."""
+        """Raises ExecutionError or CapacityError when they cannot be asked now."""
+        self._engine_loop.check_serving()
 
     async def call(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
         """Send the request made for an id to every live replica, including one that comes back meanwhile.
@@ -33,37 +41,14 @@ class AdapterEngine(Protocol):
         Returns the replies of those that are still alive. Raises ExecutionError when not all replies come, CapacityError when no replica is
         alive.
         """
-
-    def handle(self, reply: LoraReply) -> None:
-        """Take a reply to `call`."""
+        self._engine_loop.check()
+        # The detokenizer has no part in it.
+        replies = await self.replies.call_every(self._link.replicas_up, make, LORA_TIMEOUT_S)
+        return list(replies.values())
 
     def forget(self, lora_id: int) -> None:
         """Unload an adapter in every live replica, without waiting for it."""
-
-
-@dataclass(slots=True, eq=False)
-class Adapter:
-    """lora_id: the engine's number for it while it is in memory, else 0; each load gives a new one. num_users: samples that use it.
-
-    fingerprint: of the files that it was loaded from; empty = not loaded yet. Different files are never loaded under the same name.
-    """
-
-    name: str
-    path: str
-    fingerprint: str = ""
-    pinned: bool = False
-    lora_id: int = 0
-    num_users: int = 0
-    last_used: int = 0
-    leaving: bool = False
-    unused: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def release(self, num_users: int = 1) -> None:
-        """Called when samples that used it have ended."""
-        self.num_users -= num_users
-        assert self.num_users >= 0, (self.name, self.num_users)
-        if not self.num_users:
-            self.unused.set()
+        self._link.send(UnloadLoraReq(RESTORED, lora_id))
 
 
 class Adapters:
@@ -76,11 +61,11 @@ class Adapters:
         self,
         max_loras: int,
         loaded: Sequence[tuple[str, str]],
-        engine: AdapterEngine,
+        replicas: AdapterReplicas,
         fingerprints: Sequence[str] = (),
     ) -> None:
         self._max_loras = max_loras
-        self._engine = engine
+        self._replicas = replicas
         self._by_name = {
             name: Adapter(name, path, lora_id=number) for number, (name, path) in enumerate(loaded, start=1)
         }
@@ -111,7 +96,7 @@ class Adapters:
         pinned: it stays in memory until it is unloaded. Raises RequestError when it is refused, CapacityError when memory is full and no
         adapter can be evicted.
         """
-        self._engine.check()
+        self._replicas.check()
         self._check_name(name)
         if not path:
             raise RequestError("lora_path is empty", "lora_path")
@@ -126,7 +111,7 @@ class Adapters:
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. New requests for it are refused at once; running ones are waited for. Raises NotFoundError, RequestError."""
-        self._engine.check()
+        self._replicas.check()
         adapter = self._find(name, "lora_name")
         adapter.leaving = True
         try:
@@ -166,11 +151,10 @@ class Adapters:
                 sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, True, adapter.fingerprint))
 
     def handle(self, reply: LoraReply) -> None:
-        """Take a reply of a scheduler."""
         if reply.id != RESTORED:
-            self._engine.handle(reply)
+            self._replicas.replies.handle(reply)
         elif self.lost(reply):
-            self._engine.forget(reply.lora_id)
+            self._replicas.forget(reply.lora_id)
 
     def lost(self, reply: LoraReply) -> bool:
         """Handle a reply to `tell_scheduler`. Returns whether the adapter could not be read, so that the other replicas must unload it too.
@@ -211,7 +195,7 @@ class Adapters:
             await self._take_out(min(idle, key=lambda other: other.last_used))
         lora_id = next(self._ids)
         try:
-            replies = await self._engine.call(
+            replies = await self._replicas.call(
                 lambda i: LoadLoraReq(i, lora_id, adapter.path, False, adapter.fingerprint)
             )
             _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
@@ -221,7 +205,7 @@ class Adapters:
                 )
         except BaseException:
             # Some replicas may have loaded it: it must not stay.
-            await asyncio.shield(self._engine.call(lambda i: UnloadLoraReq(i, lora_id)))
+            await asyncio.shield(self._replicas.call(lambda i: UnloadLoraReq(i, lora_id)))
             raise
         adapter.lora_id, adapter.fingerprint = lora_id, replies[0].fingerprint
 
@@ -229,7 +213,7 @@ class Adapters:
         """With the lock held. No later request finds its KV, since the number is never reused."""
         if adapter.lora_id:
             lora_id, adapter.lora_id = adapter.lora_id, 0
-            _raise_failure(await self._engine.call(lambda i: UnloadLoraReq(i, lora_id)), "")
+            _raise_failure(await self._replicas.call(lambda i: UnloadLoraReq(i, lora_id)), "")
 
 
 def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:

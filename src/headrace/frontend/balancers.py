@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from headrace.messages.requests import TokenizedGenerateReqInput
 
@@ -33,11 +33,12 @@ MAX_HOLDERS = 64
 """Of the replicas that have a prefix, the load of so many is looked at: of all that --dp-size allows, of some in a simulated fleet."""
 
 
-class Balancer(Protocol):
+class Balancer:
     """Chooses a replica by index. Owns its own view of their load."""
 
     def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
         """One of `replicas`, which is not empty, for `request`. Whether one is in `replicas` is asked often."""
+        raise NotImplementedError
 
     def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
         """`replica` has been given `request`."""
@@ -49,27 +50,17 @@ class Balancer(Protocol):
         """`replica` was restarted: its cache is empty."""
 
 
-class RoundRobin:
+class RoundRobin(Balancer):
     """The replicas take turns."""
 
     def __init__(self) -> None:
         self._turn = itertools.count()
 
     def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
-        """See `Balancer`."""
         return replicas[next(self._turn) % len(replicas)]
 
-    def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """See `Balancer`."""
 
-    def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """See `Balancer`."""
-
-    def forget(self, replica: int) -> None:
-        """See `Balancer`."""
-
-
-class LeastLoaded:
+class LeastLoaded(Balancer):
     """The replica with the fewest live samples, or (by_tokens) the fewest tokens that these may grow to. Equal ones take turns.
 
     A heap of (load, when it was last given a request, replica), in which entries that are out of date stay until they come up. So a choice
@@ -84,7 +75,6 @@ class LeastLoaded:
         self._heap = [(0, 0, replica) for replica in range(num_replicas)]
 
     def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
-        """See `Balancer`."""
         return self.least(replicas)
 
     def least(self, replicas: Sequence[int]) -> int:
@@ -104,16 +94,11 @@ class LeastLoaded:
         return replica
 
     def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """See `Balancer`."""
         self._last_given[replica] = next(self._turn)
         self._add(replica, self._weight(request))
 
     def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """See `Balancer`."""
         self._add(replica, -self._weight(request))
-
-    def forget(self, replica: int) -> None:
-        """See `Balancer`."""
 
     def _weight(self, request: TokenizedGenerateReqInput) -> int:
         return request.content.num_tokens + request.task.max_new_tokens if self._by_tokens else 1
@@ -129,7 +114,7 @@ class LeastLoaded:
 _LEAST_COMPACTED = 64
 
 
-class CacheAware:
+class CacheAware(Balancer):
     """The replica that probably has the longest prefix of the prompt in its cache, unless it has far more load than others.
 
     The idea is that of the SGLang router's cache-aware policy (Zheng et al., "SGLang: Efficient Execution of Structured Language
@@ -151,7 +136,6 @@ class CacheAware:
         self._hashed: tuple[TokenizedGenerateReqInput, list[int]] | None = None
 
     def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
-        """See `Balancer`."""
         least = self._shortest.least(replicas)
         best = self._with_longest_prefix(self._hashes(request), least, replicas)
         load = self._shortest.load
@@ -159,7 +143,6 @@ class CacheAware:
         return least if is_overloaded else best
 
     def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """See `Balancer`."""
         self._shortest.sent(replica, request)
         blocks = self._blocks[replica]
         for value in reversed(self._hashes(request)):
@@ -174,11 +157,9 @@ class CacheAware:
             self._drop(value, replica)
 
     def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """See `Balancer`."""
         self._shortest.left(replica, request)
 
     def forget(self, replica: int) -> None:
-        """See `Balancer`."""
         for value in self._blocks[replica]:
             self._drop(value, replica)
         self._blocks[replica].clear()

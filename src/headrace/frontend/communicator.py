@@ -10,17 +10,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from headrace.errors import ExecutionError, HeadraceError
-from headrace.frontend.replica import Replica, no_live_replica
-from headrace.messages.channel import Message
+from headrace.errors import CapacityError, ExecutionError, HeadraceError
+from headrace.messages.channel import Message, Sender
+
+RESTARTING = "a process of the engine has died and is being restarted"
+RESTART_RETRY_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """An incarnation. index: 0 to --dp-size - 1. source: marks its outputs, and changes when the detokenizer is restarted.
+
+    is_lost: it has died. The next incarnation with the same index is another object.
+    """
+
+    index: int
+    sender: Sender
+    source: int
+    is_lost: bool = False
+
+
+def no_live_replica() -> CapacityError:
+    """The error while every scheduler is being restarted."""
+    return CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
 
 
 class Reply(Protocol):
-    """A reply, which has the id of its request."""
-
     @property
-    def id(self) -> int:
-        """Id of the request."""
+    def id(self) -> int: ...
 
 
 R = TypeVar("R", bound=Reply)
@@ -35,7 +52,6 @@ class _Waiting(Generic[R]):
     replies: dict[Replica, R] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Wake the caller when no reply is missing any more."""
         if not self.missing and not self.done.done():
             self.done.set_result(None)
 
@@ -98,7 +114,6 @@ class Communicator(Generic[R]):
         waiting.check()
 
     def lost(self, replica: Replica) -> None:
-        """A replica has died: stop waiting for its replies."""
         for request_id, waiting in self._waiting.items():
             if waiting.missing.get(request_id) is replica:
                 del waiting.missing[request_id]

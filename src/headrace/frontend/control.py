@@ -1,46 +1,57 @@
-"""Control operations on the schedulers: the way of all of them (`ask`), and those that need more than a question.
+"""Control operations: the way of all of them to the schedulers (`ask`), those that need more, and those of the main process itself.
 
 Owns the requests to the replicas, and what a restarted one is told again. Operations on weights are in `weight_control`, lasting settings in
 `runtime_settings`. Runs in the tokenizer manager's event loop.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from headrace.errors import HeadraceError, NotFoundError, RequestError
-from headrace.frontend.all_replicas import sum_of_states
-from headrace.frontend.communicator import Communicator
-from headrace.frontend.engine_link import EngineLink
-from headrace.frontend.engine_loop import EngineLoop
-from headrace.frontend.flush import flush_when_idle
+from headrace.frontend.communicator import Communicator, Replica
+from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.inputs import check_text
-from headrace.frontend.replica import Replica
+from headrace.frontend.records import Records
+from headrace.frontend.runtime_settings import RuntimeSettings
+from headrace.frontend.server_info import sum_of_states
 from headrace.messages.channel import Sender
 from headrace.messages.control import (
+    ExpertCountsReply,
+    ExpertCountsReq,
     FaultReq,
     FlushCacheReply,
-    FlushCacheReq,
-    HealthCheckReq,
     InternalState,
-    InternalStateReq,
 )
-from headrace.messages.faults import error_of_fault
 from headrace.messages.operations import (
     CHECK_HEALTH,
+    COUNT_EXPERTS,
     FLUSH_CACHE,
     INTERNAL_STATE,
     OPERATIONS,
+    Asks,
+    ConfigureLoggingBody,
+    Nothing,
     OperationReply,
     OperationReq,
+    SetInternalStateBody,
     answered,
+    error_of_fault,
 )
+
+MAX_WAIT_S = 600.0
+"""Longest timeout of a flush."""
+
+RETRY_S = 0.02
+"""Time between attempts: about one step, since an aborted request blocks the flush until its last step has ended."""
 
 
 class Control:
     """See the module docstring. to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works.
 
-    own: set by the owner; the operations of this process, by name, see `main_operations`.
+    own: set by the owner; the operations of this process.
     """
 
     def __init__(
@@ -50,7 +61,7 @@ class Control:
         self._link = link
         self._to_detokenizer = to_detokenizer
         self._faults_allowed = faults_allowed
-        self.own: Mapping[str, Callable[[Any], Any]] = {}
+        self.own: MainOperations
         self._replies = Communicator[OperationReply]("control")
         self._lasting: dict[str, bytes] = {}
         engine_loop.handlers.register(OperationReply, self._replies.handle)
@@ -62,8 +73,7 @@ class Control:
             raise RequestError(f"there is no operation {name!r:.40}")
         asked = operation.request_of(OperationReq(0, name, request))
         if operation.at == "main":
-            reply = self.own[name](asked)
-            return {0: answered(0, await reply if inspect.isawaitable(reply) else reply).reply}
+            return {0: answered(0, await getattr(self.own, name)(asked)).reply}
         self._engine_loop.check_serving()
         if operation.lasts:
             # Kept before the call, so that a replica that comes back meanwhile gets it too.
@@ -91,10 +101,9 @@ class Control:
 
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each live replica. Raises CapacityError, ExecutionError."""
-        return list((await INTERNAL_STATE.ask(self, InternalStateReq())).values())
+        return list((await INTERNAL_STATE.ask(self, Nothing())).values())
 
     async def internal_state(self) -> InternalState:
-        """The sum of `internal_states`."""
         return sum_of_states(await self.internal_states())
 
     async def inject_fault(self, fault: FaultReq) -> None:
@@ -111,17 +120,126 @@ class Control:
 
     async def is_busy(self) -> bool:
         """Every replica is making tokens, or is paused and answers. Raises CapacityError, ExecutionError."""
-        replies = await CHECK_HEALTH.ask(self, HealthCheckReq())
+        replies = await CHECK_HEALTH.ask(self, Nothing())
         return all(reply.busy or reply.held for reply in replies.values())
 
     def lost(self, replica: Replica) -> None:
-        """A replica has died: do not wait for its replies."""
         self._replies.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """End every waiting operation with `error`, and every later one."""
         self._replies.fail_all(error)
 
     async def _flush_now(self) -> FlushCacheReply:
-        replies = list((await FLUSH_CACHE.ask(self, FlushCacheReq())).values())
+        replies = list((await FLUSH_CACHE.ask(self, Nothing())).values())
         return next((reply for reply in replies if not reply.success), replies[0])
+
+
+async def flush_when_idle(flush: Callable[[], Awaitable[FlushCacheReply]], timeout_s: float) -> FlushCacheReply:
+    """Call `flush` until it succeeds, for at most `timeout_s` seconds. Returns the last reply.
+
+    timeout_s: 0 = one attempt. Raises RequestError if it is negative, not a number or longer than `MAX_WAIT_S`.
+    """
+    if not (math.isfinite(timeout_s) and 0.0 <= timeout_s <= MAX_WAIT_S):
+        raise RequestError(f"timeout must be between 0 and {MAX_WAIT_S:g} seconds, got {timeout_s}", "timeout")
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + timeout_s
+    while True:
+        reply = await flush()
+        if reply.success or clock() >= deadline_s:
+            return reply
+        await asyncio.sleep(RETRY_S)
+
+
+class ExpertRecording:
+    """Records which experts are chosen, on every replica, and sums the counts.
+
+    A restarted replica records too if the others do; its earlier counts are lost, and the reply says so.
+    """
+
+    def __init__(self, control: Asks) -> None:
+        self._control = control
+        self._is_recording = False
+        self._num_begun_again = 0
+
+    async def start(self) -> None:
+        if self._is_recording:
+            raise RequestError("the choice of experts is being recorded: stop it first")
+        # Set before the call, so that a replica that comes back meanwhile records too.
+        self._is_recording, self._num_begun_again = True, 0
+        try:
+            await self._ask("start")
+        except HeadraceError:
+            self._is_recording = False
+            raise
+
+    async def stop(self) -> None:
+        """Stop recording; `dump` still returns the counts. Raises RequestError, ExecutionError."""
+        if not self._is_recording:
+            raise RequestError("the choice of experts is not being recorded")
+        await self._ask("stop")
+        self._is_recording = False
+
+    async def dump(self) -> dict[str, Any]:
+        """Tokens per layer and expert of all replicas, since the last dump or the start. Raises RequestError, ExecutionError."""
+        replies = await self._ask("dump")
+        layers: dict[int, list[int]] = {}
+        for reply in replies:
+            for layer, counts in reply.layers.items():
+                before = layers.get(layer, [0] * len(counts))
+                layers[layer] = [a + b for a, b in zip(before, counts, strict=True)]
+        begun_again, self._num_begun_again = self._num_begun_again, 0
+        return {
+            "is_recording": self._is_recording,
+            "num_replicas": len(replies),
+            "num_replicas_begun_again": begun_again,
+            "layers": {str(layer): layers[layer] for layer in sorted(layers)},
+        }
+
+    def tell_scheduler(self, sender: Sender) -> None:
+        """Start recording on a restarted scheduler, before it gets requests."""
+        if self._is_recording:
+            self._num_begun_again += 1
+            sender.send(COUNT_EXPERTS.message(0, ExpertCountsReq("start")))
+
+    async def _ask(self, action: Literal["start", "stop", "dump"]) -> list[ExpertCountsReply]:
+        return list((await COUNT_EXPERTS.ask(self._control, ExpertCountsReq(action))).values())
+
+
+@dataclass(eq=False)
+class MainOperations:
+    """Control operations that the main process carries out itself (`at="main"` in `messages.operations`), a method of the row's name each.
+
+    They go through the parts that own the state, and return what their routes reply.
+    """
+
+    experts: ExpertRecording
+    settings: RuntimeSettings
+    records: Records
+
+    async def start_expert_distribution_record(self, request: Nothing) -> dict[str, Any]:
+        await self.experts.start()
+        return {"success": True, "message": "the choice of experts is being recorded"}
+
+    async def stop_expert_distribution_record(self, request: Nothing) -> dict[str, Any]:
+        await self.experts.stop()
+        return {"success": True, "message": "the choice of experts is not recorded any more"}
+
+    async def dump_expert_distribution_record(self, request: Nothing) -> dict[str, Any]:
+        return {"success": True, **await self.experts.dump()}
+
+    async def configure_logging(self, request: ConfigureLoggingBody) -> dict[str, Any]:
+        now = self.settings.configure_logging(request.level, request.log_requests, request.log_requests_level)
+        return {"success": True, **now}
+
+    async def freeze_gc(self, request: Nothing) -> dict[str, Any]:
+        self.settings.freeze_gc()
+        message = "the objects that exist now are left out of garbage collection, in every process"
+        return {"success": True, "message": message}
+
+    async def set_internal_state(self, request: SetInternalStateBody) -> dict[str, Any]:
+        return {"success": True, "updated": True, "server_args": self.settings.change_limits(request.server_args)}
+
+    async def dump_requests(self, request: Nothing) -> dict[str, Any]:
+        name, count = await self.records.dump()
+        message = f"wrote {name}; number of requests: {count}"
+        return {"success": True, "message": message, "file": name, "num_requests": count}

@@ -13,20 +13,23 @@ that is on probation when the next death comes, or that was alone in flight, is 
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from headrace.errors import ExecutionError
 from headrace.frontend.balancers import Balancer
-from headrace.frontend.replica import Replica
+from headrace.frontend.communicator import Replica, no_live_replica
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
-from headrace.messages.channel import Message, Sender
+from headrace.messages.channel import Message, Receiver, Sender, TypeBasedDispatcher
 from headrace.messages.control import AbortReq, FaultReq, ResetReq, SourceGone
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.metrics.catalog import Metrics
+from headrace.metrics.watchdog import Watchdog
 
 logger = get_logger(__name__)
 
@@ -84,7 +87,6 @@ class EngineLink:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the detokenizer and at least one scheduler are up."""
         return self._detokenizer_is_up and bool(self.replicas_up())
 
     def replicas_up(self) -> list[Replica]:
@@ -93,7 +95,6 @@ class EngineLink:
 
     @property
     def num_restarting(self) -> int:
-        """Number of replicas that have died and are being restarted."""
         return sum(replica.is_lost and replica.index not in self._left_for_good for replica in self._replicas)
 
     def has_begun(self) -> bool:
@@ -110,7 +111,6 @@ class EngineLink:
 
     @property
     def num_held(self) -> int:
-        """Number of samples held until a scheduler can take them."""
         return len(self._held())
 
     def submit(self, samples: Sequence[ReqState]) -> None:
@@ -199,7 +199,6 @@ class EngineLink:
         self._release()
 
     def scheduler_up(self, index: int, source: int, sender: Sender) -> None:
-        """A replica is back, and samples can be sent to it."""
         self._replicas[index] = Replica(index, sender, source)
         for crash in self._crashes:
             sender.send(crash)
@@ -216,7 +215,6 @@ class EngineLink:
         self._release()
 
     def detokenizer_up(self) -> None:
-        """The detokenizer is back."""
         self._detokenizer_is_up = True
         for source in sorted(self.gone):
             # The new one may still receive outputs of these that the old one had not read.
@@ -252,7 +250,6 @@ class EngineLink:
                 self._end(sample, FinishReason("abort", message=GIVEN_UP, status_code=500))
 
     def _release(self) -> None:
-        """Send the held samples, as far as possible."""
         held = self._held()
         if held and self.is_serving:
             self.submit(held)
@@ -353,3 +350,80 @@ def leave_replica(sample: ReqState, balancer: Balancer | None) -> None:
 def _has_passed(sample: ReqState) -> bool:
     """Whether it has made so much progress since the last death that it cannot have caused it."""
     return len(sample.output_ids) >= sample.num_outputs_at_death + PROBATION_TOKENS
+
+
+class EngineLoop:
+    """See the module docstring.
+
+    handlers: by kind of message. failure: why the engine has failed; None while it works. on_broken: set by the owner; called in the event
+    loop when a handler has failed and no more messages are received.
+    """
+
+    def __init__(self, receiver: Receiver, link: EngineLink, watchdog: Watchdog) -> None:
+        self.handlers = TypeBasedDispatcher()
+        self.failure: str | None = None
+        self.on_broken: Callable[[], None] = lambda: None
+        self._receiver = receiver
+        self._link = link
+        self._watchdog = watchdog
+        self._thread = -1
+        self._asyncio_loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def asyncio_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that it runs in; None before `start`."""
+        return self._asyncio_loop
+
+    @property
+    def dropped_frames(self) -> int:
+        return self._receiver.dropped_frames
+
+    @property
+    def num_stalls(self) -> int:
+        return self._watchdog.num_stalls
+
+    def start(self) -> None:
+        """Start receiving messages in the running event loop. Later calls do nothing."""
+        if self._asyncio_loop is None:
+            self._asyncio_loop = asyncio.get_running_loop()
+            self._thread = threading.get_ident()
+            self._receiver.listen(self._handle)
+            self._watchdog.start()
+
+    def close(self) -> None:
+        """Stop receiving and close the receiver: in the loop. Idempotent."""
+        self._receiver.close()
+        self._watchdog.stop()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise ExecutionError(self.failure)
+
+    def check_serving(self) -> None:
+        """Check that the engine can be asked, and make sure that its replies are received.
+
+        Raises ExecutionError when it has failed, CapacityError while it is being restarted.
+        """
+        self.check()
+        if not self._link.is_serving:
+            raise no_live_replica()
+        self.start()
+
+    def is_here(self, method: Callable[..., None], *args: object) -> bool:
+        """Whether this is the loop's thread (or there is none yet). If not, `method` is scheduled to be called there."""
+        loop = self._asyncio_loop
+        if loop is None or threading.get_ident() == self._thread:
+            return True
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(method, *args)
+        return False
+
+    def _handle(self, message: Message) -> None:
+        self._watchdog.begin()
+        try:
+            self.handlers(message)
+        except Exception:
+            logger.exception("receiving engine messages failed")
+            self._receiver.close()
+            self.on_broken()
+        self._watchdog.end()

@@ -7,20 +7,149 @@ start processes (`processes`). The methods may be called from any thread; the wo
 
 import asyncio
 import concurrent.futures
-from collections.abc import Sequence
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.errors import ExecutionError, HeadraceError
-from headrace.frontend.engine_link import EngineLink
-from headrace.frontend.engine_loop import EngineLoop
-from headrace.frontend.health import Heartbeats
+from headrace.frontend.communicator import Replica
+from headrace.frontend.control import Control
+from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.records import Records
-from headrace.frontend.replica import Replica
 from headrace.frontend.runtime_settings import RuntimeSettings
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.messages.channel import Sender
+from headrace.messages.control import Heartbeat
+from headrace.messages.requests import CallInput, EmbeddingReqInput, GenerateReqInput
 from headrace.metrics.catalog import Metrics
+from headrace.sampling.params import SamplingParams
+
+HEALTH_TIMEOUT_S = 10.0
+HEALTH_RID_PREFIX = "headrace-health-"
+
+HEARTBEAT_LIMIT_S = 5.0
+"""A process that has been heard before and is then silent for this long is not healthy."""
+DETOKENIZER = "detokenizer"
+"""Every other process that sends heartbeats is a scheduler."""
+
+FRESH_S = 1.0
+"""A result is reused for this many seconds."""
+
+
+class Heartbeats:
+    """When each process of the engine was last heard. clock: in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._heard_s: dict[str, float] = {}
+        self._dropped_frames: dict[str, int] = {}
+
+    def handle(self, message: Heartbeat) -> None:
+        self._heard_s[message.process] = self._clock()
+        self._dropped_frames[message.process] = message.dropped_frames
+
+    def forget(self, process: str) -> None:
+        self._heard_s.pop(process, None)
+
+    def begin_anew(self, process: str) -> None:
+        """Another process has started under this name; that it did counts as heard."""
+        self._heard_s[process] = self._clock()
+
+    def age_s(self, process: str) -> float | None:
+        """Seconds since a process was last heard; None if it never was. May be called from any thread."""
+        last_s = self._heard_s.get(process)
+        return None if last_s is None else self._clock() - last_s
+
+    @property
+    def is_silent(self) -> bool:
+        """The detokenizer, or every scheduler, has not been heard for too long."""
+        now = self._clock()
+        silent = {name: now - last_s > HEARTBEAT_LIMIT_S for name, last_s in self._heard_s.items()}
+        schedulers = [is_silent for name, is_silent in silent.items() if name != DETOKENIZER]
+        return silent.get(DETOKENIZER, False) or (bool(schedulers) and all(schedulers))
+
+    @property
+    def detokenizer_dropped_frames(self) -> int:
+        return self._dropped_frames.get(DETOKENIZER, 0)
+
+
+class SharedProbe:
+    """Shares the results of `probe`, which must not raise: however many ask, one runs at a time, and its result is reused for a moment. clock:
+    seconds."""
+
+    def __init__(self, probe: Callable[[], Awaitable[bool]], clock: Callable[[], float]) -> None:
+        self._probe = probe
+        self._clock = clock
+        self._running: asyncio.Task[bool] | None = None
+        self._found = False
+        self._found_s = float("-inf")
+
+    async def result(self) -> bool:
+        """The probe's result, new or recent. Cancelling one caller does not affect others."""
+        if self._running is None:
+            if self._clock() - self._found_s < FRESH_S:
+                return self._found
+            self._running = asyncio.create_task(self._run())
+        return await asyncio.shield(self._running)
+
+    async def _run(self) -> bool:
+        try:
+            self._found = await self._probe()
+            self._found_s = self._clock()
+            return self._found
+        finally:
+            self._running = None
+
+
+@dataclass(eq=False)
+class Health:
+    """Whether the engine lives and works. generate: runs a request of the server's own. clock: seconds. pools: whether the model makes vectors
+    instead of tokens."""
+
+    engine_loop: EngineLoop
+    link: EngineLink
+    heartbeats: Heartbeats
+    control: Control
+    generate: Callable[[CallInput], AsyncGenerator[SampleUpdate, None]]
+    clock: Callable[[], float]
+    pools: bool = False
+
+    def __post_init__(self) -> None:
+        self._probe = SharedProbe(self._can_generate, self.clock)
+
+    def is_alive(self) -> bool:
+        """The detokenizer and a scheduler are running, and have been heard lately."""
+        if self.engine_loop.failure is not None or not self.link.is_serving:
+            return False
+        self.engine_loop.start()
+        return not self.heartbeats.is_silent
+
+    async def makes_tokens(self) -> bool:
+        """The engine is alive and makes a token now, or did within the last second; see `SharedProbe`."""
+        return self.is_alive() and await self._probe.result()
+
+    async def _can_generate(self) -> bool:
+        try:
+            return await self.control.is_busy() or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
+        except (HeadraceError, TimeoutError):
+            return False
+
+    async def _generate_one(self) -> bool:
+        # Random: a client that uses the same rid would make the server look dead.
+        rid = f"{HEALTH_RID_PREFIX}{uuid.uuid4().hex}"
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        probe: CallInput = (
+            EmbeddingReqInput(input_ids=[0], rid=rid)
+            if self.pools
+            else GenerateReqInput(input_ids=[0], rid=rid, sampling_params=sampling)
+        )
+        async for update in self.generate(probe):
+            return update.finish is not None and update.finish.type != "abort"
+        return False
+
 
 logger = get_logger(__name__)
 
@@ -31,11 +160,9 @@ LOOK_S = 0.2
 class Asker(Protocol):
     """Waits for replies of replicas."""
 
-    def lost(self, replica: Replica) -> None:
-        """A replica has died: do not wait for its replies."""
+    def lost(self, replica: Replica) -> None: ...
 
-    def fail_all(self, error: HeadraceError) -> None:
-        """End every waiting operation with `error`, and every later one."""
+    def fail_all(self, error: HeadraceError) -> None: ...
 
 
 class Teller(Protocol):
@@ -45,6 +172,7 @@ class Teller(Protocol):
         """Send what a scheduler that has just started does not know."""
 
 
+@dataclass(eq=False)
 class EngineParts:
     """See the module docstring.
 
@@ -52,72 +180,59 @@ class EngineParts:
     this order.
     """
 
-    def __init__(
-        self,
-        engine_loop: EngineLoop,
-        link: EngineLink,
-        weights: WeightControl,
-        settings: RuntimeSettings,
-        heartbeats: Heartbeats,
-        records: Records,
-        metrics: Metrics,
-        askers: Sequence[Asker],
-        tellers: Sequence[Teller],
-    ) -> None:
-        self.num_restarts = 0
-        self._engine_loop = engine_loop
-        self._link = link
-        self._weights = weights
-        self._settings = settings
-        self._heartbeats = heartbeats
-        self._records = records
-        self._metrics = metrics
-        self._askers = askers
-        self._tellers = tellers
-        self._rejoining: dict[int, Replica] = {}
+    engine_loop: EngineLoop
+    link: EngineLink
+    weights: WeightControl
+    settings: RuntimeSettings
+    heartbeats: Heartbeats
+    records: Records
+    metrics: Metrics
+    askers: Sequence[Asker]
+    tellers: Sequence[Teller]
+    num_restarts: int = field(init=False, default=0)
+    _rejoining: dict[int, Replica] = field(init=False, default_factory=dict)
 
     @property
     def num_rejoining(self) -> int:
-        """Restarted schedulers that are not yet in service."""
         return len(self._rejoining)
 
     def down(self, name: str, index: int | None = None) -> None:
         """A process has died and is being restarted. index: of a scheduler; None = the detokenizer."""
-        if not self._engine_loop.is_here(self.down, name, index):
+        if not self.engine_loop.is_here(self.down, name, index):
             return
-        self._heartbeats.forget(name)
-        self._records.crash_dump(f"the {name} process has died and is being restarted")
+        self.heartbeats.forget(name)
+        self.records.crash_dump(f"the {name} process has died and is being restarted")
         if index is None:
-            self._link.detokenizer_down()
+            self.link.detokenizer_down()
             return
         if (rejoining := self._rejoining.get(index)) is not None:
             rejoining.is_lost = True
-            self._weights.lost(rejoining)
-        replica = self._link.scheduler_down(index)
-        for asker in self._askers:
+            self.weights.lost(rejoining)
+        replica = self.link.scheduler_down(index)
+        for asker in self.askers:
             asker.lost(replica)
 
     def gone(self, name: str, index: int) -> None:
         """A scheduler that has died is not restarted; the other replicas continue."""
-        if not self._engine_loop.is_here(self.gone, name, index):
+        if not self.engine_loop.is_here(self.gone, name, index):
             return
         logger.error("the %s process is not restarted; the other replicas continue", name)
-        self._link.scheduler_gone(index)
+        self.link.scheduler_gone(index)
 
     def up(self, name: str, index: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
         """A process is back. index, source, sender: of a restarted scheduler."""
-        if not self._engine_loop.is_here(self.up, name, index, source, sender):
+        if not self.engine_loop.is_here(self.up, name, index, source, sender):
             return
-        self._heartbeats.begin_anew(name)
+        self.heartbeats.begin_anew(name)
         self.num_restarts += 1
-        self._metrics.count_restart(name)
+        self.metrics.count_restart(name)
         if index is None or sender is None:
-            self._settings.tell_detokenizer()
-            self._link.detokenizer_up()
+            self.settings.tell_detokenizer()
+            self.link.detokenizer_up()
         else:
-            for teller in self._tellers:
+            for teller in self.tellers:
                 teller.tell_scheduler(sender)
-            self._link.scheduler_up(index, source, sender)
+            self.link.scheduler_up(index, source, sender)
 
     def rejoin(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:
         """Bring a restarted scheduler into service. From any thread but the loop's; returns when it is in service.
@@ -125,9 +240,9 @@ class EngineParts:
         started_from: fingerprint of the checkpoint that it began with. Raises ModelError when the files of the current weights are missing or
         have changed, another HeadraceError when it fails otherwise.
         """
-        loop = self._engine_loop.asyncio_loop
+        loop = self.engine_loop.asyncio_loop
         if loop is None:
-            self._weights.check_start(started_from)
+            self.weights.check_start(started_from)
             self.up(name, index, source, sender)
             return
         done = asyncio.run_coroutine_threadsafe(self._catch_up(name, index, source, sender, started_from), loop)
@@ -142,7 +257,7 @@ class EngineParts:
         replica = Replica(index, sender, source)
         self._rejoining[index] = replica
         try:
-            await self._weights.catch_up(replica, started_from)
+            await self.weights.catch_up(replica, started_from)
             if replica.is_lost:
                 raise ExecutionError(f"the {name} process died before it could serve")
             self.up(name, index, source, sender)

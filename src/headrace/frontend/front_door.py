@@ -12,16 +12,16 @@ engine: the `TokenizerManager` does, for all workers. Runs in the main process's
 import asyncio
 import inspect
 import operator
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from headrace.errors import AuthError, RequestError
-from headrace.frontend.remote_methods import RemoteMethod, WireCaller
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.faults import fault_of
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,
@@ -31,6 +31,65 @@ from headrace.messages.front import (
     FrontReplies,
     FrontTaken,
 )
+from headrace.messages.operations import fault_of
+
+
+class WireCaller(msgspec.Struct, frozen=True):
+    """A `Caller` in a message: the main process finds its tenant by name."""
+
+    tenant: str | None = None
+    traceparent: str = ""
+    is_admin: bool = False
+
+    @classmethod
+    def of(cls, caller: Caller) -> Self:
+        return cls(caller.tenant.name if caller.tenant is not None else None, caller.traceparent, caller.is_admin)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteMethod:
+    """One remote method. arguments: a struct of the given ones. result: its type. streams: the method yields many results.
+
+    replies: it is awaited; False = nobody waits for it.
+    """
+
+    arguments: type[msgspec.Struct]
+    result: Any
+    streams: bool
+    replies: bool
+
+
+def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
+    methods = {}
+    for name, function in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(function):
+            continue
+        hints = get_type_hints(function)
+        result = hints["return"]
+        streams = get_origin(result) is AsyncGenerator
+        replies = inspect.iscoroutinefunction(function) or result is not type(None)
+        result = get_args(result)[0] if streams else _awaited(result)
+        methods[name] = RemoteMethod(_arguments(function, hints), result, streams, replies)
+    return methods
+
+
+def _awaited(result: Any) -> Any:
+    """T of `T | Awaitable[T]`; other types unchanged."""
+    awaited = [kind for kind in get_args(result) if get_origin(kind) is Awaitable]
+    return get_args(awaited[0])[0] if awaited else result
+
+
+def _arguments(function: Callable[..., Any], hints: dict[str, Any]) -> type[msgspec.Struct]:
+    fields: list[tuple[str, Any, Any]] = []
+    for name in inspect.signature(function).parameters:
+        if name == "self":
+            continue
+        kind = WireCaller if hints[name] is Caller else hints[name]
+        # Arguments that were not given are left to the method's own defaults.
+        fields.append((name, kind | msgspec.UnsetType, msgspec.UNSET))
+    title = "".join(word.capitalize() for word in function.__name__.split("_"))
+    return msgspec.defstruct(f"{title}Arguments", fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
+
 
 WINDOW = 8
 """Most outputs of a stream that are sent to a worker and not yet consumed there."""
@@ -39,18 +98,15 @@ NEWS_S = 0.5
 """Seconds between checks for news that no call has caused."""
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """A call in progress. room: how many outputs of a stream may still be sent."""
 
-    __slots__ = ("room", "task", "wake")
-
-    def __init__(self) -> None:
-        self.room = WINDOW
-        self.wake = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+    room: int = WINDOW
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
 
     def taken(self, count: int) -> None:
-        """The worker has consumed `count` outputs."""
         self.room += count
         self.wake.set()
 
@@ -67,18 +123,17 @@ class _Call:
             self.task.cancel()
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """One incarnation of a worker. waiting: replies of this turn of the loop. news: the last ones sent to it."""
 
-    __slots__ = ("calls", "news", "sender", "waiting")
-
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
-        self.calls: dict[int, _Call] = {}
-        self.waiting: list[FrontOutput | FrontEnd] = []
-        self.news: FrontNews | None = None
+    sender: Sender
+    calls: dict[int, _Call] = field(default_factory=dict)
+    waiting: list[FrontOutput | FrontEnd] = field(default_factory=list)
+    news: FrontNews | None = None
 
 
+@dataclass(eq=False)
 class FrontDoor:
     """See the module docstring.
 
@@ -86,25 +141,18 @@ class FrontDoor:
     workers. make_news: the current state for workers. find_tenant: by the name that a worker sends.
     """
 
-    def __init__(
-        self,
-        frontend: object,
-        methods: dict[str, RemoteMethod],
-        receiver: Receiver,
-        make_news: Callable[[], FrontNews],
-        find_tenant: Callable[[str], Tenant | None],
-    ) -> None:
-        self._frontend = frontend
-        self._methods = methods
-        self._receiver = receiver
-        self._make_news = make_news
-        self._find_tenant = find_tenant
+    frontend: object
+    methods: dict[str, RemoteMethod]
+    receiver: Receiver
+    make_news: Callable[[], FrontNews]
+    find_tenant: Callable[[str], Tenant | None]
+    _workers: dict[int, _Worker] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._workers: dict[int, _Worker] = {}
 
     @property
     def num_calls(self) -> int:
-        """Number of calls in progress."""
         return sum(len(worker.calls) for worker in self._workers.values())
 
     def add(self, number: int, sender: Sender) -> None:
@@ -121,8 +169,7 @@ class FrontDoor:
             worker.sender.close()
 
     def tell_news(self) -> None:
-        """Send each worker what has changed since the last news."""
-        news = self._make_news()
+        news = self.make_news()
         for worker in self._workers.values():
             if worker.news != news:
                 worker.news = news
@@ -130,7 +177,7 @@ class FrontDoor:
 
     async def run(self) -> None:
         """Take calls and tell news until cancelled; then abort the calls in progress."""
-        self._receiver.listen(self._handle)
+        self.receiver.listen(self._handle)
         try:
             while True:
                 self.tell_news()
@@ -161,11 +208,11 @@ class FrontDoor:
 
     async def _carry_out(self, worker: _Worker, call: _Call, message: FrontCall) -> None:
         try:
-            method = self._methods.get(message.method)
+            method = self.methods.get(message.method)
             if method is None:
                 raise RequestError(f"the front end has no method {message.method!r:.40}")
             arguments = self._arguments(method, message.arguments)
-            bound = operator.attrgetter(message.method)(self._frontend)
+            bound = operator.attrgetter(message.method)(self.frontend)
             if method.streams:
                 await self._stream(worker, call, message.id, bound(**arguments))
                 end = FrontEnd(message.id)
@@ -194,7 +241,7 @@ class FrontDoor:
         }
 
     def _caller(self, caller: WireCaller) -> Caller:
-        tenant = self._find_tenant(caller.tenant) if caller.tenant is not None else None
+        tenant = self.find_tenant(caller.tenant) if caller.tenant is not None else None
         if caller.tenant is not None and tenant is None:
             raise AuthError("the key is no longer accepted")
         return Caller(tenant, caller.traceparent, caller.is_admin)

@@ -40,7 +40,6 @@ class PromptInput:
 
     @property
     def field(self) -> str:
-        """The field of the call that gives it."""
         if self.text is not None:
             return "text"
         return "input_ids" if self.ids is not None else "input_embeds"
@@ -133,7 +132,6 @@ def _check_one_input(obj: GenerateReqInput) -> None:
 
 
 def _texts(given: str | list[str]) -> list[str]:
-    """The text of each prompt. Raises RequestError."""
     texts = list(given) if isinstance(given, list) else [given]
     for text in texts:
         if not isinstance(text, str):

@@ -6,60 +6,27 @@ tokenizer manager's event loop.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headrace.errors import RequestError
 from headrace.media_kinds import MediaKind, MediaRef, MediaRefs, VideoRef
 from headrace.messages.control import ReadyInfo
-from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSpan, MediaStats, MediaSupport
+from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSpan, MediaSupport
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
-from headrace.multimodal.layout import LoadedItem
+
+if TYPE_CHECKING:
+    from headrace.multimodal.loader import MediaLoader
 
 MAX_MEDIA_BYTES = 256 << 20
 """Most bytes of decoded media to send to the scheduler for one call; every sample carries those of its prompt."""
 
 
-class Loader(Protocol):
-    """Makes items of what clients give; see `multimodal.loader.MediaLoader`."""
-
-    @property
-    def support(self) -> MediaSupport:
-        """The media that the model supports."""
-
-    @property
-    def token_ids(self) -> Mapping[MediaKind, int]:
-        """Of each kind that the model takes, the token that stands for an item in a prompt."""
-
-    @property
-    def most(self) -> Mapping[MediaKind, int]:
-        """Most items of each kind in a prompt."""
-
-    @property
-    def max_frames(self) -> int:
-        """Most frames of a video."""
-
-    def append(self, tokens: list[int], more: Sequence[int]) -> int:
-        """Append to the tokens of a text those of the text after it, which may become others where both meet. Returns where `more` begins."""
-
-    async def load(self, refs: Sequence[MediaRef], owner: str = "") -> Sequence[LoadedItem]:
-        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong.
-
-        owner: only those with the same one share what is kept of items, here and in the encoder.
-        """
-
-    def stats(self) -> MediaStats:
-        """What has been done so far."""
-
-    def close(self) -> None:
-        """End what it runs."""
-
-
 class PromptMedia:
     """See the module docstring. loader: None = the model takes text only; support: then why, if it could do more."""
 
-    def __init__(self, loader: Loader | None = None, support: MediaSupport = NO_MEDIA_SUPPORT) -> None:
+    def __init__(self, loader: "MediaLoader | None" = None, support: MediaSupport = NO_MEDIA_SUPPORT) -> None:
         self.loader = loader
         self.support = support if loader is None else loader.support
 
@@ -98,7 +65,7 @@ class PromptMedia:
                 )
 
     async def add(self, ids: Sequence[int], refs: MediaRefs, owner: str = "") -> PromptContent:
-        """A prompt with items in place of the tokens of their kinds, in order. owner: see `Loader.load`. Raises RequestError."""
+        """A prompt with items in place of the tokens of their kinds, in order. owner: see `MediaLoader.load`. Raises RequestError."""
         loader = self.loader
         assert loader is not None, "check has refused it"
         places, ordered = self._places(loader, ids, refs)
@@ -119,7 +86,7 @@ class PromptMedia:
             extra_places=sum(item.layout.extra_places for item in items),
         )
 
-    def _places(self, loader: Loader, ids: Sequence[int], refs: MediaRefs) -> tuple[list[int], list[MediaRef]]:
+    def _places(self, loader: "MediaLoader", ids: Sequence[int], refs: MediaRefs) -> tuple[list[int], list[MediaRef]]:
         """Where items belong among the tokens of a prompt, and the items in this order. Raises RequestError."""
         kinds = {loader.token_ids[kind]: kind for kind in MediaKind if refs.of(kind)}
         places = [index for index, token_id in enumerate(ids) if token_id in kinds]
@@ -137,7 +104,6 @@ class PromptMedia:
         return places, [next(left[kind]) for kind in found]
 
     def close(self) -> None:
-        """End what the loader runs."""
         if self.loader is not None:
             self.loader.close()
 
@@ -147,7 +113,6 @@ NO_MEDIA = PromptMedia()
 
 
 def check_frames(videos: Sequence[VideoRef], where: str, max_frames: int) -> None:
-    """Raises RequestError for a video with too many frames."""
     for number, video in enumerate(videos):
         if len(video.frames) > max_frames:
             raise RequestError(
@@ -174,7 +139,7 @@ async def add_media(
     prompts: Sequence[MediaRefs],
     owners: Sequence[str],
 ) -> list[PromptContent]:
-    """`contents` with the media of each prompt. owners: of the prompts, see `Loader.load`. Raises RequestError."""
+    """`contents` with the media of each prompt. owners: of the prompts, see `MediaLoader.load`. Raises RequestError."""
 
     async def added(index: int) -> PromptContent:
         content, refs = contents[index], prompts[index]

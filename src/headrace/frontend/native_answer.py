@@ -25,7 +25,6 @@ class NativeStream:
         self._so_far: dict[int, tuple[str, list[int], SampleLogprobs | None]] = {}
 
     def answer(self, update: SampleUpdate) -> NativeAnswer:
-        """The next reply."""
         text, ids, logprobs = update.text, update.ids, update.logprobs
         if not self._incremental and not update.is_progress:
             if (before := self._so_far.get(update.index)) is not None:
@@ -68,7 +67,6 @@ def pooled_answer(update: SampleUpdate) -> NativeAnswer:
 
 
 def native_answer(update: SampleUpdate) -> NativeAnswer:
-    """The reply for one update."""
     return _answer(update, update.text, update.ids, update.logprobs)
 
 

@@ -7,7 +7,7 @@ the tokenizer manager's event loop; large calls are split in a thread.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs
@@ -23,8 +23,8 @@ from headrace.frontend.prompts import (
     refuse_text,
     rids_of,
 )
-from headrace.frontend.request_log import RequestLog
-from headrace.frontend.request_state import CallState, ReqState, engine_request
+from headrace.frontend.records import RequestLog
+from headrace.frontend.request_state import CallState, engine_request
 from headrace.messages.control import ReadyInfo
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import EmbeddingReqInput, PoolTask, PromptContent, TokenizedGenerateReqInput
@@ -49,11 +49,7 @@ class PooledPrompt:
     adapter: str
     dimensions: int
     cut: Cut
-
-    @property
-    def num_samples(self) -> int:
-        """One: it has one result."""
-        return 1
+    num_samples: ClassVar[int] = 1
 
 
 def split_pooled_call(
@@ -185,8 +181,6 @@ def texts_of(prompts: Sequence[PooledPrompt]) -> list[str | tuple[str, str]]:
 
 
 class PooledTokenizer:
-    """Encodes the inputs of a call. pooling: of the served model."""
-
     def __init__(
         self,
         args: ServerArgs,
@@ -228,7 +222,8 @@ class PooledTokenizer:
                 content = next(encoded)
             place = f"input {index}" if call.is_list else "the input"
             self._check(content, prompt.given.field, place)
-            self._describe(prompt, content, sample)
+            sample.num_prompt_tokens = content.num_tokens
+            sample.logged_input = self._request_log.input_of(prompt.given, content)
             task = PoolTask(prompt.dimensions, self._task.reads_all) if prompt.dimensions else self._task
             requests.append(engine_request(sample, content, task, namespace=prompt.namespace, priority=obj.priority))
         return requests
@@ -241,11 +236,6 @@ class PooledTokenizer:
         if num_tokens > most:
             remedy = "input, or have it cut with truncate_prompt_tokens"
             raise ContextLengthError(field, most, f"{place} has {num_tokens} tokens", remedy)
-
-    def _describe(self, prompt: PooledPrompt, content: PromptContent, sample: ReqState) -> None:
-        """What is needed to present and log its output."""
-        sample.num_prompt_tokens = content.num_tokens
-        sample.logged_input = self._request_log.input_of(prompt.given, content)
 
 
 def _cut(ids: list[int], cut: Cut) -> list[int]:

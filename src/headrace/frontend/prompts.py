@@ -18,9 +18,9 @@ from headrace.frontend.inputs import (
     check_token_ids,
     given_inputs,
 )
+from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarSpec
 from headrace.messages.namespaces import of_request
-from headrace.messages.neutral import is_empty
 from headrace.messages.requests import CallInput, GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from headrace.text.stop import MAX_STOP_PATTERNS, compile_stop_patterns
@@ -45,13 +45,7 @@ _KINDS: dict[type, tuple[str, str]] = {
 }
 """What messages call a value of a type, and several."""
 
-_NOT_YET: tuple[tuple[str, str], ...] = (
-    ("bootstrap_host", "disaggregated prefill"),
-    ("bootstrap_port", "disaggregated prefill"),
-    ("bootstrap_room", "disaggregated prefill"),
-)
-
-_NO_SESSION = SessionParams()
+_DISAGGREGATION = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,6 @@ class Prompt:
 
     @property
     def num_samples(self) -> int:
-        """How many outputs are made of it."""
         return self.sampling.n
 
 
@@ -126,7 +119,9 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     The time does not depend on `n`. Raises RequestError naming the field.
     """
     _refuse_not_yet(obj)
-    _check_progress(obj)
+    if obj.return_progress and not obj.stream:
+        message = "return_progress needs stream: true: a reply that comes at once has no progress"
+        raise RequestError(message, "return_progress")
     check_routing(obj, limits)
     check_num_prompts(obj, limits.max_prompts)
     inputs = PromptInputs(*given_inputs(obj, limits.vocab_size, limits.hidden_size))
@@ -167,19 +162,12 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     return Call(call_rid, prompts, inputs.is_batch or multiple)
 
 
-def _check_progress(obj: GenerateReqInput) -> None:
-    if obj.return_progress and not obj.stream:
-        raise RequestError(
-            "return_progress needs stream: true: a reply that comes at once has no progress", "return_progress"
-        )
-
-
 def _refuse_not_yet(obj: GenerateReqInput) -> None:
     """Raises RequestError for a field of a capability that is not there yet."""
-    for name, what in _NOT_YET:
+    for name in _DISAGGREGATION:
         value = getattr(obj, name)
         if not is_empty(value) and not (isinstance(value, list) and all(map(is_empty, value))):
-            raise RequestError(f"{name}: {what} is not supported yet", name)
+            raise RequestError(f"{name}: disaggregated prefill is not supported yet", name)
 
 
 def check_routing(obj: CallInput, limits: CallLimits) -> None:
@@ -243,31 +231,23 @@ def refuse_text(param: str) -> NoReturn:
 
 
 def _check_ids_only(obj: GenerateReqInput, samplings: Sequence[SamplingParams]) -> None:
-    """Raises RequestError for fields that need a tokenizer."""
     if obj.text is not None:
         refuse_text("text")
     if obj.return_text_in_logprobs:
         refuse_text("return_text_in_logprobs")
     for sampling in samplings:
-        for name, value in (
-            ("stop", sampling.stop),
-            ("stop_regex", sampling.stop_regex),
-            ("bad_words", sampling.bad_words),
-        ):
-            if value:
+        for name in ("stop", "stop_regex", "bad_words"):
+            if getattr(sampling, name):
                 refuse_text(name)
 
 
 @dataclass(slots=True)
 class PromptInputs:
-    """The prompts of a call, and whether they were given as a list."""
-
     given: Sequence[PromptInput]
     is_batch: bool
 
     @property
     def count(self) -> int:
-        """The number of prompts."""
         return len(self.given)
 
     def spread(self, name: str, value: T | list[T] | Sequence[T | None] | None, kind: type[T]) -> list[T]:
@@ -373,21 +353,14 @@ def _predictions(obj: GenerateReqInput, inputs: PromptInputs, limits: CallLimits
 def _sessions(
     obj: GenerateReqInput, inputs: PromptInputs, samplings: Sequence[SamplingParams]
 ) -> list[SessionParams | None]:
-    """The session that each prompt continues; None = none. Raises RequestError."""
     given = inputs.spread("session_params", obj.session_params, SessionParams)
-    sessions = [session if session != _NO_SESSION else None for session in given]
+    sessions = [session if session != SessionParams() else None for session in given]
     for session, sampling, prompt in zip(sessions, samplings, inputs.given, strict=True):
-        if session is not None:
-            _check_session(sampling, prompt)
+        if session is not None and sampling.n > 1:
+            raise RequestError("session_params: a request of a session has one sample (n = 1)", "session_params")
+        if session is not None and not prompt.only_tokens:
+            raise RequestError("session_params: sessions hold only tokens", "session_params")
     return sessions
-
-
-def _check_session(sampling: SamplingParams, given: PromptInput) -> None:
-    """Raises RequestError for a prompt that cannot continue a session."""
-    if sampling.n > 1:
-        raise RequestError("session_params: a request of a session has one sample (n = 1)", "session_params")
-    if not given.only_tokens:
-        raise RequestError("session_params: sessions hold only tokens", "session_params")
 
 
 @dataclass(slots=True)
@@ -425,10 +398,7 @@ def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...],
         raise RequestError(f"top_logprobs_num must be between 0 and {most}, got {top}", "top_logprobs_num")
     if wanted:
         return
-    for name, given in (
-        ("top_logprobs_num", top > 0),
-        ("token_ids_logprob", picked),
-    ):
+    for name, given in (("top_logprobs_num", top), ("token_ids_logprob", picked)):
         if given:
             raise RequestError(f"{name} needs return_logprob", name)
 

@@ -1,19 +1,23 @@
 """Timelines of the last requests: recorded, looked up for clients, and dumped to files for operators.
 
-Owns the lookup, and when a file is written. What is recorded is in `timeline`, the format of the files in `crash_dump`. Runs in the
+Owns the lookup, and when a file is written. What is recorded, and the format of the files, is in `timeline`. Runs in the
 tokenizer manager's event loop.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, NotFoundError, RequestError
-from headrace.frontend.request_state import CallState
+from headrace.frontend.inputs import PromptInput
+from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_table import SampleTable
-from headrace.frontend.tenants import NOBODY, Caller
+from headrace.frontend.tenants import ANONYMOUS, Caller
+from headrace.log import as_words, get_logger, with_fields
+from headrace.messages.requests import PromptContent
 from headrace.messages.weights import (
     ContinueGeneration,
     PauseGeneration,
@@ -24,8 +28,73 @@ from headrace.messages.weights import (
     UpdateFromTensors,
     WeightOperation,
 )
-from headrace.metrics.crash_dump import described, write_crash_dump, write_dump
-from headrace.metrics.timeline import Note, Timeline, Timelines
+from headrace.metrics.timeline import Note, Timeline, Timelines, described, write_crash_dump, write_dump
+
+logger = get_logger(__name__)
+
+MAX_CHARACTERS = 2048
+"""Most characters of an input, and of an output, at level 2."""
+
+
+@dataclass(eq=False)
+class RequestLog:
+    """enabled, level: as --log-requests and --log-requests-level, until they are changed."""
+
+    enabled: bool
+    level: int
+
+    def input_of(self, given: PromptInput, content: PromptContent) -> str:
+        """The text of a prompt for the log line; empty if it is not logged. Call it once for all samples: it may be long."""
+        if not self.enabled or self.level < 2:
+            return ""
+        if given.embeds is not None:
+            return f"{content.num_tokens} embeddings"
+        limit = MAX_CHARACTERS if self.level == 2 else None
+        # An id takes at least two characters.
+        return _cut(given.text, limit) if given.text is not None else repr(content.ids(stop=limit))[:limit]
+
+    def write(self, sample: ReqState) -> None:
+        assert sample.finish is not None
+        if not self.enabled:
+            return
+        queue_s, ttft_s = sample.stats.queue_time_s, max(0.0, sample.first_token_s - sample.created_s)
+        e2e_s = sample.finished_s - sample.created_s
+        who: dict[str, object] = {"rid": sample.timeline.own_rid, "key": sample.call.tenant.name or "-"}
+        counts: dict[str, object] = {
+            "reason": sample.finish.type,
+            "prompt_tokens": sample.num_prompt_tokens,
+            "cached_tokens": sample.stats.cached_tokens,
+            "completion_tokens": len(sample.output_ids),
+        }
+        events: dict[str, object] = {
+            "retractions": sample.stats.num_retractions,
+            "replays": max(0, sample.num_sends - 1),
+            "chunks": sum(event.kind == "chunk" for event in sample.stats.events),
+        }
+        details: dict[str, object] = {}
+        if self.level >= 1 and sample.request is not None:
+            details["sampling"] = sample.request.task.described()
+        if self.level >= 2:
+            details["prompt"] = sample.logged_input
+            details["text"] = _cut(sample.text, MAX_CHARACTERS if self.level == 2 else None)
+        logger.info(
+            "finished %s %s queue=%.3fs ttft=%.3fs e2e=%.3fs %s%s",
+            as_words(who),
+            as_words(counts),
+            queue_s,
+            ttft_s,
+            e2e_s,
+            as_words(events),
+            "".join(f" {name}={text}" for name, text in details.items()),
+            extra=with_fields(who | counts | {"queue_s": queue_s, "ttft_s": ttft_s, "e2e_s": e2e_s} | events | details),
+        )
+
+
+def _cut(text: str, limit: int | None) -> str:
+    """At most `limit` characters of the text, as one line."""
+    if limit is None or len(text) <= limit:
+        return repr(text)
+    return f"{text[:limit]!r}... ({len(text)} characters)"
 
 
 class Records:
@@ -55,15 +124,14 @@ class Records:
             self._timelines.add(sample.timeline)
 
     def note_operation(self, operation: WeightOperation) -> None:
-        """Add an operation to the timelines of all live samples."""
-        kind = _note_of(operation)
+        kind = _NOTES.get(type(operation))
         if kind is None:
             return
         now_s = self._clock()
         for sample in self._table.samples.values():
             sample.note(kind, now_s)
 
-    def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
+    def timelines(self, rid: str, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """Timelines of the sample `rid`, or of all samples of the call with that rid; see `Timeline`.
 
         caller: sees its own samples only; an admin sees all. Raises NotFoundError.
@@ -77,7 +145,7 @@ class Records:
                 sample.write_timeline()
         return [timeline.describe() for timeline in found]
 
-    def latest(self, limit: int, caller: Caller = NOBODY) -> list[dict[str, Any]]:
+    def latest(self, limit: int, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """The last `limit` samples without their events and with their age, see `Timelines.latest`. caller: as for `timelines`."""
         now_s = self._clock()
         found = self._timelines.latest(limit, None if caller.is_admin else caller.owner)
@@ -110,18 +178,13 @@ class Records:
             sample.write_timeline()
 
 
-def _note_of(operation: WeightOperation) -> Note | None:
-    """The event of an operation in timelines; None = it has none."""
-    match operation:
-        case PauseGeneration():
-            return "paused"
-        case ContinueGeneration():
-            return "continued"
-        case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
-            return "weights_updated"
-        case ReleaseMemory():
-            return "memory_released"
-        case ResumeMemory():
-            return "memory_resumed"
-        case _:
-            return None
+_NOTES: dict[type[WeightOperation], Note] = {
+    PauseGeneration: "paused",
+    ContinueGeneration: "continued",
+    UpdateFromDisk: "weights_updated",
+    UpdateFromTensors: "weights_updated",
+    UpdateFromDistributed: "weights_updated",
+    ReleaseMemory: "memory_released",
+    ResumeMemory: "memory_resumed",
+}
+"""The events of operations in timelines; the others have none."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.adapters import Adapter
 from headrace.frontend.sample_update import (
     LogprobLists,
     PromptProgress,
@@ -26,13 +25,37 @@ from headrace.frontend.sample_update import (
     failure_of,
 )
 from headrace.frontend.sessions import Turn
-from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
+from headrace.frontend.tenants import ANONYMOUS, Tenant, TenantLimits
 from headrace.media_kinds import MediaKind
 from headrace.messages.namespaces import of_adapter
 from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import EngineTask, PromptContent, TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """lora_id: the engine's number for it while it is in memory, else 0; each load gives a new one. num_users: samples that use it.
+
+    fingerprint: of the files that it was loaded from; empty = not loaded yet. Different files are never loaded under the same name.
+    """
+
+    name: str
+    path: str
+    fingerprint: str = ""
+    pinned: bool = False
+    lora_id: int = 0
+    num_users: int = 0
+    last_used: int = 0
+    leaving: bool = False
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def release(self, num_users: int = 1) -> None:
+        self.num_users -= num_users
+        assert self.num_users >= 0, (self.name, self.num_users)
+        if not self.num_users:
+            self.unused.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -109,12 +132,10 @@ class ReqState:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self._texts)
 
     @property
     def num_unread_bytes(self) -> int:
-        """About how much output waits for a client that streams."""
         ids = len(self.output_ids) - self._num_taken_ids
         logprobs = len(self.output_logprobs.tokens) - self._num_taken_logprobs
         # Mostly text of one byte a character; an id, and each entry of a logprob list, is some digits.
@@ -182,13 +203,11 @@ class ReqState:
         return msgspec.structs.replace(stats, cached_tokens=first.cached_tokens, queue_time_s=first.queue_time_s)
 
     def end(self, finish: FinishReason, now_s: float) -> None:
-        """Set the finish reason and wake the waiter."""
         self.finish = finish
         self.finished_s = now_s
         self._tell()
 
     def write_timeline(self) -> None:
-        """Bring `timeline` up to date."""
         timeline = self.timeline
         timeline.sent_s = self.sent_s
         timeline.first_token_s = self.first_token_s
@@ -229,7 +248,6 @@ class ReqState:
         self._followers.clear()
 
     def update(self) -> SampleUpdate:
-        """What is new since the last update."""
         num_ids, stats = len(self.output_ids), self.stats
         ended = self.finish is not None
         progress, self._progress = self._progress, None
@@ -267,7 +285,6 @@ class ReqState:
         return update
 
     def _new_logprobs(self) -> SampleLogprobs:
-        """Those that no update had."""
         self._start_prompt_logprobs()
         has_top, has_picked = self.top_num > 0, bool(self.picked_ids)
         prompt = self.input_logprobs.since(self._num_taken_prompt_logprobs, has_top, has_picked)
@@ -306,7 +323,7 @@ class CallState:
         self._names_of: dict[ReqState, list[str]] = {}
         self._num_live: dict[str, int] = {}
         self.tenant = Tenant(TenantLimits(name=""))
-        self.owner = NOBODY.owner
+        self.owner = ANONYMOUS.owner
         self.created_s = 0.0
         self.timeout_s = 0.0
         self.queue_timeout_s = 0.0
@@ -318,7 +335,6 @@ class CallState:
 
     @property
     def unfinished(self) -> list[ReqState]:
-        """Samples without a finish reason."""
         return [state for state in self.samples if state.finish is None]
 
     def add_prompt(self, rid: str, num_samples: int, now_s: float, routed_replica: int | None) -> None:
@@ -358,7 +374,6 @@ class CallState:
             self._wake()
 
     def fail(self, error: HeadraceError) -> None:
-        """End the call for its waiter."""
         self.error = error
         self._wake()
 

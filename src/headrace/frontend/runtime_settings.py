@@ -7,13 +7,14 @@ event loop.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError
-from headrace.frontend.request_log import RequestLog
+from headrace.frontend.records import RequestLog
 from headrace.frontend.sample_table import SampleQueue
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
@@ -34,6 +35,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_step_ms: int
 
 
+@dataclass(eq=False)
 class RuntimeSettings:
     """See the module docstring.
 
@@ -41,23 +43,16 @@ class RuntimeSettings:
     process.
     """
 
-    def __init__(
-        self,
-        args: ServerArgs,
-        ready: ReadyInfo,
-        check: Callable[[], None],
-        to_schedulers: Callable[[Message], None],
-        to_detokenizer: Callable[[Message], None],
-        queue: SampleQueue,
-        request_log: RequestLog,
-    ) -> None:
-        self._args = args
-        self._most_running = ready.max_running_requests
-        self._check = check
-        self._to_schedulers = to_schedulers
-        self._to_detokenizer = to_detokenizer
-        self._queue = queue
-        self._request_log = request_log
+    args: ServerArgs
+    ready: ReadyInfo
+    check: Callable[[], None]
+    to_schedulers: Callable[[Message], None]
+    to_detokenizer: Callable[[Message], None]
+    queue: SampleQueue
+    request_log: RequestLog
+
+    def __post_init__(self) -> None:
+        args, ready = self.args, self.ready
         self._is_frozen = False
         self.log_level: LogLevel = args.log_level
         self._first = Limits(
@@ -76,7 +71,7 @@ class RuntimeSettings:
 
         Turning log_requests off also resets its level to 0. Raises RequestError for a level above 0 without log_requests.
         """
-        log = self._request_log
+        log = self.request_log
         enabled = log.enabled if log_requests is None else log_requests
         if log_requests_level is None:
             # Off resets the level, so that turning it on again does not log prompts unless that is requested.
@@ -97,7 +92,7 @@ class RuntimeSettings:
 
     def freeze_gc(self) -> None:
         """Exclude all objects that exist now from garbage collection, in every process. Raises CapacityError, ExecutionError."""
-        self._check()
+        self.check()
         self._is_frozen = True
         frozen = freeze()
         logger.info("excluded %d objects from garbage collection", frozen)
@@ -108,15 +103,15 @@ class RuntimeSettings:
 
         Raises RequestError, CapacityError; then nothing has changed.
         """
-        self._check()
+        self.check()
         given = {name: value for name, value in msgspec.structs.asdict(changes).items() if value is not None}
         if not given:
             names = ", ".join(LimitChanges.__struct_fields__)
             raise RequestError(f"name at least one value to change: {names}", "server_args")
         running = given.get("max_running_requests", 1)
-        if running > self._most_running:
+        if running > self.ready.max_running_requests:
             raise RequestError(
-                f"max_running_requests is {running}, but the server was started with {self._most_running}",
+                f"max_running_requests is {running}, but the server was started with {self.ready.max_running_requests}",
                 "max_running_requests",
             )
         for name in ("chunked_prefill_size", "max_step_ms"):
@@ -128,12 +123,12 @@ class RuntimeSettings:
                 "max_step_ms cannot be set: the server was started without a bound on the time of a step", "max_step_ms"
             )
         if (size := given.get("chunked_prefill_size")) is not None:
-            most = self._args.max_prefill_tokens
+            most = self.args.max_prefill_tokens
             given["chunked_prefill_size"] = most if size == -1 else min(size, most)
         self.limits = msgspec.structs.replace(self.limits, **given)
-        self._queue.num_slots = self.limits.max_running_requests * self._args.num_replicas
-        self._queue.max_waiting = self.limits.max_queued_requests
-        self._to_schedulers(self._limits_message())
+        self.queue.num_slots = self.limits.max_running_requests * self.args.num_replicas
+        self.queue.max_waiting = self.limits.max_queued_requests
+        self.to_schedulers(self._limits_message())
         logger.info("limits changed: %s", ", ".join(f"{name}={value}" for name, value in given.items()))
         return self.limits
 
@@ -141,31 +136,29 @@ class RuntimeSettings:
         """Options changed since the start, with their current values."""
         now, first = msgspec.structs.asdict(self.limits), msgspec.structs.asdict(self._first)
         changed = {name: value for name, value in now.items() if value != first[name]}
-        return changed | ({"log_level": self.log_level} if self.log_level != self._args.log_level else {})
+        return changed | ({"log_level": self.log_level} if self.log_level != self.args.log_level else {})
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """Send the changed settings to a restarted scheduler."""
         self._tell_process(sender.send)
         if self.limits != self._first:
             sender.send(self._limits_message())
 
     def tell_detokenizer(self) -> None:
-        """Send the changed settings to the restarted detokenizer."""
-        self._tell_process(self._to_detokenizer)
+        self._tell_process(self.to_detokenizer)
 
     def _tell_process(self, send: Callable[[Message], None]) -> None:
-        if self.log_level != self._args.log_level:
+        if self.log_level != self.args.log_level:
             send(ConfigureLoggingReq(self.log_level))
         if self._is_frozen:
             send(FreezeGCReq())
 
     def _tell_all(self, message: Message) -> None:
-        self._to_schedulers(message)
-        self._to_detokenizer(message)
+        self.to_schedulers(message)
+        self.to_detokenizer(message)
 
     def _limits_message(self) -> SetLimitsReq:
         limits = self.limits
-        most_queued = self._most_running * self._args.num_replicas + limits.max_queued_requests
+        most_queued = self.ready.max_running_requests * self.args.num_replicas + limits.max_queued_requests
         return SetLimitsReq(
             limits.max_running_requests,
             most_queued,

@@ -53,7 +53,6 @@ class SampleQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of samples without a slot."""
         return max(0, self.num_queued - max(0, self.num_slots - self.num_running))
 
     @property
@@ -84,17 +83,14 @@ class SampleQueue:
             )
 
     def enter(self, count: int) -> None:
-        """Count new samples."""
         self.num_queued += count
 
     def begin(self, now_s: float) -> None:
-        """A queued sample has its first token."""
         self.num_queued -= 1
         self.num_running += 1
         self._pace.note(now_s)
 
     def leave(self, was_queued: bool, now_s: float) -> None:
-        """A sample has ended or was cancelled."""
         if was_queued:
             self.num_queued -= 1
             self._pace.note(now_s)
@@ -122,11 +118,9 @@ class SampleTable:
 
     @property
     def is_empty(self) -> bool:
-        """There is no live sample and no waiting client."""
         return not (self._calls or self._by_rid or self._calls_by_name)
 
     async def wait_until_empty(self) -> None:
-        """Return once there is no live sample and no waiting client."""
         await self._idle.wait()
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
@@ -203,7 +197,6 @@ class SampleTable:
         return True
 
     def fail(self, error: HeadraceError) -> None:
-        """End every waiting call with `error`."""
         for call in self._calls:
             call.fail(error)
 
@@ -220,7 +213,6 @@ class SampleTable:
         return [sample for sample in found if sample.call.tenant.scope == scope]
 
     def scopes(self) -> set[str]:
-        """Scopes of the keys that have waiting calls."""
         return {call.tenant.scope for call in self._calls}
 
     def _check_unused(self, call: CallState, rid: str) -> None:
@@ -235,29 +227,29 @@ class SampleTable:
             self._idle.set()
 
 
+@dataclass(eq=False)
 class Aborts:
     """Aborts samples on request. They are only marked, and stay in the table: a scheduler ends those that it has, and the others end when they would
     be sent. to_schedulers: sends to all live schedulers."""
 
-    def __init__(self, table: SampleTable, to_schedulers: Sender) -> None:
-        self._table = table
-        self._to_schedulers = to_schedulers
+    table: SampleTable
+    to_schedulers: Sender
 
     def abort(self, rid: str, caller: Caller) -> None:
         """Abort the caller's sample `rid`, or all samples of its call or prompt with that name. An admin aborts those of every key."""
-        scopes = {caller.scope} | (self._table.scopes() if caller.is_admin else set())
-        found = [sample for scope in scopes for sample in self._table.find(scope, rid)]
+        scopes = {caller.scope} | (self.table.scopes() if caller.is_admin else set())
+        found = [sample for scope in scopes for sample in self.table.find(scope, rid)]
         self.abort_samples(sample for sample in found if caller.is_admin or sample.call.owner == caller.owner)
 
     def abort_all(self) -> None:
         """Abort all samples, including those that only the schedulers know."""
-        _mark(self._table.samples.values())
-        self._to_schedulers.send(AbortReq(abort_all=True))
+        _mark(self.table.samples.values())
+        self.to_schedulers.send(AbortReq(abort_all=True))
 
     def abort_samples(self, samples: Iterable[ReqState]) -> None:
         """Abort the given samples, except those that have ended."""
         if sent := _mark(samples):
-            self._to_schedulers.send(AbortReq(sent))
+            self.to_schedulers.send(AbortReq(sent))
 
 
 def _mark(samples: Iterable[ReqState]) -> tuple[str, ...]:

@@ -75,20 +75,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     picked: list[LogprobRow] | None = None
 
     def following(self, before: Self) -> Self:
-        """Those of `before` and these."""
         return type(self)(
             before.tokens + self.tokens, _joined(before.top, self.top), _joined(before.picked, self.picked)
         )
 
 
 class SampleLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Logprobs of tokens of the prompt and of the output."""
-
     prompt: TokenLogprobs
     output: TokenLogprobs
 
     def following(self, before: Self) -> Self:
-        """Those of `before` and these."""
         return type(self)(self.prompt.following(before.prompt), self.output.following(before.output))
 
 
@@ -159,7 +155,6 @@ class LogprobLists:
     picked: list[LogprobRow] = field(default_factory=list)
 
     def since(self, start: int, has_top: bool, has_picked: bool) -> TokenLogprobs:
-        """The logprobs of the tokens from `start` on."""
         top = self.top[start:] if has_top else None
         return TokenLogprobs(self.tokens[start:], top, self.picked[start:] if has_picked else None)
 

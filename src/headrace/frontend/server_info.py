@@ -5,15 +5,73 @@ Owns which options are secret and which name files. Used by /server_info and `En
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
 from headrace.messages.control import InternalState, ReadyInfo
 from headrace.version import VERSION
+
+_Counts = TypeVar("_Counts", bound=msgspec.Struct)
+
+
+def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
+    """The properties of all replicas together: a prompt must fit into each, and all of them run requests.
+
+    Raises ConfigError if they differ.
+    """
+    first = infos[0]
+    if len({info.device for info in infos}) > 1:
+        raise ConfigError("--dp-size: there are fewer GPUs than replicas; use --device cpu, or fewer replicas")
+    if len({(info.fingerprint, info.lora_fingerprints) for info in infos}) > 1:
+        raise ConfigError(
+            "the checkpoint or an adapter changed while the replicas read it, so they would differ; start again"
+        )
+    if len({info.kv_cache_dtype for info in infos}) > 1:
+        raise ConfigError(
+            f"the replicas measured differently what {first.kv_cache_dtype} costs the model; name one by --kv-cache-dtype"
+        )
+    return msgspec.structs.replace(
+        first,
+        max_total_tokens=min(info.max_total_tokens for info in infos),
+        context_length=min(info.context_length for info in infos),
+        max_running_requests=sum(info.max_running_requests for info in infos),
+        weight_bytes=sum(info.weight_bytes for info in infos),
+        kv_bytes=sum(info.kv_bytes for info in infos),
+        load_s=max(info.load_s for info in infos),
+    )
+
+
+def sum_of_states(states: Sequence[InternalState]) -> InternalState:
+    """Counters and gauges of all replicas together; `new_token_ratio` is the mean. What was asked of all is as the first one has it."""
+    if len(states) == 1:
+        return states[0]
+    return msgspec.structs.replace(
+        _sum(states, ("new_token_ratio", "replica")),
+        pool=msgspec.structs.replace(
+            _sum([state.pool for state in states], ("consistent",)),
+            consistent=all(state.pool.consistent for state in states),
+        ),
+        grammars=_sum([state.grammars for state in states]),
+        encodings=_sum([state.encodings for state in states]),
+        speculation=_sum([state.speculation for state in states]),
+        new_token_ratio=sum(state.new_token_ratio for state in states) / len(states),
+        replica=0,
+    )
+
+
+def _sum(parts: Sequence[_Counts], but: Collection[str] = ()) -> _Counts:
+    """The first, with the sums of all numbers but those."""
+    first = parts[0]
+    names = [
+        name for name in first.__struct_fields__ if isinstance(getattr(first, name), int | float) and name not in but
+    ]
+    return msgspec.structs.replace(first, **{name: sum(getattr(part, name) for part in parts) for name in names})
+
 
 SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint", "dist_init_addr"})
 MASK = "***"
@@ -69,22 +127,22 @@ def _shown(name: str, value: Any) -> Any:
     return value if name in _NOT_PATHS else model_name_of(value)
 
 
+def _used_tokens(state: InternalState) -> int:
+    return state.pool.total_tokens - state.pool.free_tokens - state.pool.evictable_tokens
+
+
 def describe_short_load(state: InternalState) -> dict[str, int]:
     """The load of a replica as SGLang's routers read it. num_reqs: running or waiting. num_tokens: in use or waiting."""
-    pool = state.pool
-    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
     return {
         "dp_rank": state.replica,
         "num_reqs": state.num_running + state.num_waiting + state.num_grammar_queue,
         "num_waiting_reqs": state.num_waiting,
-        "num_tokens": used + state.waiting_tokens,
+        "num_tokens": _used_tokens(state) + state.waiting_tokens,
     }
 
 
 def describe_load(state: InternalState) -> dict[str, Any]:
-    """A replica's load, for routers: requests, tokens, throughput."""
-    pool = state.pool
-    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
+    total, used = state.pool.total_tokens, _used_tokens(state)
     return {
         "dp_rank": state.replica,
         "num_running_reqs": state.num_running,
@@ -92,8 +150,8 @@ def describe_load(state: InternalState) -> dict[str, Any]:
         "num_grammar_queue_reqs": state.num_grammar_queue,
         "num_waiting_tokens": state.waiting_tokens,
         "num_used_tokens": used,
-        "max_total_tokens": pool.total_tokens,
-        "token_usage": used / pool.total_tokens if pool.total_tokens else 0.0,
+        "max_total_tokens": total,
+        "token_usage": used / total if total else 0.0,
         "cache_hit_rate": state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0,
         "gen_throughput": state.gen_throughput,
     }

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
-from headrace.frontend.tenants import NOBODY, Caller, Tenant, TenantLimits
+from headrace.frontend.tenants import ANONYMOUS, Caller, Tenant, TenantLimits
 from headrace.messages.requests import SessionParams
 
 MAX_SESSION_ID_LENGTH = 512
 SWEEP_INTERVAL_S = 1.0
 """Stale sessions are removed at most this often when a session is opened, and whenever there is no room for another."""
-ANYBODY = Tenant(TenantLimits(name=""))
+WITHOUT_KEY = Tenant(TenantLimits(name=""))
 """Owner of sessions on a server without keys."""
 
 
@@ -61,8 +61,6 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Sessions and tokens of one key."""
-
     num_sessions: int = 0
     num_tokens: int = 0
 
@@ -85,6 +83,7 @@ class _Session:
         return all(turn.output_ids is not None for turn in self.turns.values())
 
 
+@dataclass(eq=False)
 class Sessions:
     """The open sessions.
 
@@ -92,23 +91,15 @@ class Sessions:
     been used for this long is closed; 0 = never. decode: text of ids, for sessions with a limit in characters.
     """
 
-    def __init__(
-        self,
-        max_sessions: int,
-        max_tokens: int,
-        timeout_s: float,
-        decode: Callable[[Sequence[int]], str],
-        clock: Callable[[], float],
-    ) -> None:
-        self._open: dict[tuple[str, str], _Session] = {}
-        self._kept: dict[str, _Kept] = {}
-        self._max_sessions = max_sessions
-        self._max_tokens = max_tokens
-        self._timeout_s = timeout_s
-        self._decode = decode
-        self._clock = clock
-        self._num_tokens = 0
-        self._next_sweep_s = 0.0
+    max_sessions: int
+    max_tokens: int
+    timeout_s: float
+    decode: Callable[[Sequence[int]], str]
+    clock: Callable[[], float]
+    _open: dict[tuple[str, str], _Session] = field(init=False, default_factory=dict)
+    _kept: dict[str, _Kept] = field(init=False, default_factory=dict)
+    _num_tokens: int = field(init=False, default=0)
+    _next_sweep_s: float = field(init=False, default=0.0)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -118,7 +109,7 @@ class Sessions:
         session_id: str | None = None,
         capacity_of_str_len: int = 0,
         timeout_s: float | None = None,
-        tenant: Tenant = ANYBODY,
+        tenant: Tenant = WITHOUT_KEY,
     ) -> str:
         """A new session's id. capacity_of_str_len: most characters of a sequence, 0 = no limit but the context.
 
@@ -136,14 +127,14 @@ class Sessions:
         if key in self._open:
             raise RequestError("a session with this session_id is already open", "session_id")
         self._check_room(tenant)
-        limits = [limit for limit in (timeout_s, self._timeout_s) if limit]
+        limits = [limit for limit in (timeout_s, self.timeout_s) if limit]
         self._open[key] = _Session(
-            session_id, tenant, min(limits, default=0.0), capacity_of_str_len, used_s=self._clock()
+            session_id, tenant, min(limits, default=0.0), capacity_of_str_len, used_s=self.clock()
         )
         self._kept.setdefault(tenant.scope, _Kept()).num_sessions += 1
         return session_id
 
-    def close(self, session_id: str, caller: Caller = NOBODY) -> None:
+    def close(self, session_id: str, caller: Caller = ANONYMOUS) -> None:
         """Close a session of the caller, or for an admin all with this id. Running requests continue.
 
         Raises NotFoundError.
@@ -160,7 +151,7 @@ class Sessions:
         rid: str,
         ids: Sequence[int],
         bos_id: int | None = None,
-        tenant: Tenant = ANYBODY,
+        tenant: Tenant = WITHOUT_KEY,
     ) -> tuple[list[int], Turn, list[str]]:
         """Add request `rid` with the new tokens `ids`. Returns its whole prompt, its turn, and the requests to abort because it replaces them.
 
@@ -170,7 +161,7 @@ class Sessions:
         if params.id is None:
             raise RequestError("session_params needs the id of a session", "session_params")
         session = self._find(params.id, tenant.scope, "session_params")
-        session.used_s = self._clock()
+        session.used_s = self.clock()
         if rid in session.turns:
             raise RequestError(f"rid {rid[:100]!r} is already a turn of this session", "rid")
         parent = self._parent(session, params)
@@ -197,7 +188,7 @@ class Sessions:
         if turn.session.turns.get(turn.rid) is turn:
             turn.output_ids = list(output_ids)
             self._count(turn.session, len(output_ids))
-            turn.session.used_s = self._clock()
+            turn.session.used_s = self.clock()
 
     def give_up(self, turn: Turn) -> None:
         """The request of a turn has failed or was aborted: remove the turn. Does nothing to a finished turn."""
@@ -207,7 +198,7 @@ class Sessions:
     def _find(self, session_id: str, scope: str, field: str) -> _Session:
         """The session. Raises NotFoundError that names `field` of the request."""
         session = self._open.get((scope, session_id))
-        if session is not None and session.is_stale(self._clock()):
+        if session is not None and session.is_stale(self.clock()):
             self._drop(session)
             session = None
         if session is None:
@@ -225,34 +216,33 @@ class Sessions:
 
     def _check_size(self, session: _Session, prompt: list[int], num_added: int) -> None:
         limit = session.max_characters
-        if limit and len(self._decode(prompt)) > limit:
+        if limit and len(self.decode(prompt)) > limit:
             raise RequestError(
                 f"the session may hold at most {limit} characters (capacity_of_str_len)", "session_params"
             )
         limits, held = session.tenant.limits, self._kept[session.tenant.scope].num_tokens
         most = limits.max_session_tokens
-        most = int(self._max_tokens * limits.share) if most is None else most
+        most = int(self.max_tokens * limits.share) if most is None else most
         if held + num_added > most:
             message = f"the open sessions hold {held} tokens; the limit is {most}"
             raise CapacityError(message, status_code=_status(session.tenant))
         # The message must not reveal how much others hold.
-        if self._num_tokens + num_added > self._max_tokens:
+        if self._num_tokens + num_added > self.max_tokens:
             raise CapacityError("the server has no room for more session tokens (--max-session-tokens)")
 
     def _check_room(self, tenant: Tenant) -> None:
-        """Raises CapacityError when the key or the server has no room for another session."""
         most = self._most_sessions(tenant)
         if self._num_sessions(tenant) >= most:
             message = f"the limit of open sessions ({most}) has been reached (--max-sessions)"
             raise CapacityError(message, status_code=_status(tenant))
-        if len(self._open) >= self._max_sessions:
+        if len(self._open) >= self.max_sessions:
             raise CapacityError("the server has no room for another session (--max-sessions)")
 
     def _most_sessions(self, tenant: Tenant) -> int:
         limits = tenant.limits
         if limits.max_sessions is not None:
             return limits.max_sessions
-        return min(self._max_sessions, max(1, int(self._max_sessions * limits.share)))
+        return min(self.max_sessions, max(1, int(self.max_sessions * limits.share)))
 
     def _num_sessions(self, tenant: Tenant) -> int:
         kept = self._kept.get(tenant.scope)
@@ -295,8 +285,8 @@ class Sessions:
         session.latest = None
 
     def _close_stale(self, tenant: Tenant) -> None:
-        now = self._clock()
-        has_room = len(self._open) < self._max_sessions and self._num_sessions(tenant) < self._most_sessions(tenant)
+        now = self.clock()
+        has_room = len(self._open) < self.max_sessions and self._num_sessions(tenant) < self._most_sessions(tenant)
         if now < self._next_sweep_s and has_room:
             return
         self._next_sweep_s = now + SWEEP_INTERVAL_S

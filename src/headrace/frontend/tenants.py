@@ -63,7 +63,6 @@ class Bucket:
         return max(0.0, min(needed, self.per_minute) - self._level) * MINUTE_S / self.per_minute
 
     def take(self, amount: float) -> None:
-        """Take `amount`, even if that leaves it below zero."""
         if self.per_minute is not None:
             self._level -= amount
 
@@ -92,7 +91,6 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """Name of the key; empty when requests need none."""
         return self.limits.name
 
     def namespace(self, asked: str) -> str:
@@ -123,11 +121,9 @@ class Tenant:
         self.num_queued += num_samples
 
     def leave_queue(self) -> None:
-        """One of its samples has its first token, or has ended."""
         self.num_queued -= 1
 
     def use_tokens(self, count: int) -> None:
-        """Count computed prompt or output tokens."""
         if self._tokens.per_minute is not None:
             self._tokens.take(count)
 
@@ -157,7 +153,6 @@ class Caller:
 
     @property
     def scope(self) -> str:
-        """Prefix of its rids in the engine."""
         return self.tenant.scope if self.tenant is not None else ""
 
     @property
@@ -166,7 +161,7 @@ class Caller:
         return "admin" if self.is_admin else "server" if self.is_server else f"user/{self.scope}"
 
 
-NOBODY = Caller()
+ANONYMOUS = Caller()
 """An internal call, or one without a key of the file."""
 
 SERVER = Caller(is_server=True)
@@ -180,7 +175,6 @@ class QueuePace:
     _left: deque[float] = field(default_factory=lambda: deque(maxlen=256))
 
     def note(self, now_s: float) -> None:
-        """A sample has left the queue."""
         self._left.append(now_s)
 
     def wait_s(self, num_samples: int, now_s: float) -> float:

@@ -8,9 +8,13 @@ import asyncio
 import dataclasses
 import itertools
 import random
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import msgspec
+import tokenizers
+from tokenizers import models
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.checks import guesses_by_text
@@ -20,8 +24,8 @@ from headrace.frontend.adapters import Adapters
 from headrace.frontend.inputs import PromptInput, check_text, is_large, tokenize_inputs
 from headrace.frontend.media import NO_MEDIA, PromptMedia, add_media, check_media_bytes
 from headrace.frontend.pooled import PooledPrompt, PooledTokenizer
-from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
-from headrace.frontend.request_log import RequestLog
+from headrace.frontend.prompts import Call, CallLimits, Prompt, refuse_text, split_call
+from headrace.frontend.records import RequestLog
 from headrace.frontend.request_state import CallState, ReqState, engine_request
 from headrace.frontend.sample_table import Aborts, SampleTable
 from headrace.frontend.sessions import Sessions
@@ -41,7 +45,31 @@ from headrace.messages.requests import (
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
-from headrace.text.tokenizers import Tokenizer
+from headrace.text.tokenizers import RenderedPrompt, Tokenizer
+
+
+class NoTokenizer(Tokenizer):
+    """Reads no files and knows no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizers.Tokenizer(models.BPE({}, [])))
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
+    ) -> list[list[int]]:
+        refuse_text("text")
+
+    def encode_whole(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        most_tokens: int | None = None,
+        side: Literal["right", "left"] = "right",
+    ) -> list[tuple[list[int], list[int]]]:
+        refuse_text("text")
+
+    def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
+        refuse_text("messages")
+
 
 log = get_logger(__name__)
 
@@ -58,6 +86,7 @@ MAX_TOKEN_CHARACTERS = 256
 """Longer texts are hardly one token."""
 
 
+@dataclass(eq=False)
 class PromptTokenizer:
     """See the module docstring.
 
@@ -65,37 +94,29 @@ class PromptTokenizer:
     found that a request of a session replaces. pooling: what the model makes of a text; None = it generates. media: makes those of prompts.
     """
 
-    def __init__(
-        self,
-        args: ServerArgs,
-        ready: ReadyInfo,
-        tokenizer: Tokenizer,
-        defaults: GenerationDefaults,
-        table: SampleTable,
-        aborts: Aborts,
-        sessions: Sessions,
-        adapters: Adapters,
-        request_log: RequestLog,
-        pooling: PoolingConfig | None = None,
-        media: PromptMedia = NO_MEDIA,
-    ) -> None:
-        self.limits = call_limits(args, ready, table.queue.most_at_once)
-        self._args = args
-        self._ready = ready
-        self._tokenizer = tokenizer
-        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length, args.allow_auto_truncate)
-        self._defaults = defaults
+    args: ServerArgs
+    ready: ReadyInfo
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    table: SampleTable
+    aborts: Aborts
+    sessions: Sessions
+    adapters: Adapters
+    request_log: RequestLog
+    pooling: PoolingConfig | None = None
+    media: PromptMedia = NO_MEDIA
+
+    def __post_init__(self) -> None:
+        self.limits = call_limits(self.args, self.ready, self.table.queue.most_at_once)
+        self._batch_tokenizer = AsyncDynamicBatchTokenizer(
+            self.tokenizer, self.ready.context_length, self.args.allow_auto_truncate
+        )
         # Requests without a seed get different ones, which are the same again after a restart of the server.
-        self._seeds = random.Random(args.random_seed)
-        self._table = table
-        self._aborts = aborts
-        self._sessions = sessions
-        self._adapters = adapters
-        self._request_log = request_log
-        self._pooling = pooling
-        self._media = media
+        self._seeds = random.Random(self.args.random_seed)
         self._pooled = (
-            PooledTokenizer(args, ready, pooling, self._batch_tokenizer, request_log) if pooling is not None else None
+            PooledTokenizer(self.args, self.ready, self.pooling, self._batch_tokenizer, self.request_log)
+            if self.pooling is not None
+            else None
         )
 
     async def split(self, obj: CallInput) -> AnyCall:
@@ -103,16 +124,16 @@ class PromptTokenizer:
 
         Raises RequestError, too, for a call that the served kind of model does not answer.
         """
-        if self.limits.max_samples != self._table.queue.most_at_once:
-            self.limits = dataclasses.replace(self.limits, max_samples=self._table.queue.most_at_once)
+        if self.limits.max_samples != self.table.queue.most_at_once:
+            self.limits = dataclasses.replace(self.limits, max_samples=self.table.queue.most_at_once)
         if isinstance(obj, EmbeddingReqInput):
             if self._pooled is None:
                 raise RequestError(
                     "this model generates text: it makes no embeddings and classifies nothing", code=WRONG_KIND
                 )
             return await self._pooled.split(obj, self.limits)
-        if self._pooling is not None:
-            made = "embeddings" if self._pooling.task == "embed" else "scores"
+        if self.pooling is not None:
+            made = "embeddings" if self.pooling.task == "embed" else "scores"
             raise RequestError(f"this model does not generate text: it makes {made}", code=WRONG_KIND)
         if not is_large(obj):
             return split_call(obj, self.limits)
@@ -126,7 +147,7 @@ class PromptTokenizer:
         The samples hold their adapters and their turns in sessions from now on. Raises RequestError, NotFoundError, CapacityError; then no
         prompt of the call is to be sent.
         """
-        self._adapters.check_number(prompt.adapter for prompt in call.prompts)
+        self.adapters.check_number(prompt.adapter for prompt in call.prompts)
         if isinstance(obj, GenerateReqInput):
             return await self._tokenize(cast(Call[Prompt], call), obj, state, default_max_new_tokens, in_chat)
         pooled = cast(Call[PooledPrompt], call)
@@ -140,8 +161,8 @@ class PromptTokenizer:
         self, call: Call[Prompt], obj: GenerateReqInput, state: CallState, default_max_new_tokens: int, in_chat: bool
     ) -> list[TokenizedGenerateReqInput]:
         given = [prompt.given for prompt in call.prompts]
-        contents = await tokenize_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
-        if self._media.loader is not None or any(prompt.media for prompt in given):
+        contents = await tokenize_inputs(given, self._batch_tokenizer, self.ready.hidden_size)
+        if self.media.loader is not None or any(prompt.media for prompt in given):
             contents = await self._add_media(call, contents, state)
         samples = iter(state.samples)
         requests: list[TokenizedGenerateReqInput] = []
@@ -153,7 +174,7 @@ class PromptTokenizer:
             if prompt.prediction and prompt.prediction not in predictions:
                 predictions[prompt.prediction] = await self._predicted_ids(prompt.prediction)
             predicted_ids = predictions.get(prompt.prediction, [])
-            if self._args.allow_auto_truncate:
+            if self.args.allow_auto_truncate:
                 prompt, content = self._cut(prompt, content)
             if prompt.session is not None:
                 content = self._go_on(prompt, content, own[0])
@@ -176,22 +197,21 @@ class PromptTokenizer:
     ) -> list[PromptContent]:
         """The prompts with their media, whose bytes the samples of the call hold from now on. Raises RequestError, CapacityError."""
         media = [prompt.given.media for prompt in call.prompts]
-        self._media.check(media)
-        self._table.hold_given(state, sum(refs.num_bytes for refs in media))
+        self.media.check(media)
+        self.table.hold_given(state, sum(refs.num_bytes for refs in media))
         owners = [state.tenant.namespace(prompt.namespace) for prompt in call.prompts]
-        contents = await add_media(self._media, contents, media, owners)
+        contents = await add_media(self.media, contents, media, owners)
         check_media_bytes(
             [(content, prompt.num_samples) for content, prompt in zip(contents, call.prompts, strict=True)]
         )
         samples = iter(state.samples)
         for content, prompt in zip(contents, call.prompts, strict=True):
-            self._table.hold_media(list(itertools.islice(samples, prompt.num_samples)), content)
+            self.table.hold_media(list(itertools.islice(samples, prompt.num_samples)), content)
         return contents
 
     def close(self) -> None:
-        """Stop the tokenizing threads, and what loads media."""
         self._batch_tokenizer.close()
-        self._media.close()
+        self.media.close()
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Token sequences of the words, at the start of a text and after a space."""
@@ -201,7 +221,7 @@ class PromptTokenizer:
 
     async def _predicted_ids(self, text: str) -> list[int]:
         [ids] = await self._batch_tokenizer.encode_words([text])
-        return ids[: self._ready.context_length]
+        return ids[: self.ready.context_length]
 
     async def _grammar(self, prompt: Prompt) -> GrammarSpec | None:
         """The prompt's grammar, with the token after which it begins. Raises RequestError if that is not one token."""
@@ -219,11 +239,11 @@ class PromptTokenizer:
     def _go_on(self, prompt: Prompt, content: PromptContent, sample: ReqState) -> PromptContent:
         """The tokens of the session so far, followed by those of the prompt. Raises RequestError, CapacityError."""
         assert prompt.session is not None
-        bos_id = self._tokenizer.bos_id if prompt.given.text is not None else None
+        bos_id = self.tokenizer.bos_id if prompt.given.text is not None else None
         tenant = sample.call.tenant
-        ids, sample.turn, replaced = self._sessions.begin(prompt.session, prompt.rid, content.ids(), bos_id, tenant)
+        ids, sample.turn, replaced = self.sessions.begin(prompt.session, prompt.rid, content.ids(), bos_id, tenant)
         for rid in replaced:
-            self._aborts.abort_samples(self._table.find(tenant.scope, rid))
+            self.aborts.abort_samples(self.table.find(tenant.scope, rid))
         return PromptContent(pack_int32(ids))
 
     def _resolve(
@@ -234,25 +254,24 @@ class PromptTokenizer:
         grammar: GrammarSpec | None,
         default_max_new_tokens: int,
     ) -> ResolvedSamplingParams:
-        """Check a prompt against the context, and resolve its sampling parameters."""
         room = self._room(prompt, content.num_tokens)
         if content.extra_places:
             room = self._room_of_places(prompt, content, room)
         return prompt.sampling.resolve(
-            defaults=self._defaults,
-            vocab_size=self._ready.vocab_size,
+            defaults=self.defaults,
+            vocab_size=self.ready.vocab_size,
             default_max_new_tokens=default_max_new_tokens,
             room_tokens=room,
             bad_word_ids=bad_word_ids,
             grammar=grammar,
             seed=self._seeds.getrandbits(63),
-            max_n=self._args.max_n,
+            max_n=self.args.max_n,
         )
 
     def _cut(self, prompt: Prompt, content: PromptContent) -> tuple[Prompt, PromptContent]:
         """The beginning of a prompt that is too long, and a limit of output within the room, as --allow-auto-truncate of SGLang has it. Prompts with
         media or embeddings stay whole."""
-        context, num_tokens = self._ready.context_length, content.num_tokens
+        context, num_tokens = self.ready.context_length, content.num_tokens
         if num_tokens >= context and prompt.given.only_tokens:
             log.warning("a prompt of %d tokens is cut to the context of %d", num_tokens, context)
             content = PromptContent(content.token_ids[: 4 * (context - 1)])
@@ -263,7 +282,7 @@ class PromptTokenizer:
 
     def _room(self, prompt: Prompt, num_tokens: int) -> int:
         """Number of output tokens for which the context has room. Raises ContextLengthError, RequestError."""
-        name, context = prompt.given.field, self._ready.context_length
+        name, context = prompt.given.field, self.ready.context_length
         if num_tokens == 0:
             raise RequestError("the prompt is empty", name)
         room = context - num_tokens
@@ -273,9 +292,9 @@ class PromptTokenizer:
         least = 1 if asked is None else asked
         if least > room:
             raise ContextLengthError.of_both(name if room <= 0 else "max_new_tokens", context, num_tokens, least)
-        if num_tokens > self._ready.max_total_tokens:
+        if num_tokens > self.ready.max_total_tokens:
             held = "what the KV cache holds"
-            raise ContextLengthError.of_prompt(name, self._ready.max_total_tokens, num_tokens, held)
+            raise ContextLengthError.of_prompt(name, self.ready.max_total_tokens, num_tokens, held)
         return room
 
     def _room_of_places(self, prompt: Prompt, content: PromptContent, room: int) -> int:
@@ -286,7 +305,7 @@ class PromptTokenizer:
             num_positions = content.num_tokens + content.extra_places
             raise ContextLengthError(
                 MediaKind.VIDEO.field,
-                self._ready.context_length,
+                self.ready.context_length,
                 f"the videos make the prompt {num_positions} positions long in time, and {least} more were requested",
                 "videos (fewer seconds, or a higher fps) or completion",
             )
@@ -294,7 +313,7 @@ class PromptTokenizer:
 
     async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
         """Keep the adapter in memory until the samples leave the table. Raises NotFoundError, RequestError, CapacityError."""
-        adapter = await self._adapters.acquire(name, len(samples))
+        adapter = await self.adapters.acquire(name, len(samples))
         for sample in samples:
             sample.adapter = adapter
 
@@ -303,8 +322,8 @@ class PromptTokenizer:
     ) -> None:
         """Store in the samples of a prompt what is needed to present and log their outputs."""
         num_tokens = content.num_tokens
-        logged_input = self._request_log.input_of(prompt.given, content)
-        dumped_prompt = _beginning(prompt.given, content) if self._args.crash_dump_prompts else ""
+        logged_input = self.request_log.input_of(prompt.given, content)
+        dumped_prompt = _beginning(prompt.given, content) if self.args.crash_dump_prompts else ""
         for sample in own:
             sample.num_prompt_tokens = num_tokens
             sample.logged_input = logged_input
@@ -319,14 +338,13 @@ class PromptTokenizer:
             sample.top_num = logprobs.top_num
             sample.picked_ids = logprobs.token_ids
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
-        is_shared = not (self._args.disable_radix_cache or prompt.return_hidden_states or not content.has_tokens)
+        is_shared = not (self.args.disable_radix_cache or prompt.return_hidden_states or not content.has_tokens)
         if is_shared and logprobs.prompt_start < num_tokens:
             for sample in own[1:]:
                 sample.follow(own[0])
 
 
 def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLimits:
-    """The limits of a call. max_samples: how many samples an idle server accepts."""
     return CallLimits(
         vocab_size=ready.vocab_size,
         hidden_size=ready.hidden_size,
@@ -375,7 +393,6 @@ def _requests(
     obj: GenerateReqInput,
     in_chat: bool,
 ) -> list[TokenizedGenerateReqInput]:
-    """The scheduler's request for each sample of a prompt."""
     group = own[0].call.tenant.scope + prompt.rid if len(own) > 1 else ""
 
     def task(number: int, sample: ReqState) -> SampleTask:

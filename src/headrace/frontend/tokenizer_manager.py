@@ -19,40 +19,33 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.errors import CapacityError, ExecutionError, RequestError
-from headrace.frontend.adapter_replicas import AdapterReplicas
-from headrace.frontend.adapters import Adapters
+from headrace.frontend.adapters import AdapterReplicas, Adapters
 from headrace.frontend.balancers import make_balancer
-from headrace.frontend.control import Control
-from headrace.frontend.endings import Endings, SpanSink
-from headrace.frontend.engine_link import NOWHERE, EngineLink
-from headrace.frontend.engine_loop import EngineLoop
-from headrace.frontend.engine_parts import EngineParts
-from headrace.frontend.expert_recording import ExpertRecording
-from headrace.frontend.health import Health, Heartbeats
-from headrace.frontend.main_operations import main_operations
+from headrace.frontend.control import Control, ExpertRecording, MainOperations
+from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
+from headrace.frontend.engine_parts import EngineParts, Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
-from headrace.frontend.outputs import Outputs
+from headrace.frontend.outputs import Endings, Outputs
 from headrace.frontend.prompts import refuse_text
-from headrace.frontend.records import Records
-from headrace.frontend.request_log import RequestLog
+from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
+from headrace.frontend.tenants import ANONYMOUS, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.tokenize import AnyCall, PromptTokenizer
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
-from headrace.messages.lora import LoraReply
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
-from headrace.messages.weights import WeightOpReply
+from headrace.messages.weights import LoraReply, WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
+from headrace.metrics.spans import Spans
 from headrace.metrics.timeline import Timelines
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import GenerationDefaults
@@ -94,7 +87,7 @@ class TokenizerManager:
         to_detokenizer: Sender | None = None,
         more_schedulers: Sequence[Sender] = (),
         watchdog: Watchdog | None = None,
-        spans: SpanSink | None = None,
+        spans: Spans | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.args = args
@@ -105,7 +98,7 @@ class TokenizerManager:
         self.on_broken: Callable[[], None] = lambda: None
         self._clock = clock
         self._accepting = True
-        self._anybody = Tenant(TenantLimits(name=""))
+        self._without_key = Tenant(TenantLimits(name=""))
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
 
         # The live samples, and how they end.
@@ -154,7 +147,7 @@ class TokenizerManager:
             self.table.queue,
             request_log,
         )
-        self.control.own = main_operations(self.experts, self.settings, self.records)
+        self.control.own = MainOperations(self.experts, self.settings, self.records)
         self.weights = WeightControl(
             self.link, check, self.aborts.abort_all, ready.fingerprint, self.records.note_operation
         )
@@ -197,7 +190,6 @@ class TokenizerManager:
         self._register_handlers()
 
     def _register_handlers(self) -> None:
-        """Say which part takes which message of the engine."""
         handlers = self.engine_loop.handlers
         handlers.register(BatchStrOut, self.outputs.handle)
         handlers.register(SamplesMoved, self.outputs.note_moved)
@@ -214,7 +206,6 @@ class TokenizerManager:
         handlers.register(FaultReq, detokenizer.add_fault)
 
     def start(self) -> None:
-        """Start receiving outputs in the running event loop. Later calls do nothing."""
         self.engine_loop.start()
 
     # -- one call
@@ -226,7 +217,7 @@ class TokenizerManager:
         *,
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         in_chat: bool = False,
-        caller: Caller = NOBODY,
+        caller: Caller = ANONYMOUS,
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Carry out one call. Yields updates of its samples; each input of an `EmbeddingReqInput` is a sample with one update.
 
@@ -266,15 +257,14 @@ class TokenizerManager:
             self._release(state)
 
     def encode_request(
-        self, obj: EmbeddingReqInput, is_disconnected: IsDisconnected | None = None, *, caller: Caller = NOBODY
+        self, obj: EmbeddingReqInput, is_disconnected: IsDisconnected | None = None, *, caller: Caller = ANONYMOUS
     ) -> AsyncGenerator[SampleUpdate, None]:
-        """`generate_request` of a call whose inputs become vectors."""
         return self.generate_request(obj, is_disconnected, caller=caller)
 
-    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = NOBODY) -> list[int]:
+    async def ids_with_media(self, input_ids: list[int], media: MediaRefs, caller: Caller = ANONYMOUS) -> list[int]:
         """The tokens of a prompt with those of media in place of their tokens. caller: whose media they are. Raises RequestError."""
         self.media.check([media])
-        owner = (caller.tenant or self._anybody).namespace("")
+        owner = (caller.tenant or self._without_key).namespace("")
         return list((await self.media.add(input_ids, media, owner)).ids())
 
     def _check_accepting(self) -> None:
@@ -291,7 +281,7 @@ class TokenizerManager:
         state = CallState(
             stream=obj.stream, is_list=call.is_list, token_text=token_text, wants_progress=obj.return_progress
         )
-        state.tenant, state.owner = caller.tenant or self._anybody, caller.owner
+        state.tenant, state.owner = caller.tenant or self._without_key, caller.owner
         if not caller.is_server:
             state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         now = self._clock()
@@ -370,7 +360,7 @@ class TokenizerManager:
         if sent:
             self.link.send(AbortReq(tuple(sent), message="the client went away"))
 
-    def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
+    def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ANONYMOUS) -> None:
         """Abort the sample `rid`, all samples of the call or prompt named `rid`, or everything. An unknown rid is harmless.
 
         caller: can abort its own requests only, an admin those of all keys; `abort_all` aborts all requests in any case. Waiting clients get
@@ -386,15 +376,15 @@ class TokenizerManager:
         capacity_of_str_len: int = 0,
         session_id: str | None = None,
         timeout_s: float | None = None,
-        caller: Caller = NOBODY,
+        caller: Caller = ANONYMOUS,
     ) -> str:
         """Open a session of the caller. Returns its id. See `Sessions.open`. Raises RequestError, CapacityError."""
         self._check_accepting()
         if capacity_of_str_len and self.args.skip_tokenizer_init:
             refuse_text("capacity_of_str_len")
-        return self.sessions.open(session_id, capacity_of_str_len, timeout_s, caller.tenant or self._anybody)
+        return self.sessions.open(session_id, capacity_of_str_len, timeout_s, caller.tenant or self._without_key)
 
-    def close_session(self, session_id: str, caller: Caller = NOBODY) -> None:
+    def close_session(self, session_id: str, caller: Caller = ANONYMOUS) -> None:
         """Close a session of the caller; an admin can close any. Its running requests continue. Raises NotFoundError."""
         self.sessions.close(session_id, caller)
 
@@ -419,7 +409,6 @@ class TokenizerManager:
         }
 
     def metrics_text(self) -> bytes:
-        """Every metric, in Prometheus' text format."""
         return render(self.metrics, self.args.metrics_compat)
 
     def count_reply(self, route: str, status: int) -> None:
@@ -429,7 +418,6 @@ class TokenizerManager:
     # -- the end
 
     def stop_accepting(self) -> None:
-        """Refuse new calls with a CapacityError from now on."""
         self._accepting = False
 
     async def drain(self, timeout_s: float) -> bool:
@@ -472,7 +460,6 @@ class TokenizerManager:
         self.prompt_tokenizer.close()
 
     def _broken(self) -> None:
-        """The engine's messages are no longer received."""
         self.fail_all("internal error")
         self.on_broken()
 

@@ -15,24 +15,33 @@ Runs in the event loop of the tokenizer manager, one update at a time.
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
-from headrace.errors import CapacityError
-from headrace.frontend.communicator import Communicator
-from headrace.frontend.operation_log import OperationLog, Standing
-from headrace.frontend.replica import RESTART_RETRY_S, Replica, no_live_replica
+from headrace.errors import CapacityError, ExecutionError
+from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
+from headrace.frontend.engine_link import EngineLink
 from headrace.log import get_logger
 from headrace.messages.weights import (
     CommitUpdate,
+    ContinueGeneration,
     DropUpdate,
     HoldForUpdate,
+    MemoryTag,
+    PauseGeneration,
+    PauseMode,
     PrepareUpdate,
+    ReleaseMemory,
+    ResumeMemory,
     SchedulerOperation,
+    SetWeightVersion,
     Update,
     UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+    WeightOperation,
     WeightOpReply,
     WeightOpReq,
 )
@@ -46,25 +55,114 @@ REPLY_TIMEOUT_S = 24 * 3600.0
 POLL_S = 0.01
 """Seconds between checks whether the requests that have begun have ended."""
 CANCELLED = "cancelled; nothing has changed"
-NOBODY = 0
+NO_REPLY = 0
 """Id of a request whose reply nobody waits for."""
 
 
-class Fleet(Protocol):
-    """The operations' view of the replicas."""
+FIRST_VERSION = "default"
 
-    def replicas_up(self) -> list[Replica]:
-        """The live replicas."""
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights that were loaded while serving. number: of the operation. fingerprint: of the files they were read from.
+
+    update: None when they were pushed (as tensors, or over a process group), so that no other replica can get them later.
+    """
+
+    number: int
+    update: UpdateFromDisk | None
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The state after all operations. weights: None = those of the start."""
+
+    weights: Weights | None = None
+    version: str = FIRST_VERSION
+    pause: PauseMode | None = None
+    released: frozenset[MemoryTag] = frozenset()
+
+    def orders_after(self, told: "Standing") -> list[WeightOperation]:
+        """The operations that bring a replica from the state `told` to this one. Raises ExecutionError if that is impossible."""
+        orders: list[WeightOperation] = []
+        released = told.released
+        if self.weights != told.weights:
+            if self.weights is None or self.weights.update is None:
+                raise ExecutionError(
+                    "the current weights were pushed, so only the replicas that received them have them"
+                )
+            if released:
+                # Released weights cannot be replaced.
+                orders.append(ResumeMemory(tuple(sorted(released))))
+                released = frozenset()
+            orders.append(replace_version(self.weights.update, None))
+        if self.version != told.version:
+            orders.append(SetWeightVersion(self.version))
+        if self.pause != told.pause:
+            orders.append(ContinueGeneration() if self.pause is None else PauseGeneration(self.pause))
+        if given := self.released - released:
+            orders.append(ReleaseMemory(tuple(sorted(given))))
+        if taken := released - self.released:
+            orders.append(ResumeMemory(tuple(sorted(taken))))
+        return orders
+
+
+def replace_version(update: UpdateFromDisk, version: str | None) -> UpdateFromDisk:
+    """The same update with another version name, without aborting requests."""
+    return UpdateFromDisk(update.model_path, update.load_format, False, version)
+
+
+@dataclass(slots=True)
+class OperationLog:
+    """What operations leave for good: the weights and their version, whether generation is paused, and which memory is released.
+
+    An operation is entered when it is decided, before the replicas carry it out, so that a replica that is restarted meanwhile gets it from
+    here. The log keeps only the resulting state (`Standing`), and computes the operations that bring a replica from one such state to another.
+    head: id of the last operation; 0 = none yet.
+    """
+
+    head: int = 0
+    standing: Standing = field(default_factory=Standing)
 
     @property
-    def num_restarting(self) -> int:
-        """Number of replicas that have died and are being restarted."""
+    def can_be_told(self) -> bool:
+        """False while a restarted replica cannot get the current weights."""
+        return self.standing.weights is None or self.standing.weights.update is not None
 
-    def has_begun(self) -> bool:
-        """Whether some running request has outputs."""
+    def enter(self, operation: WeightOperation, fingerprint: str = "") -> int:
+        """Enter an operation, which is in force from now on. Returns its id."""
+        self.head += 1
+        self.standing = self._after(operation, fingerprint)
+        logger.debug("operation %d: %s", self.head, type(operation).__name__)
+        return self.head
 
-    def dismiss(self, replica: Replica) -> None:
-        """Kill a replica that differs from the others; it is restarted."""
+    def take_back(self, before: Standing) -> None:
+        """Restore the weights and version of `before`: no live replica has newer ones."""
+        self.head += 1
+        self.standing = replace(self.standing, weights=before.weights, version=before.version)
+
+    def _after(self, operation: WeightOperation, fingerprint: str) -> Standing:
+        standing = self.standing
+        match operation:
+            case UpdateFromDisk():
+                version = operation.weight_version or standing.version
+                return replace(standing, weights=Weights(self.head, operation, fingerprint), version=version)
+            case UpdateFromTensors() | UpdateFromDistributed():
+                version = operation.weight_version or standing.version
+                return replace(standing, weights=Weights(self.head, None), version=version)
+            case SetWeightVersion():
+                return replace(standing, version=operation.new_version)
+            case PauseGeneration():
+                return replace(standing, pause=operation.mode)
+            case ContinueGeneration():
+                return replace(standing, pause=None)
+            case ReleaseMemory():
+                return replace(standing, released=standing.released | set(operation.tags))
+            case ResumeMemory():
+                return replace(standing, released=standing.released - set(operation.tags))
+            case _:
+                return standing
 
 
 class Refused(Exception):
@@ -85,7 +183,6 @@ class Undecided:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it has been cancelled."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
@@ -105,15 +202,12 @@ class Undecided:
             cancelling.cancel()
 
     def refused(self, version: str) -> Refused:
-        """The error of a cancelled operation."""
-        return Refused(WeightOpReply(NOBODY, False, CANCELLED, version), 1, 1)
+        return Refused(WeightOpReply(NO_REPLY, False, CANCELLED, version), 1, 1)
 
 
 class UpdatePhases:
-    """See the module docstring."""
-
-    def __init__(self, fleet: Fleet, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
-        self._fleet = fleet
+    def __init__(self, link: EngineLink, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
+        self._link = link
         self._replies = replies
         self._log = log
         self._ids = itertools.count(1)
@@ -154,29 +248,29 @@ class UpdatePhases:
         while True:
             if undecided.is_cancelled:
                 raise undecided.refused(self._log.standing.version)
-            up = self._fleet.replicas_up()
+            up = self._link.replicas_up()
             if not up:
                 raise no_live_replica()
-            self._check_nobody_is_left_behind(update, prepared)
+            self._check_all_can_follow(update, prepared)
             if missing := [replica for replica in up if replica not in prepared]:
                 prepared |= await self._ask_all(missing, PrepareUpdate(update_id, update), undecided)
                 continue
             _check_same({replica: prepared[replica] for replica in up})
             await self._ask_all(up, HoldForUpdate(update_id), undecided)
-            if self._fleet.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
+            if self._link.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
                 return {replica: prepared[replica] for replica in up}
             await asyncio.sleep(POLL_S)
 
     def _must_wait(self) -> bool:
         """Whether a request that has begun must still end with the old weights; paused ones do not count."""
         standing = self._log.standing
-        return standing.pause is None and not standing.released and self._fleet.has_begun()
+        return standing.pause is None and not standing.released and self._link.has_begun()
 
-    def _check_nobody_is_left_behind(self, update: Update, prepared: Replies) -> None:
+    def _check_all_can_follow(self, update: Update, prepared: Replies) -> None:
         """Raises CapacityError for pushed weights while a replica is being restarted: it could never get them."""
         if isinstance(update, UpdateFromDisk):
             return
-        if self._fleet.num_restarting or any(replica.is_lost for replica in prepared):
+        if self._link.num_restarting or any(replica.is_lost for replica in prepared):
             raise CapacityError(
                 "a replica has died and is being restarted; send the weights once it is back", RESTART_RETRY_S
             )
@@ -189,25 +283,25 @@ class UpdatePhases:
             replies = await self._ask(replicas, CommitUpdate(update_id))
         except CapacityError:
             # All have died. They will start with these weights.
-            return WeightOpReply(NOBODY, True, prepared.message, version)
+            return WeightOpReply(NO_REPLY, True, prepared.message, version)
         failed = {replica: reply for replica, reply in replies.items() if not reply.success}
         if len(failed) == len(replies):
             # No live replica has it, so it did not take effect.
             self._log.take_back(before)
-            for replica in self._fleet.replicas_up():
+            for replica in self._link.replicas_up():
                 if replica not in replies:
-                    self._fleet.dismiss(replica)
+                    self._link.dismiss(replica)
             return next(iter(failed.values()))
         for replica, reply in failed.items():
             logger.error("replica %d could not switch to the new weights: %s", replica.index, reply.message)
-            self._fleet.dismiss(replica)
+            self._link.dismiss(replica)
         num_paused = sum(reply.num_paused_requests for reply in replies.values())
         return msgspec.structs.replace(prepared, weight_version=version, num_paused_requests=num_paused)
 
     def _drop(self, update_id: int) -> None:
         """Drop the update without waiting for replies; later messages arrive after it."""
-        for replica in self._fleet.replicas_up():
-            replica.sender.send(WeightOpReq(NOBODY, DropUpdate(update_id)))
+        for replica in self._link.replicas_up():
+            replica.sender.send(WeightOpReq(NO_REPLY, DropUpdate(update_id)))
 
     async def _ask_all(
         self, replicas: Sequence[Replica], operation: SchedulerOperation, undecided: Undecided

@@ -27,7 +27,6 @@ TRUNCATE_SIZE = 100
 
 
 def checked_load_format(load_format: str | None) -> Any:
-    """Raises RequestError for an unknown format."""
     if load_format in (None, "auto", "safetensors", "gguf"):
         return load_format or "auto"
     raise RequestError(f"load_format {load_format!r} is not supported; known: auto, safetensors, gguf", "load_format")
@@ -43,7 +42,6 @@ def checked_group(
     *,
     timeout_s: float,
 ) -> InitGroup:
-    """Raises RequestError for an invalid group."""
     if not 1 <= rank_offset < world_size:
         raise RequestError(
             f"rank_offset must be between 1 and world_size - 1 (the trainer is rank 0), got {rank_offset} of {world_size}",
@@ -55,10 +53,9 @@ def checked_group(
         raise RequestError(f"timeout_s must be more than 0 and at most a day, got {timeout_s:g}", "timeout_s")
     if not group_name:
         raise RequestError("group_name is empty", "group_name")
-    if backend == "gloo":
-        return InitGroup(master_address, master_port, rank_offset, world_size, group_name, "gloo", timeout_s)
-    if backend == "nccl":
-        return InitGroup(master_address, master_port, rank_offset, world_size, group_name, "nccl", timeout_s)
+    match backend:
+        case "gloo" | "nccl":
+            return InitGroup(master_address, master_port, rank_offset, world_size, group_name, backend, timeout_s)
     raise RequestError(f"backend {backend!r} is not supported; known: gloo, nccl", "backend")
 
 
@@ -78,7 +75,6 @@ def checked_tensors(
 
 
 def checked_truncate_size(truncate_size: int) -> int:
-    """Raises RequestError for a negative number."""
     if truncate_size < 0:
         raise RequestError(f"truncate_size must be at least 0, got {truncate_size}", "truncate_size")
     return truncate_size
@@ -97,10 +93,8 @@ def checked_tags(tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
 
 def note_on_tags(tags: Sequence[str] | None) -> str:
     """A note for the reply about tags without effect."""
-    foreign = [tag for tag in FOREIGN_TAGS if tag in (tags or ())]
-    return (
-        f"{', '.join(foreign)}: this server has no memory of that name, so nothing was done for it" if foreign else ""
-    )
+    foreign = ", ".join(tag for tag in FOREIGN_TAGS if tag in (tags or ()))
+    return f"{foreign}: this server has no memory of that name, so nothing was done for it" if foreign else ""
 
 
 NOTHING_TO_PROCESS = "nothing to do: weights are quantised and packed when an update is installed"

@@ -1,7 +1,7 @@
 """Operations on weights, generation and memory, as awaitable calls of the main process.
 
 Owns which operations may run at the same time, waiting for replies, what a restarted replica gets before it serves, and the files in which
-tensors are passed. The state in force is in the log (`operation_log`); an update in phases is `update_phases`. Does not carry out operations:
+tensors are passed. The state in force is in the log (`update_phases`), as is an update in phases. Does not carry out operations:
 the scheduler and the worker do. Everything runs in the event loop of the tokenizer manager, except `TensorFile`, which its creator owns, and
 where noted.
 
@@ -14,16 +14,26 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelError, RequestError
-from headrace.frontend.communicator import Communicator
-from headrace.frontend.operation_log import OperationLog, Standing, Weights
-from headrace.frontend.replica import RESTART_RETRY_S, Replica, no_live_replica
-from headrace.frontend.update_phases import NOBODY, REPLY_TIMEOUT_S, Fleet, Refused, Replies, Undecided, UpdatePhases
+from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
+from headrace.frontend.engine_link import EngineLink
+from headrace.frontend.update_phases import (
+    NO_REPLY,
+    REPLY_TIMEOUT_S,
+    OperationLog,
+    Refused,
+    Replies,
+    Standing,
+    Undecided,
+    UpdatePhases,
+    Weights,
+)
 from headrace.log import get_logger
 from headrace.messages.weights import (
     CancelUpdate,
@@ -50,37 +60,31 @@ from headrace.messages.weights import (
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class WeightControl:
     """See the module docstring.
 
-    fleet: the replicas. check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
+    check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
     scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
     succeeded on all replicas.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        check: Callable[[], None],
-        abort_all: Callable[[], None],
-        started_from: str = "",
-        on_done: Callable[[WeightOperation], None] = lambda operation: None,
-    ) -> None:
+    link: EngineLink
+    check: Callable[[], None]
+    abort_all: Callable[[], None]
+    started_from: str = ""
+    on_done: Callable[[WeightOperation], None] = lambda operation: None
+    _undecided: set[Undecided] = field(init=False, default_factory=set)
+    _groups: dict[str, frozenset[Replica]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.log = OperationLog()
-        self._fleet = fleet
-        self._check = check
-        self._abort_all = abort_all
-        self._started_from = started_from
-        self._on_done = on_done
         self._replies = Communicator[WeightOpReply]("weights")
-        self._phases = UpdatePhases(fleet, self._replies, self.log)
+        self._phases = UpdatePhases(self.link, self._replies, self.log)
         self._turn = asyncio.Lock()
-        self._undecided: set[Undecided] = set()
-        self._groups: dict[str, frozenset[Replica]] = {}
 
     @property
     def version(self) -> str:
-        """Version name of the current weights."""
         return self.log.standing.version
 
     @property
@@ -95,7 +99,7 @@ class WeightControl:
         Cancelling this task drops an update that is not decided yet; other operations continue.
         Raises ExecutionError when the engine is gone, CapacityError while it is being restarted, RequestError for invalid operations.
         """
-        self._check()
+        self.check()
         match operation:
             case PauseGeneration() | ContinueGeneration():
                 reply = await self._tell(operation)
@@ -113,19 +117,16 @@ class WeightControl:
                 reply = await _to_its_end(self._in_turn(operation))
         reply = msgspec.structs.replace(reply, weight_version=self.version)
         if reply.success:
-            self._on_done(operation)
+            self.on_done(operation)
         return reply
 
     def handle(self, reply: WeightOpReply) -> None:
-        """Take a reply."""
         self._replies.handle(reply)
 
     def lost(self, replica: Replica) -> None:
-        """A replica has died."""
         self._replies.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`, from now on."""
         self._replies.fail_all(error)
 
     # -- pause and continue
@@ -134,17 +135,17 @@ class WeightControl:
         """Send an operation that no replica refuses. It is in force from now on: restarted replicas get it from the log."""
         self.log.enter(operation)
         if _aborts(operation):
-            self._abort_all()
+            self.abort_all()
         try:
             return _sum_of(await self._ask(self._up(), operation))
         except CapacityError:
-            return WeightOpReply(NOBODY, True, "it takes effect once the engine has been restarted", self.version)
+            return WeightOpReply(NO_REPLY, True, "it takes effect once the engine has been restarted", self.version)
 
     # -- one at a time
 
     async def _in_turn(self, operation: WeightOperation) -> WeightOpReply:
         async with self._turn:
-            self._check()
+            self.check()
             match operation:
                 case ReleaseMemory():
                     return await self._release(operation)
@@ -174,12 +175,12 @@ class WeightControl:
         for undecided in self._undecided:
             undecided.cancel()
         for replica in self._up():
-            replica.sender.send(WeightOpReq(NOBODY, CancelUpdate()))
+            replica.sender.send(WeightOpReq(NO_REPLY, CancelUpdate()))
         text = f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
-        return WeightOpReply(NOBODY, True, text, self.version)
+        return WeightOpReply(NO_REPLY, True, text, self.version)
 
     async def _update(self, update: Update, undecided: Undecided) -> WeightOpReply:
-        self._check()
+        self.check()
         if isinstance(update, UpdateFromDistributed):
             self._check_group(update.group_name)
         try:
@@ -214,7 +215,7 @@ class WeightControl:
     async def _check_weights(self, operation: CheckWeights) -> WeightOpReply:
         replies = await self._ask_every(operation)
         if len({reply.values for reply in replies.values() if reply.success}) > 1:
-            return WeightOpReply(NOBODY, False, "the replicas have different weights", self.version)
+            return WeightOpReply(NO_REPLY, False, "the replicas have different weights", self.version)
         return _sum_of(replies)
 
     # -- process groups
@@ -222,7 +223,7 @@ class WeightControl:
     async def _join_group(self, operation: InitGroup) -> WeightOpReply:
         with self._cancellable() as undecided:
             async with self._turn:
-                self._check()
+                self.check()
                 if undecided.is_cancelled:
                     return undecided.refused(self.version).reply
                 return await self._init_group(operation)
@@ -237,7 +238,7 @@ class WeightControl:
                 f"got {operation.world_size}",
                 "world_size",
             )
-        if self._fleet.num_restarting:
+        if self.link.num_restarting:
             raise CapacityError("a replica has died and is being restarted; join once it is back", RESTART_RETRY_S)
         ranks = {replica: operation.rank_offset + i for i, replica in enumerate(replicas)}
         calls = [
@@ -254,7 +255,7 @@ class WeightControl:
         self._groups[operation.group_name] = frozenset(replies)
         failed = [reply for reply in replies.values() if not reply.success]
         if len(replies) < len(replicas) and not failed:
-            failed = [WeightOpReply(NOBODY, False, "a replica died while the group was joined", self.version)]
+            failed = [WeightOpReply(NO_REPLY, False, "a replica died while the group was joined", self.version)]
         if not failed:
             return _sum_of(replies)
         if any(reply.success for reply in replies.values()):
@@ -268,7 +269,7 @@ class WeightControl:
 
     async def _leave_group(self, name: str, why: WeightOpReply) -> WeightOpReply:
         joined = self._groups.pop(name, frozenset())
-        members = [replica for replica in self._fleet.replicas_up() if replica in joined]
+        members = [replica for replica in self.link.replicas_up() if replica in joined]
         if members:
             await self._ask(members, DestroyGroup(name))
         left = f"the group {name!r} was left; join it again"
@@ -307,7 +308,7 @@ class WeightControl:
 
     def check_start(self, started_from: str) -> None:
         """Raises ModelError when a restarted replica has loaded another checkpoint than the server, and no update has replaced it since."""
-        if self.log.standing.weights is None and started_from != self._started_from:
+        if self.log.standing.weights is None and started_from != self.started_from:
             raise ModelError(
                 "the checkpoint's files have changed since the server was started, so this replica would serve other weights under the "
                 "same name. Put the old files back, or restart the server to serve the new ones"
@@ -329,7 +330,7 @@ class WeightControl:
     # -- sending operations
 
     def _up(self) -> list[Replica]:
-        replicas = self._fleet.replicas_up()
+        replicas = self.link.replicas_up()
         if not replicas:
             raise no_live_replica()
         return replicas
@@ -339,7 +340,7 @@ class WeightControl:
 
     async def _ask_every(self, operation: SchedulerOperation) -> Replies:
         return await self._replies.call_every(
-            self._fleet.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
+            self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
         )
 
     async def _ask_or_dismiss(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> None:
@@ -353,7 +354,7 @@ class WeightControl:
         for replica, reply in replies.items():
             if not reply.success:
                 logger.error("restarting replica %d: %s", replica.index, reply.message)
-                self._fleet.dismiss(replica)
+                self.link.dismiss(replica)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply:
@@ -401,7 +402,6 @@ class TensorFile:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, parts: Iterable[bytes | memoryview]) -> None:
-        """Append the parts."""
         for part in parts:
             view = memoryview(part)
             while view.nbytes:

@@ -47,7 +47,6 @@ class Embedding:
         return rows
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        """`<prefix>.weight`."""
         head = None if self._tied is None else next(self._tied.weights(""))
         own: tuple[Keeper, ...] = () if self._shared is not None else (self,)
         yield Weight(
@@ -64,15 +63,12 @@ class Embedding:
         )
 
     def kept(self) -> Kept:
-        """The table."""
         return {"table": self._table}
 
     def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
         self._table = cast(torch.Tensor, kept["table"])
 
     def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
         (tensor,) = parts.values()
         assert isinstance(tensor, torch.Tensor), "a quantised table"
         table = tensor[self._own].to(device=self._placement.device, dtype=self._placement.weight_dtype, copy=True)

@@ -61,12 +61,10 @@ class HeadLinear:
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_size] -> [rows, out_size]."""
         y = self._linear(x)
         return y if self._activation == "identity" else _each_row(_ACTIVATIONS[self._activation], y)
 
     def weights(self) -> Iterator[Weight]:
-        """`.weight`, and `.bias` where there is one."""
         yield from self._linear.weights(self._prefix)
 
 

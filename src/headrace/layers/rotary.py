@@ -12,7 +12,7 @@ import math
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.rope_config import RopeConfig
+from headrace.checkpoint.layer_config import RopeConfig
 from headrace.errors import ConfigError
 from headrace.layers.weight import Placement
 
@@ -87,7 +87,6 @@ class SectionedRotary(Rotary):
 
     @property
     def num_positions(self) -> int:
-        """Positions that there are."""
         return self._first
 
     def rows_of(self, places: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ import stat
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 import msgspec
 
@@ -35,11 +35,10 @@ from headrace.messages.control import (
     SourceGone,
 )
 from headrace.messages.front import FrontCall, FrontCancel, FrontNews, FrontReplies, FrontTaken
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.operations import OperationReply, OperationReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, SamplesMoved
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
-from headrace.messages.weights import WeightOpReply, WeightOpReq
+from headrace.messages.weights import LoadLoraReq, LoraReply, UnloadLoraReq, WeightOpReply, WeightOpReq
 
 Message = (
     TokenizedGenerateReqInput
@@ -105,15 +104,13 @@ class Receiver(Protocol):
     def listen(self, take: Callable[[Message], None]) -> None:
         """Call `take` with each message from now on, in the running event loop. Instead of the other two."""
 
-    def close(self) -> None:
-        """Close this end. Idempotent."""
+    def close(self) -> None: ...
 
 
 class Channels(Protocol):
     """Makes the ends of the named channels. index: number of the scheduler for `to_scheduler`, of the HTTP worker for `to_worker`."""
 
-    def sender(self, name: ChannelName, index: int = 0) -> Sender:
-        """A new writing end."""
+    def sender(self, name: ChannelName, index: int = 0) -> Sender: ...
 
     def receiver(self, name: ChannelName, index: int = 0) -> Receiver:
         """The reading end; one per channel."""
@@ -149,8 +146,6 @@ class Ports(msgspec.Struct, frozen=True):
 
 
 class MessageCodec:
-    """Messages to frames and back."""
-
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Message)
@@ -194,18 +189,15 @@ class LocalQueue:
                 self._loop.call_soon_threadsafe(self._hand_over)
 
     def recv_nowait(self) -> Message | None:
-        """See `Receiver`."""
         with self._changed:
             return self._messages.popleft() if self._messages else None
 
     def recv(self, timeout_s: float) -> Message | None:
-        """See `Receiver`."""
         with self._changed:
             self._changed.wait_for(lambda: self._messages or self._closed, timeout_s)
             return self._messages.popleft() if self._messages else None
 
     def listen(self, take: Callable[[Message], None]) -> None:
-        """See `Receiver`."""
         with self._changed:
             self._take = take
             self._loop = asyncio.get_running_loop()
@@ -213,7 +205,6 @@ class LocalQueue:
                 self._loop.call_soon(self._hand_over)
 
     def close(self) -> None:
-        """See `Sender`."""
         with self._changed:
             self._closed = True
             self._messages.clear()
@@ -233,28 +224,17 @@ class LocalChannels:
     """
 
     def __init__(self, detokenize_in: Literal["process", "main"] = "process") -> None:
-        self._queues: dict[ChannelName, LocalQueue] = {
-            "to_scheduler": LocalQueue(),
-            "to_detokenizer": LocalQueue(),
-            "to_tokenizer": LocalQueue(),
-            "to_front": LocalQueue(),
-            "to_worker": LocalQueue(),
-        }
+        self._queues: dict[ChannelName, LocalQueue] = {name: LocalQueue() for name in get_args(ChannelName)}
         if detokenize_in == "main":
             self._queues["to_detokenizer"] = self._queues["to_tokenizer"]
 
     def sender(self, name: ChannelName, index: int = 0) -> LocalQueue:
-        """See `Channels`."""
         assert index == 0, index
         return self._queues[name]
 
-    def receiver(self, name: ChannelName, index: int = 0) -> LocalQueue:
-        """See `Channels`."""
-        assert index == 0, index
-        return self._queues[name]
+    receiver = sender
 
     def close(self) -> None:
-        """See `Channels`."""
         for queue in self._queues.values():
             queue.close()
 
@@ -322,3 +302,43 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock_fd)
+
+
+class FanOutSender:
+    """Several senders as one."""
+
+    def __init__(self, senders: Sequence[Sender]) -> None:
+        self._senders = senders
+
+    def send(self, message: Message) -> None:
+        for sender in self._senders:
+            sender.send(message)
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+
+
+M = TypeVar("M")
+
+
+class TypeBasedDispatcher:
+    """A table from message type to handler. Types match exactly: message structs are not subclassed."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type, Callable[[Any], object]] = {}
+        self.num_unhandled = 0
+
+    def register(self, kind: type[M], handler: Callable[[M], object]) -> None:
+        """Call `handler` for messages of `kind`, which has no handler yet."""
+        assert kind not in self._handlers, kind
+        self._handlers[kind] = handler
+
+    def __call__(self, message: object) -> bool:
+        """Handle one message. Returns False, and counts it, if no handler is registered for its type."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self.num_unhandled += 1
+            return False
+        handler(message)
+        return True

@@ -21,19 +21,11 @@ class AbortReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     message: str = "aborted"
 
 
-class FlushCacheReq(msgspec.Struct, frozen=True, gc=False):
-    """Empty the prefix cache. Refused while requests run or wait."""
-
-
 class FlushCacheReply(msgspec.Struct, frozen=True, gc=False):
     """Result of a flush."""
 
     success: bool
     message: str
-
-
-class InternalStateReq(msgspec.Struct, frozen=True, gc=False):
-    """Ask for counters and pool accounting."""
 
 
 class PoolState(msgspec.Struct, frozen=True, gc=False):
@@ -96,10 +88,6 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     released: tuple[str, ...] = ()
     weight_version: str = "default"
     replica: int = msgspec.field(default=0, name="dp_rank")
-
-
-class HealthCheckReq(msgspec.Struct, frozen=True, gc=False):
-    """Answered in the scheduler's next turn."""
 
 
 class HealthCheckReply(msgspec.Struct, frozen=True, gc=False):
@@ -260,3 +248,44 @@ class ReadyInfo(msgspec.Struct, frozen=True):
         if self.dtype == self.activations:
             return f"{self.dtype} weights and activations"
         return f"{self.dtype} weights, {self.activations} activations"
+
+
+class CacheNode(msgspec.Struct, frozen=True, gc=False):
+    """A node: the tokens of the edge that leads to it.
+
+    parent: index of its parent among the nodes listed; -1: it begins a prompt. num_tokens: of the edge. num_children: also those that are not
+    listed. num_leases: how many running requests pin it.
+    """
+
+    parent: int
+    num_tokens: int
+    num_children: int
+    num_leases: int
+
+
+class CacheTree(msgspec.Struct, frozen=True):
+    """The upper part of a replica's tree; parents come before their children. num_nodes, num_tokens: of the whole tree."""
+
+    replica: int = msgspec.field(name="dp_rank")
+    num_nodes: int
+    num_tokens: int
+    nodes: list[CacheNode]
+
+
+class ExpertCountsReq(msgspec.Struct, frozen=True, gc=False):
+    """Start recording from zero, stop, or return the counts and start again from zero."""
+
+    action: Literal["start", "stop", "dump"]
+
+
+class ExpertCountsReply(msgspec.Struct, frozen=True, gc=False):
+    """layers: layer number -> tokens per expert; empty but for a dump."""
+
+    layers: dict[int, list[int]] = {}
+
+
+class ExpertCounter(Protocol):
+    """The worker's side."""
+
+    def handle(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """Start, stop or return the counts, between two steps. Raises RequestError."""

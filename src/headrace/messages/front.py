@@ -1,13 +1,13 @@
 """Messages between the main process and its HTTP workers (--tokenizer-worker-num): calls of the front end's methods, and their results.
 
 A call names a method of `RequestFrontend`; its arguments and results are msgpack of the types in that method's signature, which both
-sides derive from it (`frontend.remote_methods`). `worker` is the number of the sender, `id` that of its call.
+sides derive from it (`frontend.front_door`). `worker` is the number of the sender, `id` that of its call.
 """
 
 from msgspec import Struct
 
 from headrace.messages.control import ReadyInfo
-from headrace.messages.faults import Fault
+from headrace.messages.operations import Fault
 
 
 class FrontCall(Struct, frozen=True, tag=True, array_like=True):

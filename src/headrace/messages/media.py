@@ -62,7 +62,6 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return len(self.values)
 
     @cached_property
@@ -85,7 +84,6 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def end(self) -> int:
-        """The token after it."""
         return self.start + self.length
 
 

@@ -1,7 +1,7 @@
 """The control operations of the engine, a row each: what is asked of every scheduler, by whom, and what its answer looks like.
 
 All that an operation needs besides its row is its work: a method of the row's name in `scheduler/control.py` (`at="scheduler"`), or a
-function of that name in `execution/rank_operations.py` (`at="ranks"`) or `frontend/main_operations.py` (`at="main"`). The row gives it its
+function of that name in `execution/rank_operations.py` (`at="ranks"`) or a method of it in `frontend/control.py` (`at="main"`). The row gives it its
 messages, its way through HTTP workers and replicas, its route with the OpenAPI description, and what `Engine` and `Runtime` ask
 (docs/adding/operation.md). Operations on weights are in `weights`.
 
@@ -15,20 +15,86 @@ from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from headrace.errors import RequestError
-from headrace.messages.cache_tree import CacheTree
+from headrace.errors import (
+    AuthError,
+    CapacityError,
+    ExecutionError,
+    ForbiddenError,
+    HeadraceError,
+    LateError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+)
+from headrace.log import get_logger
+from headrace.messages.bodies import field_error
 from headrace.messages.control import (
+    CacheTree,
+    ExpertCountsReply,
+    ExpertCountsReq,
     FlushCacheReply,
-    FlushCacheReq,
     HealthCheckReply,
-    HealthCheckReq,
     InternalState,
-    InternalStateReq,
     ProfileReply,
 )
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
-from headrace.messages.faults import Fault
-from headrace.messages.field_errors import field_error
+
+logger = get_logger(__name__)
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A HeadraceError. kind: its class, or the nearest class above it that is listed here."""
+
+    kind: Literal[
+        "RequestError",
+        "NotFoundError",
+        "AuthError",
+        "ForbiddenError",
+        "LateError",
+        "TooLargeError",
+        "CapacityError",
+        "ExecutionError",
+    ]
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float = 1.0
+    status_code: int = 503
+    limited: Literal["requests", "tokens"] = "requests"
+
+
+def fault_of(error: BaseException) -> Fault:
+    """An error in the form for messages. Anything but a HeadraceError is a bug: it is logged here and not described."""
+    if not isinstance(error, HeadraceError):
+        logger.error("a call of another process failed", exc_info=error)
+        return Fault("ExecutionError", "internal error; see the server's log")
+    if isinstance(error, CapacityError):
+        return Fault(
+            "CapacityError",
+            error.message,
+            retry_after_s=error.retry_after_s,
+            status_code=error.status_code,
+            limited="tokens" if error.error_type == "tokens" else "requests",
+        )
+    if isinstance(error, RequestError):
+        kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _REQUEST_ERRORS)
+        return msgspec.convert(
+            {"kind": kind, "message": error.message, "param": error.param, "code": error.code}, Fault
+        )
+    return Fault("ExecutionError", error.message)
+
+
+def error_of_fault(fault: Fault) -> HeadraceError:
+    if fault.kind == "CapacityError":
+        return CapacityError(fault.message, fault.retry_after_s, fault.status_code, fault.limited)
+    if fault.kind == "ExecutionError":
+        return ExecutionError(fault.message)
+    return _REQUEST_ERRORS[fault.kind](fault.message, fault.param, fault.code)
+
+
+_REQUEST_ERRORS: dict[str, type[RequestError]] = {
+    kind.__name__: kind for kind in (RequestError, NotFoundError, AuthError, ForbiddenError, LateError, TooLargeError)
+}
+
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -95,12 +161,10 @@ class Operation(Generic[Q, R]):
     combine: Callable[[Mapping[int, R]], object] = listed
 
     async def ask(self, control: Asks, request: Q) -> dict[int, R]:
-        """What each replica that lives answers, by its index. Raises HeadraceError."""
         replies = await control.ask(self.name, _packed(request))
         return {replica: msgspec.msgpack.decode(reply, type=self.reply) for replica, reply in replies.items()}
 
     def message(self, message_id: int, request: Q) -> OperationReq:
-        """The request as a message."""
         return OperationReq(message_id, self.name, _packed(request))
 
     def request_of(self, message: OperationReq) -> Q:
@@ -113,7 +177,6 @@ class Operation(Generic[Q, R]):
             raise RequestError(f"{self.name}: {error}") from None
 
     def reply_of(self, message: OperationReply) -> R:
-        """The reply in a message."""
         return msgspec.msgpack.decode(message.reply, type=self.reply)
 
 
@@ -126,7 +189,6 @@ def _packed(request: msgspec.Struct) -> bytes:
 
 
 def answered(message_id: int, reply: object) -> OperationReply:
-    """A reply as a message."""
     return OperationReply(message_id, _encode(reply))
 
 
@@ -214,9 +276,9 @@ def _profiled(replies: Mapping[int, ProfileReply]) -> object:
     return {"success": True, "message": "; ".join(dict.fromkeys(messages))}
 
 
-FLUSH_CACHE = Operation("flush_cache", FlushCacheReq, FlushCacheReply)
-INTERNAL_STATE = Operation("internal_state", InternalStateReq, InternalState)
-CHECK_HEALTH = Operation("check_health", HealthCheckReq, HealthCheckReply)
+FLUSH_CACHE = Operation("flush_cache", Nothing, FlushCacheReply)
+INTERNAL_STATE = Operation("internal_state", Nothing, InternalState)
+CHECK_HEALTH = Operation("check_health", Nothing, HealthCheckReply)
 COUNT_EXPERTS = Operation("count_experts", ExpertCountsReq, ExpertCountsReply, timeout_s=30.0)
 CACHE_TREE = Operation(
     "cache_tree", CacheTreeQuery, CacheTree, route=Route("/cache_tree", "The tree of cached prefixes", "GET")

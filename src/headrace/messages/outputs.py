@@ -104,11 +104,9 @@ class SpeculationCounts(msgspec.Struct, frozen=True, gc=False):
         return 1.0 + self.num_right / self.num_steps if self.num_steps else 0.0
 
     def after_step(self, num_drafted: int, num_right: int) -> "SpeculationCounts":
-        """The counts after one more row."""
         return SpeculationCounts(self.num_steps + 1, self.num_drafted + num_drafted, self.num_right + num_right)
 
     def added_to(self, other: "SpeculationCounts | None") -> "SpeculationCounts":
-        """Both together."""
         if other is None:
             return self
         return SpeculationCounts(

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Set
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -103,20 +103,10 @@ class EmbeddingReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
 
-    @property
-    def stream(self) -> bool:
-        """False: an input has one result."""
-        return False
-
-    @property
-    def return_progress(self) -> bool:
-        """False: it does not stream."""
-        return False
-
-    @property
-    def return_text_in_logprobs(self) -> bool:
-        """False: it has no logprobs."""
-        return False
+    # As of a call that generates: an input has one result, without logprobs.
+    stream: ClassVar[bool] = False
+    return_progress: ClassVar[bool] = False
+    return_text_in_logprobs: ClassVar[bool] = False
 
     @property
     def replica(self) -> int | None:
@@ -178,7 +168,6 @@ class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of the values of its media."""
         return sum(item.num_bytes for item in self.media)
 
     def check_media(self) -> None:
@@ -251,7 +240,6 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
 
     @property
     def grammar(self) -> GrammarSpec | None:
-        """What its output must match, or None."""
         return self.params.grammar
 
     @property
@@ -305,7 +293,6 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         )
 
     def described(self) -> str:
-        """What the request log says of it."""
         return self.params.described()
 
 
@@ -319,60 +306,24 @@ class PoolTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     dimensions: int = 0
     reads_all: bool = False
 
-    @property
-    def stream(self) -> bool:
-        """False: there is one output."""
-        return False
-
-    @property
-    def max_new_tokens(self) -> int:
-        """0: it only computes its prompt."""
-        return 0
-
-    @property
-    def ignores_eos(self) -> bool:
-        """True: no token ends it."""
-        return True
-
-    @property
-    def ends_with_turn(self) -> bool:
-        """False: no token ends it."""
-        return False
-
-    @property
-    def stream_interval(self) -> int:
-        """See `SampleTask`."""
-        return 0
-
-    @property
-    def grammar(self) -> GrammarSpec | None:
-        """None."""
-        return None
-
-    @property
-    def is_plain(self) -> bool:
-        """False: no token comes out of it, but a vector."""
-        return False
-
-    @property
-    def prompt_logprob_start(self) -> int:
-        """Beyond every prompt: it has no logprobs."""
-        return sys.maxsize
-
-    @property
-    def stop_text(self) -> ResolvedSamplingParams | None:
-        """None: no text ends it."""
-        return None
+    # What is asked of any task: it has one output, no tokens, no text and no logprobs.
+    stream: ClassVar[bool] = False
+    stream_interval: ClassVar[int] = 0
+    max_new_tokens: ClassVar[int] = 0
+    ignores_eos: ClassVar[bool] = True
+    ends_with_turn: ClassVar[bool] = False
+    grammar: ClassVar[GrammarSpec | None] = None
+    is_plain: ClassVar[bool] = False
+    prompt_logprob_start: ClassVar[int] = sys.maxsize
+    stop_text: ClassVar[ResolvedSamplingParams | None] = None
 
     def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """None."""
         return frozenset()
 
     def check(self, eos_token_ids: Set[int]) -> None:
         """It can always be carried out."""
 
     def with_prompt_logprobs_from(self, start: int) -> "PoolTask":
-        """The same."""
         return self
 
     def decode_options(self, context_ids: bytes, output_ids: bytes, attempt: int) -> DecodeOptions:
@@ -380,7 +331,6 @@ class PoolTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
         return DecodeOptions(context_ids=context_ids, output_ids=output_ids, attempt=attempt)
 
     def described(self) -> str:
-        """What the request log says of it."""
         return f"pooled dimensions={self.dimensions}" if self.dimensions else "pooled"
 
 

@@ -55,7 +55,6 @@ class SocketSender:
                 threading.Thread(target=self._send_rest, name="unsent messages", daemon=True).start()
 
     def close(self) -> None:
-        """See `Sender`."""
         with self._lock:
             self._closed.set()
             self._unsent.clear()
@@ -110,12 +109,10 @@ class SocketReceiver:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def recv_nowait(self) -> Message | None:
-        """See `Receiver`."""
         # Mostly there is nothing, and an empty list is cheaper than an exception.
         return self._take(socket.MSG_DONTWAIT) if self._poll.poll(0) else None
 
     def recv(self, timeout_s: float) -> Message | None:
-        """See `Receiver`."""
         if timeout_s <= 0:
             return self.recv_nowait()
         if timeout_s != self._timeout_s:
@@ -128,7 +125,6 @@ class SocketReceiver:
         return self._take(0)
 
     def listen(self, take: Callable[[Message], None]) -> None:
-        """See `Receiver`."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._hand_over, take)
 
@@ -170,31 +166,22 @@ class SocketChannels:
         self._ends: list[SocketSender | SocketReceiver] = []
 
     def sender(self, name: ChannelName, index: int = 0) -> SocketSender:
-        """See `Channels`."""
         end = SocketSender(self._address(name, index))
         self._ends.append(end)
         return end
 
     def receiver(self, name: ChannelName, index: int = 0) -> SocketReceiver:
-        """See `Channels`."""
         end = SocketReceiver(self._address(name, index))
         self._ends.append(end)
         return end
 
     def close(self) -> None:
-        """See `Channels`."""
         for end in self._ends:
             end.close()
         self._ends.clear()
 
     def _address(self, name: ChannelName, index: int) -> str:
-        address = {
-            "to_scheduler": self.ports.to_scheduler,
-            "to_detokenizer": self.ports.to_detokenizer,
-            "to_tokenizer": self.ports.to_tokenizer,
-            "to_front": self.ports.to_front,
-            "to_worker": self.ports.to_worker,
-        }[name]
+        address: str = getattr(self.ports, name)
         return f"{address}.{index}" if index else address
 
 

@@ -15,14 +15,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import FaultReq, Profiler
-from headrace.messages.experts import ExpertCounter
+from headrace.messages.control import ExpertCounter, FaultReq, Profiler
 from headrace.messages.grammar import CompiledGrammar
-from headrace.messages.lora import Adapters
 from headrace.messages.media import MediaItem
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import EngineTask, PromptContent
-from headrace.messages.weights import WeightExecutor
+from headrace.messages.weights import Adapters, WeightExecutor
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -96,7 +94,6 @@ class ModelWorkerBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens computed by the step."""
         return len(self.out_slots)
 
 
@@ -185,7 +182,7 @@ class Worker(Protocol):
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when the whole step failed (its rows have no results)."""
 
-    def rest(self, left: tuple[int, ...]) -> None:
+    def idle(self, left: tuple[int, ...]) -> None:
         """No step is in flight, and none has been for a while: give back what is not needed until the next. left: as in a plan; may be empty."""
 
     def close(self) -> None:

@@ -52,7 +52,6 @@ class EagleHead:
         self._ids = torch.arange(self._num_ids, device=placement.device)
 
     def weights(self) -> Iterator[Weight]:
-        """By their names in published checkpoints."""
         yield from self._fc.weights("")
         yield from self._embedding_norm.weights("midlayer.input_layernorm")
         yield from self._feature_norm.weights("midlayer.hidden_norm")

@@ -42,7 +42,6 @@ class PiecewiseDecoder:
         attention: StepAttention,
         attention_specs: Sequence[AttentionLayerSpec],
     ) -> torch.Tensor:
-        """See `CausalLM.forward`. attention_specs: of each layer."""
         residual, added = hidden, torch.zeros_like(hidden)
         for layer, attention_spec in zip(self.spec.layers, attention_specs, strict=True):
             q_norm, k_norm = layer.head_norms or (None, None)

@@ -14,8 +14,8 @@ from headrace.attention.base import KvShape, OwnRows, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.distributed.base import WHOLE, Shard, head_share
 from headrace.distributed.stages import ALL_LAYERS, Stage
-from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.logits import Peaks
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.pooler import Pooler
 from headrace.layers.weight import Placement, Weight
 

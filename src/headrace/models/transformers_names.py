@@ -76,17 +76,14 @@ class ExpertStack:
             )
 
     def kept(self) -> Kept:
-        """The values of all experts."""
         return {"values": self._tensor.data}
 
     def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
         values = kept["values"]
         assert isinstance(values, torch.Tensor), type(values)
         self._tensor.data = values
 
     def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
         values = self._tensor.data.clone()
         for part, given in parts.items():
             assert isinstance(given, torch.Tensor), "a quantised expert"
@@ -101,7 +98,6 @@ class ExpertStack:
 
 
 def _slice(tensor: torch.Tensor, part: str, rule: Stacking) -> torch.Tensor:
-    """The view that is one matrix of an expert."""
     expert, number = map(int, part.split("."))
     return tensor[expert].chunk(len(rule.sources), dim=0)[number]
 

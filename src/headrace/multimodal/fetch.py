@@ -82,7 +82,6 @@ class Fetcher:
             raise MediaRefusedError(f"fetching the file takes longer than {self._limit_s:g} s", "time") from None
 
     def close(self) -> None:
-        """End its threads."""
         self._dns_threads.shutdown(wait=False, cancel_futures=True)
 
     def _checked(self, url: str) -> "URL":
@@ -204,7 +203,6 @@ class _Known:
         self._addresses = addresses
 
     async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[dict[str, Any]]:
-        """See aiohttp's AbstractResolver."""
         return [
             {
                 "hostname": host,

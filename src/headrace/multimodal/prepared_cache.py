@@ -35,7 +35,6 @@ class PreparedCache(Generic[T]):
         return value
 
     def put(self, key: bytes, value: T) -> None:
-        """Keep a value, and drop others until there is room."""
         if key in self._values or self._size_of(value) > self._max_bytes:
             return
         self._values[key] = value
@@ -64,7 +63,6 @@ class RecentRefusals:
         del self._refusals[key]
 
     def add(self, key: bytes, error: MediaRefusedError) -> None:
-        """Remember a refusal."""
         self._refusals[key] = time.monotonic() + self._seconds, error
         if len(self._refusals) > self._max_refusals:
             self._refusals.popitem(last=False)

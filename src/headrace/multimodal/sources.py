@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular
 from headrace.errors import ModelError
 from headrace.media_kinds import FileRef
 from headrace.multimodal.limits import MediaRefusedError
@@ -20,8 +20,6 @@ Form = Literal["inline", "file", "web"]
 
 
 class FileLimit(NamedTuple):
-    """Most bytes of a file, and the option that says so."""
-
     num_bytes: int
     option: str
 
@@ -104,7 +102,6 @@ def file_bytes(url: str, folder: Path | None, limit: FileLimit) -> bytes:
 
 
 def too_large(limit: FileLimit) -> MediaRefusedError:
-    """For a file with more bytes than the limit."""
     return MediaRefusedError(f"the file is larger than {limit.num_bytes} bytes ({limit.option})", "bytes")
 
 

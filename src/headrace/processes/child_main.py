@@ -21,9 +21,8 @@ import msgspec
 from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError, ModelError
-from headrace.messages.channel import Channels
+from headrace.messages.channel import Channels, FanOutSender
 from headrace.messages.control import ReadyInfo
-from headrace.messages.fan_out import FanOutSender
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.messages.sockets import SocketChannels
 from headrace.metrics.watchdog import Watchdog
@@ -224,7 +223,7 @@ async def _serve_http(
     from headrace.server.app import create_app
     from headrace.server.context import ServerStatus
     from headrace.server.listener import Server
-    from headrace.server.remote_frontend import RemoteCalls, remote_frontend
+    from headrace.server.request_frontend import RemoteCalls, remote_frontend
 
     status = ServerStatus()
     calls = RemoteCalls(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))

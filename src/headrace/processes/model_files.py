@@ -72,7 +72,7 @@ def with_encoder(args: ServerArgs) -> ServerArgs:
 
 def open_tokenizer(args: ServerArgs) -> "Tokenizer":
     """The tokenizer of the model, or the one of --tokenizer-path."""
-    from headrace.frontend.no_tokenizer import NoTokenizer
+    from headrace.frontend.tokenize import NoTokenizer
     from headrace.text.tokenizers import load_tokenizer
 
     if args.skip_tokenizer_init:

@@ -9,8 +9,8 @@ from typing import Self
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarKind, GrammarSpec
-from headrace.messages.neutral import is_empty
 
 MAX_GRAMMAR_BYTES = 1 << 20
 """Most bytes of a grammar's text, as UTF-8."""

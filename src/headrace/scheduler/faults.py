@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import FaultReq, Profiler
-from headrace.messages.experts import ExpertCounter
-from headrace.messages.lora import Adapters
+from headrace.messages.control import ExpertCounter, FaultReq, Profiler
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
-from headrace.messages.weights import WeightExecutor
+from headrace.messages.weights import Adapters, WeightExecutor
 
 
 class InjectedFaults:
@@ -94,8 +92,8 @@ class _FaultWorker:
     def experts(self) -> ExpertCounter:
         return self._worker.experts
 
-    def rest(self, left: tuple[int, ...]) -> None:
-        self._worker.rest(left)
+    def idle(self, left: tuple[int, ...]) -> None:
+        self._worker.idle(left)
 
     def close(self) -> None:
         self._worker.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError, ModelError
 from headrace.log import get_logger
 from headrace.messages.channel import Sender
-from headrace.messages.lora import Adapters, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.weights import Adapters, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.scheduler.state import SchedulerState
 
 logger = get_logger(__name__)
@@ -38,7 +38,6 @@ class Lane:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Add a task to the queue."""
         self._todo.put(task)
 
     def abandon(self) -> list[Task]:
@@ -108,7 +107,6 @@ class LoraLoader:
             self._lane.submit((request, self._unloading(request.lora_id)))
 
     def close(self) -> None:
-        """Stop the thread after the current task."""
         self._lane.close()
 
     def _unloading(self, lora_id: int) -> Callable[[], str]:

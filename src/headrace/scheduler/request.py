@@ -77,7 +77,7 @@ class Req:
     report_interval: new tokens that make a chunk due. is_prefill_only: it computes its prompt and makes no token.
     num_sent_tokens: known tokens that the client has, its prompt among them.
     is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
-    grammar: what its output must match, once compiled. sat_out: a step did not sample it; it is rewound when no step in flight computes it.
+    grammar: what its output must match, once compiled. skips_step: a step did not sample it; it is rewound when no step in flight computes it.
     pooled: float32[n] bytes, the result of a `PoolTask`, once its prompt is computed.
     num_drafts: tokens after the known ones that the worker has guessed. num_expecting: steps that wait for the one before, since drafts may come.
     """
@@ -94,7 +94,7 @@ class Req:
     is_plain: bool
     stop_checker: StopChecker | None = None
     grammar: CompiledGrammar | None = None
-    sat_out: bool = False
+    skips_step: bool = False
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0
@@ -163,12 +163,10 @@ class Req:
 
     @property
     def rid(self) -> str:
-        """The sample's id."""
         return self.asked.rid
 
     @property
     def task(self) -> EngineTask:
-        """What is asked of the engine."""
         return self.asked.task
 
     @property
@@ -178,7 +176,6 @@ class Req:
 
     @property
     def num_outputs(self) -> int:
-        """Committed output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -190,7 +187,7 @@ class Req:
     def num_to_schedule(self) -> int:
         """Number of tokens that a step planned now could compute: known tokens, and those known by the time it runs, but no drafts."""
         num_known = len(self.token_ids) + self.num_sampling
-        if self.finish is not None or num_known >= self.max_tokens or self.sat_out:
+        if self.finish is not None or num_known >= self.max_tokens or self.skips_step:
             return 0
         if self.num_drafts and self.num_in_flight:
             return 0
@@ -198,7 +195,6 @@ class Req:
 
     @property
     def num_new_tokens_left(self) -> int:
-        """Number of output tokens that it may still generate."""
         return self.task.max_new_tokens - self.num_outputs
 
     @property
@@ -265,13 +261,13 @@ class Req:
             # After a step that did not sample it, the steps in flight compute tokens that do not exist.
             self.num_computed = min(num_computed, len(self.token_ids))
 
-    def sit_out(self) -> None:
+    def skip_step(self) -> None:
         """A step that it has just left was to sample it and did not. Its last token is computed again, for its logits.
 
         Neither did the steps planned meanwhile, which were to sample the tokens after it.
         """
-        self.sat_out = self.num_in_flight > 0
-        if not self.sat_out:
+        self.skips_step = self.num_in_flight > 0
+        if not self.skips_step:
             self.rewind(len(self.token_ids) - 1)
 
     def note(self, kind: SampleEventKind, at_s: float, num_tokens: int) -> None:
@@ -280,7 +276,6 @@ class Req:
             self.events.append(SampleEvent(kind, at_s, num_tokens))
 
     def prompt_part(self) -> PromptPart:
-        """How much of its prompt is computed."""
         return PromptPart(self.asked.rid, min(self.num_computed, self.num_prompt_tokens), max(0, self.cached_tokens))
 
     def tokens(self) -> Int32Array:
@@ -324,3 +319,42 @@ class Req:
 def _whole_tokens(data: bytes) -> "array[int]":
     """int32[n] of little-endian bytes; the rest of an incomplete last token is left out."""
     return array("i", data[: len(data) // TOKEN_BYTES * TOKEN_BYTES])
+
+
+class SampleGroups:
+    """How many samples of each prompt are live, and what was cached of the prompt before the first of them ran.
+
+    A group is known while it has live samples. Requests without a group are ignored.
+    """
+
+    def __init__(self) -> None:
+        self._num_live: dict[str, int] = {}
+        self._cached_tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_live)
+
+    def arrive(self, req: Req) -> None:
+        if group := req.asked.group:
+            self._num_live[group] = self._num_live.get(group, 0) + 1
+
+    def leave(self, req: Req) -> None:
+        group = req.asked.group
+        if not group:
+            return
+        self._num_live[group] -= 1
+        if not self._num_live[group]:
+            del self._num_live[group]
+            self._cached_tokens.pop(group, None)
+
+    def begin(self, req: Req, cached_tokens: int) -> int:
+        """A sample takes part in a step for the first time, with `cached_tokens` prompt tokens from the cache.
+
+        Returns how many of them were cached before its group began: later samples hit the KV that the first one has just computed.
+        """
+        group = req.asked.group
+        return self._cached_tokens.setdefault(group, cached_tokens) if group else cached_tokens
+
+    def has_begun(self, req: Req) -> bool:
+        """Whether a sample of its group has taken part in a step."""
+        return req.asked.group in self._cached_tokens

@@ -19,7 +19,7 @@ import jinja2
 import jinja2.exceptions
 import jinja2.nodes
 
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular
 from headrace.errors import ModelError, RequestError
 from headrace.text.template_sandbox import (
     FAULTS,

@@ -45,5 +45,4 @@ class WeightSender:
             self._group.broadcast(tensor)
 
     def close(self) -> None:
-        """Leave the group."""
         self._group.close()

@@ -1,10 +1,7 @@
-"""Anthropic's routes: messages, their token counts and models.
+"""Anthropic's routes: messages and their token counts.
 
-Read first: messages.py (the handlers), protocol.py (bodies).
-
-- blocks.py: the blocks of its messages.
-- request.py: a body as a conversation and sampling parameters.
-- tools.py: the tools of a body, and those that are not offered to the model.
+- messages.py: the handlers. Read it first.
+- protocol.py: bodies.
+- request.py: a body (its blocks and tools) as a conversation and sampling parameters.
 - reply.py: a reply and the events of a stream, from the events of the output.
-- models.py: what is served, in Anthropic's form.
 """

@@ -5,24 +5,20 @@ Owns how a body becomes a call of the engine and how its reply is sent. Runs in 
 
 import re
 import uuid
-from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import msgspec
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.frontend.sample_update import SampleUpdate
-from headrace.parsers.base import Event
 from headrace.server.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
     PromptRequest,
     refuse_unsupported,
 )
-from headrace.server.anthropic.reply import PING, MessageEvents, content_of, error_event, reason_of, usage_of
+from headrace.server.anthropic.reply import PING, MessageReply, error_event
 from headrace.server.anthropic.request import conversation_of, sampling_of
-from headrace.server.chat.calls import ChatCall, chat_call
+from headrace.server.chat.calls import chat_call
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
@@ -59,13 +55,11 @@ class MessagesServing:
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
-        self._messages: msgspec.json.Decoder[MessagesRequest] = msgspec.json.Decoder(MessagesRequest)
         self._skipped_tools, self._noted = skipped_tools(), noted_fields()
-        self._counts: msgspec.json.Decoder[CountTokensRequest] = msgspec.json.Decoder(CountTokensRequest)
 
     async def create(self, exchange: Exchange) -> None:
         """Answer one message. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(self._messages)
+        request = await exchange.read_json(MessagesRequest)
         try:
             adapter = self.context.adapter_of(request.model)
             conversation, skipped = self._conversation(request)
@@ -87,17 +81,32 @@ class MessagesServing:
                 noted = chat.notes("max_tokens", "thinking.budget_tokens")
                 return self._skipped_tools.headers(skipped) + self._noted.headers(noted)
 
-            answer = _Answer(message_id, self.context.shown_model(request.model), request.shows_thinking, chat)
+            reply = MessageReply(
+                message_id, self.context.shown_model(request.model), chat.choice(), request.shows_thinking
+            )
+            updates = chat.updates(exchange)
             if request.stream:
-                await _stream(exchange, answer, headers, lambda exc: _renamed(exc, request))
-            else:
-                await _reply(exchange, answer, headers)
+                await stream_reply(
+                    exchange,
+                    updates,
+                    reply.push,
+                    bytes,
+                    done=b"",
+                    failed=error_event,
+                    renamed=lambda exc: _renamed(exc, request),
+                    headers=headers,
+                    ping=PING,
+                )
+                return
+            async with exchange.until_client_leaves(), aclosing(updates):
+                (update,) = [update async for update in updates]
+            await exchange.reply_json(reply.whole(update), headers=headers())
         except RequestError as exc:
             raise _renamed(exc, request) from None
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """The number of tokens of a message's prompt: exactly what the message itself would count."""
-        request = await exchange.read_json(self._counts)
+        request = await exchange.read_json(CountTokensRequest)
         try:
             self.context.adapter_of(request.model)
             conversation, skipped = self._conversation(request)
@@ -111,59 +120,6 @@ class MessagesServing:
         self.context.check_tokenizer("messages")
         refuse_unsupported(request)
         return conversation_of(request, self.context.model.context_length)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What the replies to one request need. model: its name, as the reply says it."""
-
-    id: str
-    model: str
-    shows_thinking: bool
-    chat: ChatCall
-
-
-async def _reply(exchange: Exchange, answer: _Answer, headers: Callable[[], Headers]) -> None:
-    choice = answer.chat.choice()
-    events: list[Event] = []
-    last: SampleUpdate | None = None
-    async with exchange.until_client_leaves(), aclosing(answer.chat.updates(exchange)) as updates:
-        async for last in updates:
-            events += choice.push(last)
-    assert last is not None, "the last update has the finish reason"
-    assert last.finish is not None, last
-    reason, sequence = reason_of(last.finish, choice)
-    message = {
-        "id": answer.id,
-        "type": "message",
-        "role": "assistant",
-        "model": answer.model,
-        "content": content_of(events, answer.shows_thinking),
-        "stop_reason": reason,
-        "stop_sequence": sequence,
-        "usage": usage_of(last.usage, choice.num_reasoning_tokens),
-    }
-    await exchange.reply_json(message, headers=headers())
-
-
-async def _stream(
-    exchange: Exchange,
-    answer: _Answer,
-    headers: Callable[[], Headers],
-    renamed: Callable[[RequestError], RequestError],
-) -> None:
-    writer = MessageEvents(answer.id, answer.model, answer.chat.choice(), answer.shows_thinking)
-    await stream_reply(
-        exchange,
-        answer.chat.updates(exchange),
-        writer.push,
-        lambda: b"",
-        done=b"",
-        failed=error_event,
-        renamed=renamed,
-        headers=headers,
-        ping=PING,
-    )
 
 
 def _renamed(exc: RequestError, request: PromptRequest) -> RequestError:

@@ -1,7 +1,7 @@
 """Bodies of Anthropic's routes: every field of its API.
 
 A field is honoured, accepted without effect (`NO_EFFECT`), or refused by name if it requests something that is not supported
-(`refuse_unsupported`). Fields that are not listed here are refused by the decoder, unless they request nothing (`messages/neutral.py`).
+(`refuse_unsupported`). Fields that are not listed here are refused by the decoder, unless they request nothing (`messages/bodies.py`).
 Runs in the event loop that serves HTTP.
 """
 
@@ -11,8 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import NotFoundError, RequestError
-from headrace.messages.neutral import asks_for_nothing, is_empty
+from headrace.messages.bodies import asks_for_nothing, is_empty
 from headrace.messages.requests import SessionParams
+from headrace.server.chat.conversation import unsupported
 from headrace.server.error_forms import THREAD_NOT_FOUND
 
 NO_EFFECT = frozenset({"cache_control", "diagnostics", "metadata", "service_tier", "user_profile_id", "workspace_id"})
@@ -52,7 +53,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One message. Fields that are not listed here are the client's own labels: no template sees them.
 
-    role: user, assistant, system, or one of the client's own. content: a text, or blocks; their types differ in their fields, see `blocks.py`.
+    role: user, assistant, system, or one of the client's own. content: a text, or blocks; their types differ in their fields, see `request.py`.
     """
 
     role: str
@@ -211,28 +212,21 @@ def refuse_unsupported(request: PromptRequest) -> None:
     for name, neutral in _NOT_YET.items():
         value = getattr(request, name)
         if not (asks_for_nothing(name, value) or value in neutral):
-            raise _unsupported(name)
+            raise unsupported(name, f"{name} is not supported")
     if request.output_config is not None and not is_empty(request.output_config.task_budget):
-        raise _unsupported("output_config.task_budget")
+        raise unsupported("output_config.task_budget", "output_config.task_budget is not supported")
     edits = request.context_management.edits if request.context_management is not None else None
     for number, edit in enumerate(edits or ()):
         where = f"context_management.edits[{number}]"
         if edit.type != _KEEPS_ALL:
-            raise RequestError(
-                f"{where}: edits of type {edit.type[:50]!r} are not supported; the conversation is used as it is",
-                f"{where}.type",
-                "unsupported_parameter",
-            )
+            message = f"{where}: edits of type {edit.type[:50]!r} are not supported; the conversation is used as it is"
+            raise unsupported(f"{where}.type", message)
         if edit.keep not in ("all", {"type": "all"}):
-            raise RequestError(
-                f"{where}.keep must be 'all': this server clears no thinking", f"{where}.keep", "unsupported_parameter"
-            )
+            raise unsupported(f"{where}.keep", f"{where}.keep must be 'all': this server clears no thinking")
 
 
 def _check_thread(thread: object) -> None:
     """A new thread is as none: the messages are sent in full. One to go on with is never here, and clients then send all messages."""
-    if not isinstance(thread, dict) and not is_empty(thread):
-        raise RequestError('thread must be {"type": "create"}', "thread")
     match thread:
         case {"type": "continue"}:
             raise NotFoundError(
@@ -242,9 +236,7 @@ def _check_thread(thread: object) -> None:
             )
         case {"type": "create"}:
             pass
-        case _ if not is_empty(thread):
+        case dict() if thread:
             raise RequestError('thread.type must be "create"', "thread.type")
-
-
-def _unsupported(name: str) -> RequestError:
-    return RequestError(f"{name} is not supported", name, "unsupported_parameter")
+        case _ if not is_empty(thread):
+            raise RequestError('thread must be {"type": "create"}', "thread")

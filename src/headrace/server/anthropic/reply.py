@@ -101,8 +101,11 @@ def error_event(error: ApiError) -> bytes:
     return frame(b"error", anthropic_error(_STATUS.get(error.type, 500), error))
 
 
-class MessageEvents:
-    """Writes the events of one stream. At most one block is open at a time."""
+class MessageReply:
+    """Writes one message, whole or as the events of a stream, in which at most one block is open at a time.
+
+    model: its name, as the reply says it.
+    """
 
     def __init__(self, message_id: str, model: str, choice: ChoiceStream, shows_thinking: bool) -> None:
         self._id = message_id
@@ -114,12 +117,21 @@ class MessageEvents:
         # The type of the open block, "" = none is open.
         self._open = ""
 
+    def whole(self, update: SampleUpdate) -> dict[str, object]:
+        """The message of a reply that is not streamed, whose only update this is. Raises the error of a sample that failed or was aborted."""
+        assert update.finish is not None, update
+        content = content_of(self._choice.push(update), self._shows_thinking)
+        reason, sequence = reason_of(update.finish, self._choice)
+        return self._message(content, reason, sequence, usage_of(update.usage, self._choice.num_reasoning_tokens))
+
     def push(self, update: SampleUpdate) -> bytes:
         """The frames of an update: with the first, the beginning of the message, with the last, its end."""
         parts: list[bytes] = []
         if not self._started:
             self._started = True
-            parts.append(self._start(update.usage))
+            usage = SampleUsage(update.usage.prompt_tokens, 0, update.usage.cached_tokens)
+            start = {"type": "message_start", "message": self._message([], None, None, usage_of(usage, 0))}
+            parts.append(frame(b"message_start", encode_json(start)))
         for event in self._choice.push(update):
             match event:
                 case Text(text):
@@ -139,24 +151,25 @@ class MessageEvents:
             self._close_block(parts)
             reason, sequence = reason_of(update.finish, self._choice)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
-            usage = usage_of(update.usage, self._choice.num_reasoning_tokens)
-            end = {"type": "message_delta", "delta": delta, "usage": usage}
+            counts = usage_of(update.usage, self._choice.num_reasoning_tokens)
+            end = {"type": "message_delta", "delta": delta, "usage": counts}
             parts.append(frame(b"message_delta", encode_json(end)))
             parts.append(frame(b"message_stop", b'{"type":"message_stop"}'))
         return b"".join(parts)
 
-    def _start(self, usage: SampleUsage) -> bytes:
-        message: dict[str, object] = {
+    def _message(
+        self, content: list[dict[str, object]], reason: str | None, sequence: str | None, usage: dict[str, object]
+    ) -> dict[str, object]:
+        return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage_of(SampleUsage(usage.prompt_tokens, 0, usage.cached_tokens), 0),
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": usage,
         }
-        return frame(b"message_start", encode_json({"type": "message_start", "message": message}))
 
     def _open_block(self, parts: list[bytes], kind: str, block: bytes) -> None:
         """Open a block, unless the open one is of this type."""

@@ -1,27 +1,54 @@
 """A body of Anthropic's routes as a `Conversation` and as sampling parameters.
 
-Owns the checks of its messages. Pure functions, run in the event loop that serves HTTP.
+Owns the types of blocks, the fields of each, and which are shown to the model as text; the checks of messages; and which tools the model is offered.
+Tools that only the vendor can run, or whose schemas only the vendor's models know, are skipped, because clients send them unasked; so are tools
+that wait for a search (`defer_loading`). The reply says which in the header `x-headrace-skipped-tools`. Pure functions, run in the event loop that
+serves HTTP.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from headrace.errors import ContextLengthError, RequestError
+import msgspec
+
+from headrace.errors import RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.media_kinds import ImageRef, MediaKind
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import field_error, is_empty, without_neutral
 from headrace.sampling.params import SamplingParams
-from headrace.server.anthropic.blocks import block_text, check_block, read_blocks
 from headrace.server.anthropic.protocol import (
+    AnthropicTool,
+    AnthropicToolChoice,
     Block,
     InputMessage,
     MessagesRequest,
     OutputFormatConfig,
     PromptRequest,
+    ThinkingConfig,
 )
-from headrace.server.anthropic.tools import choice_of, tools_of
-from headrace.server.chat.conversation import Conversation, Message, function_call
-from headrace.server.chat.media import asks_for, base64_image, part_of
+from headrace.server.chat.conversation import (
+    Conversation,
+    Message,
+    Tool,
+    ToolChoice,
+    check_choice,
+    check_num_messages,
+    check_tools,
+    function_call,
+    function_tool,
+    missing,
+    text_of,
+    unsupported,
+)
+from headrace.server.chat.parts import (
+    asks_for,
+    base64_image,
+    decoded_text,
+    document,
+    part_of,
+    text_part,
+    written_out,
+)
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""
@@ -31,33 +58,71 @@ _ROLE_OF = {"developer": "system"}
 _CALLERS = (None, "direct", "code_execution_20250825", "code_execution_20260120")
 """Who may have made a call of the history: the model, or a program that it wrote for the vendor's servers to run."""
 
+WRITTEN_OUT = frozenset(
+    {
+        "advisor_tool_result",
+        "bash_code_execution_tool_result",
+        "browser_state",
+        "code_execution_tool_result",
+        "compaction",
+        "container_upload",
+        "fallback",
+        "mcp_tool_listing",
+        "mcp_tool_result",
+        "mcp_tool_use",
+        "server_tool_use",
+        "text_editor_code_execution_tool_result",
+        "tool_addition",
+        "tool_reference",
+        "tool_removal",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    }
+)
+"""Types of blocks that the vendor's servers make, in a conversation that was begun there: shown to the model as text."""
+
+FIELDS_OF_TYPE = {
+    "text": {"text", "citations"},
+    "tool_use": {"id", "name", "input", "caller", "toolset_name"},
+    "tool_result": {"tool_use_id", "content", "is_error", "toolset_name"},
+    "thinking": {"thinking", "signature"},
+    "redacted_thinking": {"data"},
+    MediaKind.IMAGE: {"source"},
+    "document": {"source", "title", "context", "citations"},
+    "search_result": {"source", "title", "content", "citations"},
+}
+"""The fields of each supported type of block, beside those of all types."""
+
+_OF_EVERY_TYPE = {"type", "cache_control"}
+
+Placed = tuple[str, Block]
+"""A block, and before it its place in the request."""
+
 
 def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conversation, list[str]]:
     """The conversation of a request, and the names of the tools that are skipped. Raises RequestError that names the field at fault."""
     messages = _Messages().read(request, context_length)
     tools, skipped = tools_of(request.tools)
     choice, parallel = choice_of(request.tool_choice, tools)
-    thinking = request.thinking
     effort = request.output_config.effort if request.output_config is not None else None
-    thinks: bool | None = False if effort is None else None
-    if thinking is not None:
-        if thinking.type == "enabled" and thinking.budget_tokens is None:
-            raise RequestError("thinking.budget_tokens is missing", "thinking.budget_tokens", "missing_field")
-        if thinking.type != "enabled" and thinking.budget_tokens is not None:
-            raise RequestError("thinking.budget_tokens belongs to the type enabled", "thinking.budget_tokens")
-        if thinking.budget_tokens is not None and thinking.budget_tokens < 0:
-            raise RequestError(
-                f"thinking.budget_tokens must be at least 0, got {thinking.budget_tokens}", "thinking.budget_tokens"
-            )
-        thinks = {"enabled": True, "disabled": False}.get(thinking.type)
+    # Without a word about thinking the model shall not think, unless it is told how much.
+    thinking = request.thinking or ThinkingConfig(type="adaptive" if effort else "disabled")
+    budget, field = thinking.budget_tokens, "thinking.budget_tokens"
+    if thinking.type == "enabled" and budget is None:
+        raise missing(field)
+    if thinking.type != "enabled" and budget is not None:
+        raise RequestError(f"{field} belongs to the type enabled", field)
+    if budget is not None and budget < 0:
+        raise RequestError(f"{field} must be at least 0, got {budget}", field)
     conversation = Conversation(
         messages=messages,
         tools=tools,
         choice=choice,
         parallel=parallel,
         effort=effort,
-        thinking=thinks,
-        thinking_budget=thinking.budget_tokens if thinking is not None else None,
+        thinking={"enabled": True, "disabled": False}.get(thinking.type),
+        thinking_budget=budget,
         budget_is_hint=True,
         continues_last=messages[-1]["role"] == "assistant" and bool(messages[-1]["content"]),
     )
@@ -87,21 +152,20 @@ def _format_of(request: PromptRequest) -> OutputFormatConfig | None:
     return request.output_format if inner is None else inner
 
 
-@dataclass(slots=True)
 class _Messages:
-    """Messages in the form for templates. asked: the calls of the last message with calls, by id, with their names."""
+    """Messages in the form for templates."""
 
-    shown: list[Message] = field(default_factory=list)
-    asked: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.shown: list[Message] = []
+        # The calls of the last message with calls: their names by id.
+        self.asked: dict[str, str] = {}
 
     def read(self, request: PromptRequest, context_length: int) -> list[Message]:
         """All messages of a request, the system prompt first."""
         if not request.messages:
             raise RequestError("messages is empty", "messages")
-        if len(request.messages) > context_length:
-            raise ContextLengthError("messages", context_length, f"there are {len(request.messages)} messages")
-        system = _system_text(request.system)
-        if system:
+        check_num_messages("messages", "messages", len(request.messages), context_length)
+        if system := _system_text(request.system):
             self.shown.append({"role": "system", "content": system})
         for number, message in enumerate(request.messages):
             self._add(f"messages[{number}]", message)
@@ -124,45 +188,44 @@ class _Messages:
             return
         if not content:
             raise RequestError(f"{where}.content is empty", f"{where}.content")
-        places, blocks = read_blocks(f"{where}.content", content)
+        blocks = read_blocks(f"{where}.content", content)
         match role:
             case "assistant":
-                self._add_assistant(places, blocks)
+                self._add_assistant(blocks)
             case "system":
-                self.shown.append({"role": "system", "content": "\n".join(_texts(places, blocks, "system"))})
+                texts = [_text_for(role, place, block) for place, block in blocks]
+                self.shown.append({"role": role, "content": "\n".join(texts)})
             case _:
-                self._add_user(role, places, blocks)
+                self._add_user(role, blocks)
 
-    def _add_user(self, role: str, places: Sequence[str], blocks: Sequence[Block]) -> None:
+    def _add_user(self, role: str, blocks: Sequence[Placed]) -> None:
         """Results of tools come before the text, because templates expect them right after the calls. role: user, or one of the client's own."""
-        others = []
-        for place, block in zip(places, blocks, strict=True):
-            if block.type == "tool_result":
-                self.shown.append(self._result(place, block))
-            else:
-                others.append((place, block))
-        if others:
-            parts = [_user_part(place, block) for place, block in others]
+        self.shown += [self._result(place, block) for place, block in blocks if block.type == "tool_result"]
+        parts = [
+            _image(place, block.source) if block.type == MediaKind.IMAGE else text_part(_text_for("user", place, block))
+            for place, block in blocks
+            if block.type != "tool_result"
+        ]
+        if parts:
             self.shown.append({"role": role, "content": parts})
 
     def _result(self, where: str, block: Block) -> Message:
-        if not block.tool_use_id:
-            raise RequestError(f"{where}.tool_use_id is missing", f"{where}.tool_use_id", "missing_field")
+        call_id = text_of(f"{where}.tool_use_id", block.tool_use_id)
         content = _result_content(f"{where}.content", block.content)
         if block.is_error:
             if isinstance(content, list):
-                content = [{"type": "text", "text": "Error:"}, *content]
+                content = [text_part("Error:"), *content]
             else:
                 content = f"Error: {content}" if content else "Error"
-        named = {"name": self.asked[block.tool_use_id]} if block.tool_use_id in self.asked else {}
-        return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id, **named}
+        named = {"name": self.asked[call_id]} if call_id in self.asked else {}
+        return {"role": "tool", "content": content, "tool_call_id": call_id, **named}
 
-    def _add_assistant(self, places: Sequence[str], blocks: Sequence[Block]) -> None:
+    def _add_assistant(self, blocks: Sequence[Placed]) -> None:
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[Message] = []
         asked: dict[str, str] = {}
-        for place, block in zip(places, blocks, strict=True):
+        for place, block in blocks:
             match block.type:
                 case "text":
                     texts.append(block_text(place, block))
@@ -186,18 +249,18 @@ class _Messages:
 def _system_text(system: str | Sequence[Block] | None) -> str:
     if system is None or isinstance(system, str):
         return system or ""
-    places = [f"system[{place}]" for place in range(len(system))]
-    for place, block in zip(places, system, strict=True):
+    blocks = [(f"system[{place}]", block) for place, block in enumerate(system)]
+    for place, block in blocks:
         check_block(place, block)
-    texts = _texts(places, system, "system")
+    texts = [_text_for("system", place, block) for place, block in blocks]
     return "\n".join(text for text in texts if not text.startswith(ATTRIBUTION))
 
 
-def _texts(places: Sequence[str], blocks: Sequence[Block], role: str) -> list[str]:
-    for place, block in zip(places, blocks, strict=True):
-        if block.type != "text":
-            raise _wrong_role(place, block.type, role)
-    return [block_text(place, block) for place, block in zip(places, blocks, strict=True)]
+def _text_for(role: str, where: str, block: Block) -> str:
+    """The text of a block in a message of this role. Raises RequestError for a block of another type."""
+    if block.type != "text":
+        raise _wrong_role(where, block.type, role)
+    return block_text(where, block)
 
 
 def _wrong_role(where: str, kind: str, role: str) -> RequestError:
@@ -206,26 +269,13 @@ def _wrong_role(where: str, kind: str, role: str) -> RequestError:
 
 def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
     """A call in the history; enters its id into `asked`."""
-    for name in ("id", "name"):
-        if not getattr(block, name):
-            raise RequestError(f"{where}.{name} is missing", f"{where}.{name}", "missing_field")
-    assert block.id is not None and block.name is not None, "checked"  # noqa: PT018
-    if block.id in asked:
-        raise RequestError(f"{where}.id: there are two calls with the id {block.id[:100]!r}", f"{where}.id")
+    call_id, name = text_of(f"{where}.id", block.id), text_of(f"{where}.name", block.name)
+    if call_id in asked:
+        raise RequestError(f"{where}.id: there are two calls with the id {call_id[:100]!r}", f"{where}.id")
     if not (is_empty(block.caller) or (isinstance(block.caller, dict) and block.caller.get("type") in _CALLERS)):
-        raise RequestError(
-            f"{where}.caller: only calls by the model itself are supported", f"{where}.caller", "unsupported_parameter"
-        )
-    asked[block.id] = block.name
-    return function_call(block.id, block.name, block.input)
-
-
-def _user_part(where: str, block: Block) -> Message:
-    """A part of what the user says: text or an image."""
-    if block.type == MediaKind.IMAGE:
-        return _image(where, block.source)
-    (text,) = _texts([where], [block], "user")
-    return {"type": "text", "text": text}
+        raise unsupported(f"{where}.caller", f"{where}.caller: only calls by the model itself are supported")
+    asked[call_id] = name
+    return function_call(call_id, name, block.input)
 
 
 def _image(where: str, source: object) -> Message:
@@ -236,11 +286,7 @@ def _image(where: str, source: object) -> Message:
         case {"type": "url", "url": str(url), **others} if url and not asks_for(others):
             return part_of(ImageRef(url=url))
         case {"type": "file"}:
-            raise RequestError(
-                f"{where}.source: there are no files here; send base64 or url",
-                f"{where}.source",
-                "unsupported_parameter",
-            )
+            raise unsupported(f"{where}.source", f"{where}.source: there are no files here; send base64 or url")
         case _:
             raise RequestError(
                 f'{where}.source must be {{"type": "base64", "media_type": ..., "data": ...}} or {{"type": "url", "url": ...}}',
@@ -254,19 +300,138 @@ def _result_content(where: str, content: object) -> str | list[Message]:
         return content or ""
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or a list of blocks", where)
-    places, blocks = read_blocks(where, content)
-    for place, block in zip(places, blocks, strict=True):
+    blocks = read_blocks(where, content)
+    for place, block in blocks:
         if block.type not in ("text", MediaKind.IMAGE):
-            raise RequestError(
-                f"{place}: blocks of type {block.type[:50]!r} are not supported yet in the result of a tool",
-                f"{place}.type",
-                "unsupported_parameter",
+            message = f"{place}: blocks of type {block.type[:50]!r} are not supported yet in the result of a tool"
+            raise unsupported(f"{place}.type", message)
+    if all(block.type == "text" for _, block in blocks):
+        return "\n".join(block_text(place, block) for place, block in blocks)
+    return [
+        _image(place, block.source) if block.type == MediaKind.IMAGE else text_part(block_text(place, block))
+        for place, block in blocks
+    ]
+
+
+def read_blocks(where: str, given: Sequence[object]) -> list[Placed]:
+    """The blocks of a content; what is shown as text is a block of text. Raises RequestError that names the place."""
+    placed: list[Placed] = []
+    for number, one in enumerate(given):
+        place = f"{where}[{number}]"
+        placed += [(place, block) for block in _read(place, one)]
+    return placed
+
+
+def _read(where: str, given: object) -> list[Block]:
+    if not isinstance(given, dict):
+        raise RequestError(f"{where} must be an object", where)
+    if given.get("type") in WRITTEN_OUT:
+        return [Block(type="text", text=written_out(where, given))]
+    block = _decoded(where, given)
+    check_block(where, block)
+    match block.type:
+        case "document":
+            return _document(where, block)
+        case "search_result":
+            if not isinstance(block.content, list):
+                raise RequestError(f"{where}.content must be a list of blocks of text", f"{where}.content")
+            text = "\n".join(block_text(place, one) for place, one in read_blocks(f"{where}.content", block.content))
+            return [Block(type="text", text=document("search_result", text, title=block.title, source=block.source))]
+        case _:
+            return [block]
+
+
+def _decoded(where: str, given: Mapping[str, object]) -> Block:
+    try:
+        try:
+            return msgspec.convert(given, Block)
+        except msgspec.ValidationError:
+            return msgspec.convert(without_neutral(given, Block), Block)
+    except msgspec.ValidationError as error:
+        found = field_error(str(error), Block)
+        name = f"{where}.{found.param}" if found.param else where
+        message = found.message.replace(found.param, name, 1) if found.param else f"{where}: {found.message}"
+        raise RequestError(message, name, found.code) from None
+
+
+def check_block(where: str, block: Block) -> None:
+    """Raises RequestError for a block of another type, or with fields of another type."""
+    known = FIELDS_OF_TYPE.get(block.type)
+    if known is None:
+        raise unsupported(f"{where}.type", f"{where}: blocks of type {block.type[:50]!r} are not supported yet")
+    for name in block.__struct_fields__:
+        if name not in known and name not in _OF_EVERY_TYPE and not is_empty(getattr(block, name)):
+            raise RequestError(f"{where}.{name} does not belong to a block of type {block.type}", f"{where}.{name}")
+
+
+def block_text(where: str, block: Block) -> str:
+    """The text of a block of text. Raises RequestError if it has none."""
+    if block.text is None:
+        raise missing(f"{where}.text")
+    return block.text
+
+
+def _document(where: str, block: Block) -> list[Block]:
+    """A document as text; its images, if it is made of blocks, follow it."""
+    images: list[Block] = []
+    match block.source:
+        case {"type": "text", "data": str(text)}:
+            pass
+        case {"type": "base64", "data": str(data)} if (found := decoded_text(data)) is not None:
+            text = found
+        case {"type": "content", "content": str(text)}:
+            pass
+        case {"type": "content", "content": list(inner)}:
+            blocks = read_blocks(f"{where}.source.content", inner)
+            images = [one for _, one in blocks if one.type == MediaKind.IMAGE]
+            text = "\n".join(block_text(place, one) for place, one in blocks if one.type != MediaKind.IMAGE)
+        case _:
+            raise unsupported(
+                f"{where}.source",
+                f"{where}.source: of documents only their text is read here; send it as "
+                '{"type": "text", "media_type": "text/plain", "data": ...}',
             )
-    if any(block.type == MediaKind.IMAGE for block in blocks):
-        return [
-            _image(place, block.source)
-            if block.type == MediaKind.IMAGE
-            else {"type": "text", "text": block_text(place, block)}
-            for place, block in zip(places, blocks, strict=True)
-        ]
-    return "\n".join(block_text(place, block) for place, block in zip(places, blocks, strict=True))
+    shown = document("document", text, title=block.title, context=block.context)
+    return [Block(type="text", text=shown), *images]
+
+
+def tools_of(tools: Sequence[AnthropicTool] | None) -> tuple[tuple[Tool, ...], list[str]]:
+    """The tools for the model, and the names of those that are skipped. Raises RequestError that names the invalid one."""
+    found: list[Tool] = []
+    skipped: list[str] = []
+    for number, tool in enumerate(tools or ()):
+        if tool.type not in (None, "", "custom"):
+            skipped.append(tool.name or tool.type)
+        elif tool.defer_loading:
+            skipped.append(tool.name or "")
+        else:
+            found.append(_tool(f"tools[{number}]", tool))
+    check_tools("tools", found)
+    return tuple(found), skipped
+
+
+def _tool(where: str, tool: AnthropicTool) -> Tool:
+    if tool.input_schema is None:
+        raise missing(f"{where}.input_schema")
+    for caller in tool.allowed_callers or ():
+        if caller != "direct":
+            place = f"{where}.allowed_callers"
+            raise unsupported(place, f"{place}: {caller[:50]!r} is not supported, only 'direct'")
+    made = function_tool(where, tool.name, tool.description, tool.input_schema, tool.strict is True)
+    if not tool.input_examples:
+        return made
+    function = {**made.function, "input_examples": tool.input_examples}
+    return replace(made, definition={"type": "function", "function": function})
+
+
+def choice_of(choice: AnthropicToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoice, bool]:
+    """`tool_choice`, and whether several calls are allowed. Raises RequestError."""
+    if choice is None:
+        return ToolChoice(), True
+    if choice.type == "tool" and not choice.name:
+        raise missing("tool_choice.name")
+    if choice.type != "tool" and choice.name:
+        raise RequestError("tool_choice.name belongs to the type tool", "tool_choice.name")
+    found = ToolChoice(choice.type if choice.type in ("auto", "none") else "required", choice.name or None)
+    check_choice("tool_choice", found, tools)
+    return found, choice.disable_parallel_tool_use is not True

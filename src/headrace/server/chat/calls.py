@@ -1,36 +1,42 @@
 """From a conversation to a call of the engine, and to the reader of its output.
 
-Owns what tools, reasoning and the requested grammar mean for the sampling of a reply. Every chat API uses it. Rendering and tokenizing run in a
-thread; the rest in the event loop that serves HTTP.
+Owns what tools, reasoning and the requested grammar mean for the sampling of a reply: the model's own way to write calls, joined with the grammar
+that the request asks for, around its reasoning. Every chat API uses it. `chat_call` and `ChatCall` run in the event loop that serves HTTP; all
+else is pure, and runs in the thread that renders and tokenizes.
 """
 
-import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
+from headrace.grammar.schema_walk import with_one_of_as_any_of
+from headrace.messages.bodies import is_empty
+from headrace.messages.grammar import GrammarKind
 from headrace.messages.outputs import FinishReason
-from headrace.messages.requests import GenerateReqInput
-from headrace.parsers.call_grammar import binds_texts
+from headrace.messages.requests import CONTEXT_TOKENS, GenerateReqInput
+from headrace.parsers.call_grammar import CallGrammar, Named, binds_texts, call_grammar
 from headrace.parsers.engine import OutputParser
-from headrace.parsers.registry import OutputFormat
-from headrace.sampling.params import SamplingParams
+from headrace.parsers.registry import OutputFormat, reasoning_tokens
+from headrace.sampling.grammar_fields import GRAMMAR_KINDS, json_value
+from headrace.sampling.params import SamplingParams, ThinkingBudget
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
-from headrace.server.chat.media import media_renamed
-from headrace.server.chat.prompt import ChatPrompt, chat_prompt
-from headrace.server.chat.reply_grammar import BoundReply, bound_reply
-from headrace.server.chat.thinking import cannot_end, check_reasoning, with_thinking_budget
+from headrace.server.chat.prompt import ChatPrompt, chat_prompt, media_renamed
 from headrace.server.context import Asker, ServingContext
-from headrace.server.output_limit import OutputLimit
+from headrace.server.notes import OutputLimit
 
-CONTEXT_TOKENS = 8
-"""Tokens at the end of a prompt on which the text of the first output tokens may depend."""
+_BUDGET = "thinking_budget"
+
+_FORBIDDEN = -100.0
+"""The bias of tokens that must not come, the least that is allowed."""
+
+_FREE_KINDS: tuple[GrammarKind, ...] = ("ebnf", "lark")
+"""Grammars that cannot be part of another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +59,20 @@ class ChatCall:
 
     def notes(self, limit: str, budget: str) -> list[str]:
         """What is not honoured as it stands, for the reply's header. limit, budget: what the API calls the limits of output and of reasoning."""
-        shows_lark = any(tool.lark for tool in self.conversation.tools) and not (
-            self.format is not None and binds_texts(self.format)
-        )
-        return [
-            *self.limit.notes(limit),
-            *([budget] if self.drops_budget else ()),
-            *(["tools.format"] if shows_lark else ()),
-        ]
+        notes = self.limit.notes(limit)
+        if self.drops_budget:
+            notes.append(budget)
+        if any(tool.lark for tool in self.conversation.tools) and not (self.format and binds_texts(self.format)):
+            notes.append("tools.format")
+        return notes
 
     def choice(self) -> ChoiceStream:
         """The reader of one choice."""
         if self.format is None:
             return ChoiceStream(None, None)
-        reads_reasoning = self.conversation.splits_reasoning
-        parser = _parser(self.format, self.conversation, self.prompt, reads_reasoning, self.by_grammar)
+        parser = _parser(
+            self.format, self.conversation, self.prompt, self.conversation.splits_reasoning, self.by_grammar
+        )
         pieces = TokenPieces(
             self.context.model.tokenizer,
             self.format.mark_ids,
@@ -122,32 +127,35 @@ async def chat_call(
     """
     output_format = _format(context, conversation)
     budget = conversation.thinking_budget
-    if conversation.budget_is_hint and (output_format is None or not output_format.has_reasoning):
+    if budget is not None and (output_format is None or not output_format.has_reasoning):
+        if not conversation.budget_is_hint:
+            message = f"{_BUDGET}: this server does not know how the model ends its reasoning, see --reasoning-parser"
+            raise RequestError(message, _BUDGET)
         budget = None  # a model that does not reason stays within every budget
-    if budget is not None:
-        check_reasoning(output_format)
 
     def prepared() -> tuple[ChatPrompt, BoundReply, bool]:
         prompt = chat_prompt(context, conversation)
         if shorten is not None:
             shorter = shorten(prompt.ids)
             if prompt.media and len(shorter) < len(prompt.ids):
-                raise RequestError(
-                    "truncate_prompt_tokens: a prompt with media cannot be cut",
-                    "truncate_prompt_tokens",
-                )
-            prompt = dataclasses.replace(prompt, ids=shorter)
+                message = "truncate_prompt_tokens: a prompt with media cannot be cut"
+                raise RequestError(message, "truncate_prompt_tokens")
+            prompt = replace(prompt, ids=shorter)
         if output_format is None:
             return prompt, BoundReply(sampling), False
-        prompt = prompt.with_marks(output_format.mark_ids)
+        prompt = replace(prompt, marks=tuple(i for i in prompt.ids if i in output_format.mark_ids))
         start = _parser(output_format, conversation, prompt, reads_reasoning=True)
         bound = bound_reply(sampling, conversation, output_format, start, prompt.tail)
         if budget is None:
             return prompt, bound, False
-        limited = with_thinking_budget(bound.sampling, budget, output_format, start, context.model.tokenizer)
-        if limited is None and not conversation.budget_is_hint:
-            raise cannot_end()
-        return prompt, BoundReply(limited or bound.sampling, bound.by_grammar), limited is None
+        found = reasoning_tokens(output_format, lambda text: context.model.tokenizer.encode(text, False, True))
+        if found is None:
+            if not conversation.budget_is_hint:
+                message = f"{_BUDGET}: this model's reasoning does not end with a token of its own"
+                raise RequestError(message, _BUDGET)
+            return prompt, bound, True
+        limit = ThinkingBudget(num_tokens=budget, is_open=start.is_reasoning, **found._asdict())
+        return prompt, replace(bound, sampling=msgspec.structs.replace(bound.sampling, thinking_budget=limit)), False
 
     prompt, bound, drops_budget = await context.in_text_thread(prepared)
     params = bound.sampling
@@ -176,7 +184,7 @@ def _parser(
         tools=[tool.function for tool in conversation.tools],
         prompt_ids=prompt.marks,
         prompt_text=prompt.tail,
-        reads_tools=bool(conversation.tools) and conversation.choice.mode != "none",
+        reads_tools=conversation.may_call,
         reads_reasoning=reads_reasoning,
         num_calls_before=conversation.num_calls_before,
         by_text=by_grammar,
@@ -186,7 +194,122 @@ def _parser(
 def _format(context: ServingContext, conversation: Conversation) -> OutputFormat | None:
     """How the model writes what is not text, if the reply may hold that. Raises RequestError for tools that nobody could read."""
     found = context.model.output_format
-    calls = bool(conversation.tools) and conversation.choice.mode != "none"
-    if calls and (found is None or not found.has_tools):
+    if conversation.may_call and (found is None or not found.has_tools):
         raise RequestError("tools: tool calls are disabled (--tool-call-parser none)", "tools")
     return found if conversation.tools or (found is not None and found.has_reasoning) else None
+
+
+@dataclass(frozen=True, slots=True)
+class BoundReply:
+    """sampling: with what the output must match. by_grammar: a grammar that was made here binds it, so marks may come as text, too."""
+
+    sampling: SamplingParams
+    by_grammar: bool = False
+
+
+def bound_reply(
+    sampling: SamplingParams, conversation: Conversation, output_format: OutputFormat, start: OutputParser, prompt: str
+) -> BoundReply:
+    """The sampling parameters with what `tool_choice`, `strict` and reasoning ask of the output.
+
+    start: a parser at the beginning of the output. prompt: the end of its text. Raises RequestError for what cannot be combined.
+    """
+    kind = next((kind for kind in GRAMMAR_KINDS if not is_empty(getattr(sampling, kind))), None)
+    if sampling.grammar_after:
+        if conversation.choice.mode == "required":
+            raise RequestError("grammar_after cannot be combined with a required tool call", "grammar_after")
+        return BoundReply(sampling)
+    reasoning = output_format.reasoning
+    ends_reasoning = next((text for text in reasoning.closes if text in output_format.special), "") if reasoning else ""
+    # Where the prompt has opened the reasoning, the grammar begins behind its end, or has it in itself; else the model may open it.
+    after = ends_reasoning if start.is_reasoning else ""
+    opens_reasoning = not start.is_reasoning and not _has_closed(output_format, prompt)
+    in_reasoning = start.is_reasoning and not after
+    bound = _calls_and_content(sampling, kind, conversation, output_format, opens_reasoning, in_reasoning)
+    if bound is None:
+        return BoundReply(msgspec.structs.replace(sampling, grammar_after=after) if kind and after else sampling)
+    if bound.forbidden_ids:
+        bias = {str(token_id): _FORBIDDEN for token_id in bound.forbidden_ids}
+        sampling = msgspec.structs.replace(sampling, logit_bias={**(sampling.logit_bias or {}), **bias})
+    if not bound.structural_tag:
+        return BoundReply(sampling)
+    without: dict[str, Any] = dict.fromkeys(GRAMMAR_KINDS)
+    tag = bound.structural_tag
+    return BoundReply(
+        msgspec.structs.replace(sampling, **without | {"structural_tag": tag, "grammar_after": after or None}), True
+    )
+
+
+def _calls_and_content(
+    sampling: SamplingParams,
+    kind: GrammarKind | None,
+    conversation: Conversation,
+    output_format: OutputFormat,
+    opens_reasoning: bool,
+    in_reasoning: bool,
+) -> CallGrammar | None:
+    """What binds the output; None = nothing, or the request's own grammar as it is."""
+    choice, tools, may_call = conversation.choice, conversation.tools, conversation.may_call
+    content = None
+    if kind is not None and choice.mode != "required":
+        beside_reasoning = in_reasoning or (opens_reasoning and output_format.has_reasoning)
+        if not may_call and not beside_reasoning:
+            return None
+        if kind in _FREE_KINDS:
+            if may_call:
+                raise RequestError(
+                    f"{kind} cannot be combined with tools that may be called: use tool_choice none, or another kind of grammar",
+                    kind,
+                )
+            if in_reasoning:
+                raise RequestError(
+                    f"{kind} cannot be combined with this model's reasoning: switch that off, or use another kind of grammar",
+                    kind,
+                )
+            return None
+        content = _content(sampling, kind)
+    if not tools and content is None:
+        return None
+    return call_grammar(
+        output_format,
+        [tool.function if tool.strict else _loose(tool.function) for tool in tools],
+        Named(choice.name) if choice.name is not None else choice.mode,
+        parallel=conversation.parallel,
+        strict_names={tool.name for tool in tools if tool.strict},
+        opens_reasoning=opens_reasoning,
+        in_reasoning=in_reasoning,
+        content=content,
+        inputs={tool.name: tool.lark for tool in tools if tool.lark},
+    )
+
+
+def _loose(function: Mapping[str, object]) -> Mapping[str, object]:
+    """A function that is not strict, as grammars read it."""
+    parameters = function.get("parameters")
+    return {**function, "parameters": with_one_of_as_any_of(parameters)} if isinstance(parameters, dict) else function
+
+
+def _content(sampling: SamplingParams, kind: GrammarKind) -> dict[str, Any]:
+    """The request's grammar as a format of a structural tag. Raises RequestError."""
+    match kind:
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json_value(kind, sampling.json_schema)}
+        case "regex":
+            return {"type": "regex", "pattern": sampling.regex}
+        case "choice":
+            texts = [{"type": "const_string", "value": text} for text in sampling.choice or ()]
+            return texts[0] if len(texts) == 1 else {"type": "or", "elements": texts}
+        case _:
+            tag = json_value(kind, sampling.structural_tag)
+            found = tag.get("format") if isinstance(tag, dict) else None
+            if not isinstance(found, dict):
+                raise RequestError(
+                    "structural_tag: only one with a `format` can be combined with tools or reasoning", "structural_tag"
+                )
+            return found
+
+
+def _has_closed(output_format: OutputFormat, prompt: str) -> bool:
+    """Whether the prompt ends with reasoning that is complete, as templates write it to switch reasoning off."""
+    reasoning = output_format.reasoning
+    return reasoning is not None and prompt.rstrip().endswith(tuple(reasoning.closes))

@@ -1,7 +1,6 @@
 """A conversation as every chat API means it: messages, tools, and what the reply may be.
 
-Owns these types, the checks that all APIs share, and the form in which templates read messages and tools. The APIs make it from their own
-requests; `prompt` renders it. Pure functions; any thread.
+Owns these types, the checks that all APIs share, and the form in which templates read messages and tools. Pure functions; any thread.
 
 Messages are dicts with the keys of chat templates: `role` (`ROLES`, or one of the client's own), `content` (text, or a list of
 `{"type": "text", "text": ...}`), `reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, where the
@@ -11,11 +10,11 @@ arguments are an object), `tool_call_id` and `name`.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import RequestError
+from headrace.errors import ContextLengthError, RequestError
 
 MAX_TOOLS = 1024
 """Most tools of a request."""
@@ -29,7 +28,7 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 NOT_AN_OBJECT = "invalid_arguments"
 """Where an object has the text of a call's arguments that are none themselves (the model was cut off, or erred)."""
 
-Message = dict[str, object]
+Message = dict[str, Any]
 
 _NAME = re.compile(r"[^\s\"'<>{}\\\x00-\x1f]+")
 
@@ -46,15 +45,14 @@ class Tool:
     name: str
     parameters: Mapping[str, object] | None
     strict: bool
-    definition: Mapping[str, object]
+    definition: Mapping[str, Any]
     is_custom: bool = False
     lark: str = ""
 
     @property
     def function(self) -> Mapping[str, object]:
         """`definition` without its wrapper."""
-        function = self.definition["function"]
-        assert isinstance(function, dict), "made by `function_tool`"
+        function: Mapping[str, object] = self.definition["function"]
         return function
 
 
@@ -64,6 +62,21 @@ class ToolChoice:
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
+
+
+def plain_choice(choice: object) -> ToolChoice | None:
+    """The choice that a word makes, or no choice at all; None if it is something else."""
+    match choice:
+        case None | "" | "auto":
+            return ToolChoice()
+        case "none":
+            return ToolChoice("none")
+        case "required":
+            return ToolChoice("required")
+        case dict() if not choice:
+            return ToolChoice()
+        case _:
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,20 +103,60 @@ class Conversation:
     continues_last: bool = False
 
     @property
+    def may_call(self) -> bool:
+        """Whether the reply may have tool calls."""
+        return bool(self.tools) and self.choice.mode != "none"
+
+    @property
     def custom_names(self) -> frozenset[str]:
-        """Names of the tools that take a text."""
         return frozenset(tool.name for tool in self.tools if tool.is_custom)
 
     @property
     def num_calls_before(self) -> int:
-        """Tool calls in the messages."""
         return sum(len(calls_of(message)) for message in self.messages)
+
+
+def missing(where: str) -> RequestError:
+    """The refusal of a request without its field `where`."""
+    return RequestError(f"{where} is missing", where)
+
+
+def unsupported(where: str, message: str) -> RequestError:
+    """The refusal of a request whose field `where` asks for something that this server does not do."""
+    return RequestError(message, where, "unsupported_parameter")
+
+
+def text_of(where: str, value: object) -> str:
+    """A field that must be a text with at least one character. Raises RequestError."""
+    if not isinstance(value, str) or not value:
+        raise missing(where)
+    return value
+
+
+def object_of(where: str, value: object) -> dict[str, object]:
+    """A field that must be an object. Raises RequestError."""
+    if not isinstance(value, dict):
+        raise missing(where)
+    return value
+
+
+def text_or_none(where: str, value: object) -> str | None:
+    """A field that may be a text. Raises RequestError."""
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{where} must be a string", where)
+    return value
+
+
+def check_num_messages(field: str, what: str, count: int, context_length: int) -> None:
+    """Raises ContextLengthError for more messages than the context has tokens. what: their name."""
+    if count > context_length:
+        raise ContextLengthError(field, context_length, f"there are {count} {what}")
 
 
 def calls_of(message: Message) -> list[Message]:
     """The tool calls of a message, none if it has none."""
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) else []
+    calls: list[Message] = message.get("tool_calls") or []
+    return calls
 
 
 def function_tool(
@@ -118,24 +171,19 @@ def function_tool(
 
     Raises RequestError that names `where`, its place in the request.
     """
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.name is missing", f"{where}.name")
+    name = text_of(f"{where}.name", name)
     if len(name) > MAX_NAME_CHARS:
         raise RequestError(f"{where}.name has {len(name)} characters, at most {MAX_NAME_CHARS}", f"{where}.name")
     if not _NAME.fullmatch(name):
         raise RequestError(
             f"{where}.name {name!r}: spaces, quotes, braces and angle brackets are not allowed", f"{where}.name"
         )
-    if description is not None and not isinstance(description, str):
-        raise RequestError(f"{where}.description must be a string", f"{where}.description")
+    description = text_or_none(f"{where}.description", description)
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"{where}.parameters must be a JSON schema (an object)", f"{where}.parameters")
     if function is None:
-        function = {"name": name}
-        if description is not None:
-            function["description"] = description
-        if parameters is not None:
-            function["parameters"] = parameters
+        given = {"name": name, "description": description, "parameters": parameters}
+        function = {key: value for key, value in given.items() if value is not None}
     return Tool(name, parameters, strict, {"type": "function", "function": dict(function)})
 
 
@@ -163,11 +211,10 @@ def check_choice(field: str, choice: ToolChoice, tools: Sequence[Tool]) -> None:
 
 def allowed_tools(field: str, names: Sequence[str], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     """The tools with these names, the only ones that the model is offered. Raises RequestError for a name that no tool has."""
-    known = {tool.name for tool in tools}
+    known, allowed = {tool.name for tool in tools}, frozenset(names)
     for name in names:
         if name not in known:
             raise RequestError(f"{field}: there is no tool called {name[:100]!r} among the tools", field)
-    allowed = frozenset(names)
     return tuple(tool for tool in tools if tool.name in allowed)
 
 
@@ -197,11 +244,7 @@ def check_history(field: str, messages: Sequence[Message]) -> None:
                     if call_id in asked:
                         shown = f"{where}.tool_calls[{place}].id"
                         raise RequestError(f"{shown}: there are two calls with the id {call_id[:100]!r}", shown)
-                    function = call["function"]
-                    assert isinstance(function, dict), "made by `function_call`"
-                    asked[call_id] = str(function["name"])
-            case _:
-                pass
+                    asked[call_id] = str(call["function"]["name"])
 
 
 def is_unasked(messages: Sequence[Message]) -> list[bool]:
@@ -236,14 +279,12 @@ def arguments_of(given: object) -> dict[str, object]:
 
 def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     """The same for templates that expect the arguments of calls as JSON."""
-    return [_arguments_as_text(message) if calls_of(message) else message for message in messages]
 
+    def as_text(call: Message) -> Message:
+        arguments = msgspec.json.encode(call["function"]["arguments"]).decode()
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
-def _arguments_as_text(message: Message) -> Message:
-    calls = []
-    for call in calls_of(message):
-        function = call["function"]
-        assert isinstance(function, dict), "made by `function_call`"
-        arguments = msgspec.json.encode(function["arguments"]).decode()
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls}
+    return [
+        {**message, "tool_calls": [as_text(call) for call in calls_of(message)]} if calls_of(message) else message
+        for message in messages
+    ]

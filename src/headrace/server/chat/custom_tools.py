@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from headrace.errors import RequestError
-from headrace.server.chat.conversation import Message, Tool, function_call, function_tool
+from headrace.server.chat.conversation import Message, Tool, function_call, function_tool, text_of
 
 INPUT = "input"
 """Name of the parameter."""
@@ -47,11 +47,10 @@ def _grammar(where: str, form: object) -> tuple[str, str] | None:
             assert isinstance(grammar, Mapping), "matched"
         case _:
             raise RequestError(f'{where}.type must be "text" or "grammar"', f"{where}.type")
-    syntax, definition = grammar.get("syntax"), grammar.get("definition")
+    syntax = grammar.get("syntax")
     if syntax not in ("regex", "lark"):
         raise RequestError(f'{where}.syntax must be "regex" or "lark"', f"{where}.syntax")
-    if not isinstance(definition, str) or not definition:
-        raise RequestError(f"{where}.definition is missing", f"{where}.definition")
+    definition = text_of(f"{where}.definition", grammar.get("definition"))
     if syntax == "regex" and _closes_what_it_has_not_opened(definition):
         raise RequestError(f"{where}.definition: a parenthesis is closed that is not open", f"{where}.definition")
     return syntax, definition
@@ -103,13 +102,9 @@ class InputReader:
         """The next piece of the arguments; returns what it adds to the input."""
         if self._state == "opening":
             text = self._open(text)
-        match self._state:
-            case "string":
-                return self._read(text)
-            case "raw":
-                return text
-            case _:
-                return ""
+        if self._state == "string":
+            return self._read(text)
+        return text if self._state == "raw" else ""
 
     def finish(self) -> str:
         """The end of the arguments: returns what was held back."""
@@ -139,14 +134,15 @@ class InputReader:
             at = found.start()
             if text[at] == '"':
                 self._state = "after"
-                return "".join(parts)
+                break
             meant, end = _unescaped(text, at)
             if end == at:
                 self._held = text[at:]
-                return "".join(parts)
+                break
             parts.append(meant)
             at = end
-        parts.append(text[at:])
+        else:
+            parts.append(text[at:])
         return "".join(parts)
 
 

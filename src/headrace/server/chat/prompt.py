@@ -1,18 +1,20 @@
 """Renders and tokenizes a conversation.
 
-Owns how messages and tools are given to the model's chat template, also to one that knows no tools. Plain computation, in a thread.
+Owns how messages, their media and tools are given to the model's chat template, also to one that knows no tools, or takes text only. Plain
+computation, in a thread.
 """
 
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from itertools import islice
+from typing import Any
 
 from headrace.errors import RequestError
 from headrace.media_kinds import NO_REFS, MediaKind, MediaRefs
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import (
     ROLES,
     Conversation,
@@ -20,13 +22,16 @@ from headrace.server.chat.conversation import (
     Tool,
     calls_of,
     is_unasked,
+    unsupported,
     with_arguments_as_text,
 )
-from headrace.server.chat.media import MediaMarks, is_media, media_in, media_renamed, without_values
+from headrace.server.chat.parts import media_kind, text_part
 from headrace.server.context import Asker, ServingContext
 from headrace.text.batch_tokenizer import refuse_too_long
 from headrace.text.chat_templates import RESERVED_KWARGS, ChatTemplate
-from headrace.text.tokenizers import RenderedPrompt
+from headrace.text.tokenizers import RenderedPrompt, Segment
+
+_PRIVATE_USE = range(0x100000, 0x10FFFE)
 
 TAIL_CHARS = 64
 """Characters of a prompt's end that say whether its reasoning is open."""
@@ -47,7 +52,6 @@ class ChatPrompt:
 
     @property
     def tail(self) -> str:
-        """The end of the text."""
         return self.text[-TAIL_CHARS:]
 
     async def ids_with_media(self, context: ServingContext, asker: Asker) -> list[int]:
@@ -59,10 +63,6 @@ class ChatPrompt:
         except RequestError as error:
             raise media_renamed(error) from None
 
-    def with_marks(self, mark_ids: frozenset[int]) -> Self:
-        """The same with the marks among `mark_ids`."""
-        return replace(self, marks=tuple(token_id for token_id in self.ids if token_id in mark_ids))
-
 
 def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatPrompt:
     """The prompt of a conversation. Raises RequestError, also when the model has no chat template."""
@@ -71,12 +71,10 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
     if template is None:
         raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
     tools = [tool.definition for tool in conversation.tools]
-    context.check_text_length(
-        "messages", _num_chars(conversation.messages) + sum(map(_num_tool_chars, conversation.tools))
-    )
+    context.check_text_length("messages", sum(map(len, _texts([*conversation.messages, *tools]))))
     kwargs = _template_kwargs(template, conversation)
 
-    def encoded(messages: Sequence[Message], keep_parts: bool, marks: MediaMarks | None = None) -> ChatPrompt:
+    def encoded(messages: Sequence[Message], keep_parts: bool, marks: MediaMarks | None) -> ChatPrompt:
         messages, shown_tools = [_for_template(message, keep_parts) for message in messages], tools
         if (tools or any(map(calls_of, messages))) and not template.uses_tools:
             messages, shown_tools = _written_out(messages, conversation.tools), []
@@ -99,16 +97,12 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
 
     media = media_in(conversation.messages)
     if not media:
-        return encoded(conversation.messages, template.content_parts)
+        return encoded(conversation.messages, template.content_parts, None)
     return replace(_with_media(context, conversation.messages, media, template, encoded), media=media)
 
 
-class _Encoded(Protocol):
-    """Renders messages, as parts or as texts, and tokenizes what comes out."""
-
-    def __call__(
-        self, messages: Sequence[Message], keep_parts: bool, marks: MediaMarks | None = None
-    ) -> ChatPrompt: ...
+_Encoded = Callable[[Sequence[Message], bool, "MediaMarks | None"], ChatPrompt]
+"""Renders messages, as parts or as texts, and tokenizes what comes out."""
 
 
 def _with_media(
@@ -131,11 +125,11 @@ def _with_media(
         return None
 
     if template.content_parts:
-        prompt = encoded(without_values(messages), keep_parts=True)
+        prompt = encoded(_replaced(messages, lambda kind: {"type": kind.value}), True, None)
         if missing(prompt) is None:
             return prompt
     marks = MediaMarks.beside(messages, tokens)
-    prompt = encoded(marks.as_text(messages), keep_parts=False, marks=marks)
+    prompt = encoded(marks.as_text(messages), False, marks)
     if (lost := missing(prompt)) is not None:
         kind, found = lost
         raise RequestError(
@@ -143,6 +137,68 @@ def _with_media(
             "messages",
         )
     return prompt
+
+
+def media_in(messages: Iterable[Message]) -> MediaRefs:
+    """The media of messages, each kind in its order."""
+    contents = (content for message in messages if isinstance(content := message.get("content"), list))
+    return MediaRefs.by_kind(part[kind] for content in contents for part in content if (kind := media_kind(part)))
+
+
+def _replaced(messages: Sequence[Message], shown: Callable[[MediaKind], Message]) -> list[Message]:
+    """The messages with other parts in place of media."""
+
+    def of_message(message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, list) or not any(map(media_kind, content)):
+            return message
+        return message | {"content": [shown(kind) if (kind := media_kind(part)) else part for part in content]}
+
+    return [of_message(message) for message in messages]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaMarks:
+    """Characters that occur in no text, in place of media. tokens: of each kind the character, and the text of the token that stands for an item."""
+
+    tokens: Mapping[MediaKind, tuple[str, str]]
+
+    @classmethod
+    def beside(cls, messages: Sequence[Message], tokens: Mapping[MediaKind, str]) -> "MediaMarks":
+        """Marks that are not in these messages. Raises RequestError if they use all characters that could be one."""
+        used = set().union(*map(set, _texts([*messages])))
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+        marks = list(islice(free, len(tokens)))
+        if len(marks) < len(tokens):
+            raise RequestError("the messages use up the private-use characters of Unicode", "messages")
+        return cls({kind: (mark, token) for mark, (kind, token) in zip(marks, tokens.items(), strict=True)})
+
+    def as_text(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with parts of text in place of media."""
+        return _replaced(messages, lambda kind: text_part(self.tokens[kind][0]))
+
+    def replaced(self, rendered: RenderedPrompt) -> RenderedPrompt:
+        """A prompt with the tokens in place of the marks, as if the template had written them."""
+        tokens = dict(self.tokens.values())
+        pattern = re.compile(f"([{''.join(tokens)}])")
+        segments: list[Segment] = []
+        for segment in rendered.segments:
+            for text in filter(None, pattern.split(segment.text)):
+                is_mark = text in tokens
+                segments.append(Segment(tokens[text] if is_mark else text, is_mark or segment.template))
+        return RenderedPrompt("".join(segment.text for segment in segments), tuple(segments))
+
+
+def media_renamed(error: RequestError) -> RequestError:
+    """An error of the engine about `image_data` and so on, as one about the media of messages; any other as it is."""
+    kind = next((kind for kind in MediaKind if error.param == kind.field), None)
+    if kind is not None:
+        one, error.param = kind.one, "messages"
+        error.message = re.sub(
+            rf"^{kind.field}\[(\d+)\]", lambda found: f"{one} {int(found[1]) + 1} of the messages", error.message
+        )
+        error.message = re.sub(rf"^{kind.field}\b", "messages", error.message)
+    return error
 
 
 def _first_rendered(
@@ -225,7 +281,7 @@ def _joined_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _parts(content: object) -> list[Any]:
-    return content if isinstance(content, list) else [{"type": "text", "text": str(content or "")}]
+    return content if isinstance(content, list) else [text_part(str(content or ""))]
 
 
 def _template_kwargs(template: ChatTemplate, conversation: Conversation) -> dict[str, object]:
@@ -236,22 +292,15 @@ def _template_kwargs(template: ChatTemplate, conversation: Conversation) -> dict
     # Reserved names are refused with their own message when the template is rendered.
     if unknown := kwargs.keys() - known:
         shown = sorted(unknown)[0][:100]
-        raise RequestError(
-            f"chat_template_kwargs: this model's chat template does not use {shown!r}",
-            "chat_template_kwargs",
-            "unsupported_parameter",
+        raise unsupported(
+            "chat_template_kwargs", f"chat_template_kwargs: this model's chat template does not use {shown!r}"
         )
-    # If the template uses none of these names they have no effect, as on SGLang and vLLM.
-    if conversation.effort is not None and "reasoning_effort" in known:
-        kwargs.setdefault("reasoning_effort", conversation.effort)
     thinks = conversation.thinking
     if thinks is None and conversation.effort is not None:
         thinks = conversation.effort != "none"
-    if thinks is not None:
-        for name in _THINKING:
-            if name in known:
-                kwargs.setdefault(name, thinks)
-    return kwargs
+    # If the template uses none of these names they have no effect, as on SGLang and vLLM.
+    asked = {"reasoning_effort": conversation.effort, **dict.fromkeys(_THINKING, thinks)}
+    return {name: value for name, value in asked.items() if value is not None and name in known} | kwargs
 
 
 @functools.lru_cache(maxsize=8)
@@ -260,20 +309,16 @@ def _words(source: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", source))
 
 
-def _num_chars(messages: Sequence[Message]) -> int:
-    return sum(_chars_in(message) for message in messages)
-
-
-def _chars_in(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_chars_in, value.values()))
-    return sum(map(_chars_in, value)) if isinstance(value, list) else 0
-
-
-def _num_tool_chars(tool: Tool) -> int:
-    return _chars_in(dict(tool.definition))
+def _texts(values: list[Any]) -> Iterator[str]:
+    """All texts in messages and tools, without the keys. values: is used up."""
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
 
 
 def _for_template(message: Message, keep_parts: bool) -> Message:
@@ -308,7 +353,7 @@ def _call_written_out(message: Message) -> Message:
     content = message.get("content")
     if message["role"] == "tool":
         if isinstance(content, list):
-            begin, end = ({"type": "text", "text": text} for text in ("<tool_response>\n", "\n</tool_response>"))
+            begin, end = map(text_part, ("<tool_response>\n", "\n</tool_response>"))
             return {"role": "user", "content": [begin, *content, end]}
         return {"role": "user", "content": f"<tool_response>\n{content or ''}\n</tool_response>"}
     calls = calls_of(message)
@@ -318,6 +363,6 @@ def _call_written_out(message: Message) -> Message:
         f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
     )
     parts = _parts(content) if content else []
-    if any(map(is_media, parts)):
-        return {"role": message["role"], "content": [*parts, {"type": "text", "text": f"\n{written}"}]}
+    if any(map(media_kind, parts)):
+        return {"role": message["role"], "content": [*parts, text_part(f"\n{written}")]}
     return {"role": message["role"], "content": "\n".join([*(str(part["text"]) for part in parts), written])}

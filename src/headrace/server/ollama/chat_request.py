@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.messages.neutral import is_empty
+from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import (
     ROLES,
     Conversation,
@@ -18,7 +18,7 @@ from headrace.server.chat.conversation import (
     function_call,
     function_tool,
 )
-from headrace.server.chat.media import base64_image
+from headrace.server.chat.parts import base64_image
 from headrace.server.ollama.protocol import OllamaMessage
 
 EFFORTS = ("low", "medium", "high")

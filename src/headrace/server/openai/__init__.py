@@ -1,8 +1,7 @@
 """The OpenAI-compatible routes.
 
-Read first: base.py (what generation routes share), chat.py, chat_request.py (messages and tools), media_parts.py (media in messages),
-protocol.py (bodies).
+Read first: base.py (what generation routes share), chat.py, chat_request.py (messages, tools and thinking as a conversation), protocol.py (bodies),
+fields.py (fields that several bodies have, and what the output must match).
 
-completions.py, embeddings.py, models.py, tokenize.py, token_details.py (what clients of vLLM ask for beside the text),
-structured_outputs.py (what the output must match), thinking.py (how much a chat shall think).
+completions.py, embeddings.py, logprobs.py, models.py, tokenize.py.
 """

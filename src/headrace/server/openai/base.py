@@ -18,17 +18,15 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.prompts import refuse_routed_experts
-from headrace.frontend.sample_update import LogprobItem, PromptProgress, SampleUpdate
+from headrace.frontend.sample_update import PromptProgress, SampleUpdate
 from headrace.media_kinds import MediaKind
-from headrace.messages.outputs import FinishReason, SpeculationCounts
+from headrace.messages.outputs import SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Asker, ServingContext
 from headrace.server.http import Exchange, Headers, encode_json
-from headrace.server.notes import noted_fields
+from headrace.server.notes import OutputLimit, noted_fields
+from headrace.server.openai.fields import AskedGrammar
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
-from headrace.server.openai.structured_outputs import AskedGrammar
-from headrace.server.openai.token_details import check_token_details
-from headrace.server.output_limit import OutputLimit
 from headrace.server.sse import failure_frames, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -108,59 +106,8 @@ class UsageCount:
         return Usage(self.prompt_tokens, self.completion_tokens, num_tokens, details, guesses)
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a choice ended, as three fields of its reply.
-
-    matched_stop: the stop string, or the id of the token that ended it; None unless finish_reason is "stop" (SGLang's field).
-    stop_reason: the same, but None when the model ended by itself (vLLM's field).
-    """
-
-    finish_reason: str
-    matched_stop: str | int | None
-    stop_reason: str | int | None
-
-    @classmethod
-    def of(cls, finish: FinishReason, request: GenerationRequest) -> "Ending":
-        """From the engine's finish reason."""
-        matched = finish.matched
-        was_asked_for = isinstance(matched, str) or matched in (request.stop_token_ids or ())
-        return cls(finish.type, matched, matched if was_asked_for else None)
-
-    def fields(self) -> dict[str, str | int | None]:
-        """As the fields of a choice."""
-        return {
-            "finish_reason": self.finish_reason,
-            "matched_stop": self.matched_stop,
-            "stop_reason": self.stop_reason,
-        }
-
-    def json(self) -> bytes:
-        """The fields as JSON in a chunk, without braces."""
-        return encode_json(self.fields())[1:-1]
-
-
 NOT_ENDED = b'"finish_reason":null'
-"""The same fields in every chunk before the last of a choice."""
-
-
-@dataclass(slots=True)
-class NewLogprobs:
-    """Logprobs of output tokens, and for each the most likely alternatives (empty if none were requested)."""
-
-    tokens: list[LogprobItem]
-    alternatives: list[list[LogprobItem]]
-
-    @classmethod
-    def of(cls, update: SampleUpdate, request: GenerationRequest) -> "NewLogprobs":
-        """The logprobs that an update adds. Requested ids replace the most likely alternatives."""
-        assert update.logprobs is not None, "they were requested"
-        output = update.logprobs.output
-        if request.logprob_token_ids:
-            return cls(output.tokens, [row or [] for row in output.picked or ()])
-        # There may be more alternatives, which belong to the prompt's logprobs.
-        count = request.num_top_logprobs
-        return cls(output.tokens, [(row or [])[:count] for row in output.top or ()])
+"""Of the fields of `Generation.ending` what every chunk before the last of a choice has."""
 
 
 @dataclass(slots=True)
@@ -178,10 +125,30 @@ class Generation(Generic[R]):
         """Fields that are not honoured as they stand, as far as is known."""
         return [*self.request.noted, *self.limit.notes(self.request.limit_field)]
 
-    def ending(self, update: SampleUpdate) -> Ending:
-        """Why the choice of a last update ended."""
+    def head(self, object_name: str) -> dict[str, object]:
+        """The fields with which a reply and each of its chunks begin."""
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.request.model,
+            "system_fingerprint": "fp_headrace",
+        }
+
+    def ending(self, update: SampleUpdate) -> dict[str, str | int | None]:
+        """Why the choice of a last update ended, as three fields of its reply.
+
+        matched_stop: the stop string, or the id of the token that ended it; None unless finish_reason is "stop" (SGLang's field).
+        stop_reason: the same, but None when the model ended by itself (vLLM's field).
+        """
         assert update.finish is not None, "it has ended"
-        return Ending.of(update.finish, self.request)
+        matched = update.finish.matched
+        was_asked_for = isinstance(matched, str) or matched in (self.request.stop_token_ids or ())
+        return {
+            "finish_reason": update.finish.type,
+            "matched_stop": matched,
+            "stop_reason": matched if was_asked_for else None,
+        }
 
 
 class OpenAIServingBase(ABC, Generic[R, G]):
@@ -193,13 +160,12 @@ class OpenAIServingBase(ABC, Generic[R, G]):
 
     def __init__(self, context: ServingContext, request_type: type[R]) -> None:
         self.context = context
-        self.decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(request_type)
-        self.fingerprint = "fp_headrace"
+        self._request_type = request_type
         self._noted = noted_fields()
 
     async def handle_request(self, exchange: Exchange) -> None:
         """Answer one request. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(self.decoder)
+        request = await exchange.read_json(self._request_type)
         grammar = request.asked_grammar()
         try:
             generation = await self.prepare(request)
@@ -212,23 +178,16 @@ class OpenAIServingBase(ABC, Generic[R, G]):
             raise self.renamed(exc, request, grammar) from None
 
     async def prepare(self, request: R) -> G:
-        """Check a request and convert it. Raises RequestError under our own parameter names, see `renamed`."""
-        request = self._with_adapter(request)
-        request.check_stream_options()
-        request.check_output_limit()
-        request.check_sampling()
-        check_token_details(request)
+        """Check a request and convert it, with the name that the reply gives the model, and the adapter that it means.
+
+        Raises NotFoundError, and RequestError under our own parameter names, see `renamed`.
+        """
+        adapter = self.context.chosen_adapter(request.model, request.lora_path)
+        request = msgspec.structs.replace(request, model=self.context.shown_model(request.model), lora_path=adapter)
+        request.check()
         refuse_routed_experts(bool(request.return_routed_experts), self.context.model.ready.has_experts)
         self.validate(request)
         return await self.convert(request)
-
-    def _with_adapter(self, request: R) -> R:
-        """The request with the model's name filled in, and the adapter that the name means.
-
-        Raises NotFoundError, and RequestError when lora_path names another adapter.
-        """
-        adapter = self.context.chosen_adapter(request.model, request.lora_path)
-        return msgspec.structs.replace(request, model=self.context.shown_model(request.model), lora_path=adapter)
 
     @abstractmethod
     def validate(self, request: R) -> None:
@@ -335,15 +294,8 @@ class ChunkWriter(ABC):
     id, object name, time and model of all chunks: see `head`. If usage is requested, every chunk has `"usage":null`.
     """
 
-    def __init__(self, generation: Generation[Any], object_name: str, model: str, fingerprint: str) -> None:
-        head = {
-            "id": generation.id,
-            "object": object_name,
-            "created": generation.created,
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
-        self.head = b"data: " + encode_json(head)[:-1]
+    def __init__(self, generation: Generation[Any], object_name: str) -> None:
+        self.head = b"data: " + encode_json(generation.head(object_name))[:-1]
         self.choice_head = self.head + b',"choices":[{"index":'
         self.no_usage = b',"usage":null' if generation.request.wants_usage else b""
         self.choice_tail = b"}]%b}\n\n" % self.no_usage

@@ -14,25 +14,22 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
+from headrace.server.chat.conversation import unsupported
 from headrace.server.chat.custom_tools import InputReader, input_of
-from headrace.server.chat.logprobs import token_logprob
 from headrace.server.context import Asker, ServingContext
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
     CompletionTokensDetails,
-    Ending,
     Generation,
-    NewLogprobs,
     OpenAIServingBase,
     Usage,
 )
-from headrace.server.openai.chat_request import conversation_of, predicted_text
-from headrace.server.openai.protocol import AS_MANY_AS_FIT, MAX_LOGPROBS, ChatCompletionRequest, refuse_unsupported
-from headrace.server.openai.thinking import AskedThinking, asked_thinking
-from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
-from headrace.text.tokenizers import Tokenizer
+from headrace.server.openai.chat_request import asked_thinking, conversation_of, predicted_text
+from headrace.server.openai.fields import check_num_logprobs
+from headrace.server.openai.logprobs import chat_logprobs, new_logprobs, prompt_logprobs
+from headrace.server.openai.protocol import AS_MANY_AS_FIT, ChatCompletionRequest, refuse_unsupported
 
 
 @dataclass(slots=True)
@@ -40,14 +37,14 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
     """A chat and the readers of its choices."""
 
     chat: ChatCall = field(kw_only=True)
-    asked: AskedThinking = field(kw_only=True)
     choices: dict[int, ChoiceStream] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
         """See Generation."""
         budget = "reasoning.max_tokens" if self.request.thinking is None else "thinking.budget_tokens"
-        return [*self.request.noted, *self.asked.notes, *self.chat.notes(self.request.limit_field, budget)]
+        asked = asked_thinking(self.request).notes
+        return [*self.request.noted, *asked, *self.chat.notes(self.request.limit_field, budget)]
 
     def events(self, update: SampleUpdate) -> list[Event]:
         """What an update adds to its choice."""
@@ -56,14 +53,20 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
             choice = self.choices[update.index] = self.chat.choice()
         return choice.push(update)
 
-    def ending(self, update: SampleUpdate) -> Ending:
-        """Why the choice of a last update ended, after its events."""
+    def logprobs(self, update: SampleUpdate) -> dict[str, list[dict[str, object]] | None]:
+        """The logprobs that an update adds to its choice."""
+        tokens, alternatives = new_logprobs(update, self.request)
+        as_id = bool(self.request.return_tokens_as_token_ids)
+        content = chat_logprobs(self.chat.context.model.tokenizer, tokens, alternatives, as_id)
+        return {"content": content, "refusal": None}
+
+    def ending(self, update: SampleUpdate) -> dict[str, str | int | None]:
+        """See Generation; after the events of the update."""
         assert update.finish is not None, "it has ended"
-        ending = Ending.of(update.finish, self.request)
         reason = self.chat.reason(update.finish, self.choices[update.index])
         if reason == "tool_calls" and self.request.functions:
             reason = "function_call"
-        return Ending(reason, ending.matched_stop, ending.stop_reason)
+        return Generation.ending(self, update) | {"finish_reason": reason}
 
 
 class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
@@ -81,64 +84,42 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         self.context.check_tokenizer("messages")
         refuse_unsupported(request)
         if request.add_special_tokens:
-            raise RequestError(
-                "add_special_tokens cannot be set: the chat template adds them",
-                "add_special_tokens",
-                "unsupported_parameter",
-            )
+            field = "add_special_tokens"
+            raise unsupported(field, f"{field} cannot be set: the chat template adds them")
         if request.continue_final_message and request.add_generation_prompt:
             message = "add_generation_prompt and continue_final_message exclude each other: the last message goes on, or a new one begins"
             raise RequestError(message, "add_generation_prompt")
-        if request.top_logprobs is not None:
-            if request.top_logprobs and not request.logprobs:
-                raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-            if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
-                message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
-                raise RequestError(message, "top_logprobs")
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        check_num_logprobs("top_logprobs", request.top_logprobs)
 
     async def convert(self, request: ChatCompletionRequest) -> ChatGeneration:
         """Render and tokenize the messages."""
         context_length = self.context.model.context_length
         generation_id = self.new_id(request)
-        asked = asked_thinking(request)
         chat = await chat_call(
             self.context,
-            conversation_of(request, context_length, asked),
+            conversation_of(request, context_length),
             request.sampling_params(request.max_new_tokens),
-            shorten=lambda ids: truncated(ids, request, context_length),
+            shorten=lambda ids: request.truncated(ids, context_length),
             rid=generation_id,
-            stream=bool(request.stream),
-            return_progress=bool(request.return_progress),
-            **logprob_options(request),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            lora_path=request.lora_path,
             prediction=predicted_text(request.prediction),
-            session_params=request.session_params,
-            routed_dp_rank=request.routed_dp_rank,
-            data_parallel_rank=request.data_parallel_rank,
+            **request.call_fields(),
         )
-        return ChatGeneration(request, chat.call, generation_id, chat.limit, chat=chat, asked=asked)
+        return ChatGeneration(request, chat.call, generation_id, chat.limit, chat=chat)
 
     def response(self, generation: ChatGeneration, updates: list[SampleUpdate], usage: Usage) -> object:
         """A `chat.completion` object."""
         request = generation.request
-        choices = [self._choice(generation, update) for update in updates]
-        details: dict[str, object] = {"prompt_logprobs": None}
+        reply = generation.head("chat.completion")
+        reply["choices"] = [self._choice(generation, update) for update in updates]
+        reply["usage"] = self.total_usage(generation, usage)
+        reply["prompt_logprobs"] = None
         if request.return_token_ids:
-            details["prompt_token_ids"] = generation.call.input_ids
+            reply["prompt_token_ids"] = generation.call.input_ids
         if request.prompt_logprobs is not None:
-            details["prompt_logprobs"] = prompt_logprobs(self.context.model.tokenizer, request, updates[0])
-        return {
-            "id": generation.id,
-            "object": "chat.completion",
-            "created": generation.created,
-            "model": generation.request.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-            "usage": self.total_usage(generation, usage),
-            **details,
-        }
+            reply["prompt_logprobs"] = prompt_logprobs(self.context.model.tokenizer, request, updates[0])
+        return reply
 
     def total_usage(self, generation: ChatGeneration, usage: Usage) -> Usage:
         """With the tokens of reasoning, if the model's output has any."""
@@ -151,9 +132,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
 
     def _choice(self, generation: ChatGeneration, update: SampleUpdate) -> object:
         request = generation.request
-        logprobs = None
-        if request.logprobs:
-            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, request), request)
+        logprobs = generation.logprobs(update) if request.logprobs else None
         message = chat_message(
             fold(generation.events(update)),
             request.shows_reasoning,
@@ -164,7 +143,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             "index": update.index,
             "message": message,
             "logprobs": logprobs,
-            **generation.ending(update).fields(),
+            **generation.ending(update),
         }
         return choice | {"token_ids": update.ids} if request.return_token_ids else choice
 
@@ -174,7 +153,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
 
     def chunk_writer(self, generation: ChatGeneration) -> "ChatChunks":
         """See `ChatChunks`."""
-        return ChatChunks(self, generation)
+        return ChatChunks(generation)
 
 
 def chat_message(
@@ -214,9 +193,8 @@ _EMPTY_DELTA = b'{"reasoning_content":null}'
 class ChatChunks(ChunkWriter):
     """Chunks of a chat: for each choice the role, then deltas of its events, the last with the finish reason."""
 
-    def __init__(self, serving: ChatServing, generation: ChatGeneration) -> None:
-        super().__init__(generation, "chat.completion.chunk", generation.request.model, serving.fingerprint)
-        self.tokenizer = serving.context.model.tokenizer
+    def __init__(self, generation: ChatGeneration) -> None:
+        super().__init__(generation, "chat.completion.chunk")
         self.generation = generation
         self.request = generation.request
         self.prompt_ids = generation.call.input_ids
@@ -242,10 +220,8 @@ class ChatChunks(ChunkWriter):
                 return frames
         deltas = self._deltas(index, self.generation.events(update), update.finish is not None)
         logprobs = b"null"
-        if self.request.wants_logprobs:
-            new = NewLogprobs.of(update, self.request)
-            if new.tokens:
-                logprobs = encode_json(chat_logprobs(self.tokenizer, new, self.request))
+        if self.request.wants_logprobs and (shown := self.generation.logprobs(update))["content"]:
+            logprobs = encode_json(shown)
         if not deltas and (logprobs != b"null" or (self.wants_ids and bool(update.ids))):
             deltas = [b'{"content":"","reasoning_content":null}']
         if not deltas:
@@ -255,7 +231,7 @@ class ChatChunks(ChunkWriter):
         *others, last = deltas
         for delta in others:
             frames += self._chunk(index, delta, b"null", NOT_ENDED, self.tail(update, with_ids=False))
-        end = NOT_ENDED if update.finish is None else self.generation.ending(update).json()
+        end = NOT_ENDED if update.finish is None else encode_json(self.generation.ending(update))[1:-1]
         return frames + self._chunk(index, last, logprobs, end, self.tail(update))
 
     def _deltas(self, index: int, events: list[Event], ended: bool) -> list[bytes]:
@@ -354,14 +330,3 @@ def _input_delta(index: int, text: str) -> bytes:
 
 def _last_input(inputs: dict[int, InputReader], index: int) -> bytes:
     return _input_delta(index, inputs.pop(index).finish())
-
-
-def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs, request: ChatCompletionRequest) -> dict[str, object]:
-    """The logprobs object of a chat choice."""
-    content, as_id = [], bool(request.return_tokens_as_token_ids)
-    for position, entry in enumerate(new.tokens):
-        alternatives = (new.alternatives[position] if position < len(new.alternatives) else None) or []
-        shown = token_logprob(tokenizer, entry, as_id)
-        shown["top_logprobs"] = [token_logprob(tokenizer, alternative, as_id) for alternative in alternatives]
-        content.append(shown)
-    return {"content": content, "refusal": None}

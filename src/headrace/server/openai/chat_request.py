@@ -1,13 +1,16 @@
-"""The messages, tools and choices of a chat completion as a `Conversation`.
+"""The messages, tools, choices and thinking of a chat completion as a `Conversation`.
 
-Owns the checks of a chat request's messages and tools. Pure functions, run in the event loop that serves HTTP.
+Owns the checks of a chat request's messages and tools, how each type of part is read, in the shapes of OpenAI's API and of other servers, and what
+the fields about thinking mean together, in the words of every API that clients speak: OpenAI, SGLang, vLLM, llama.cpp, OpenRouter, Anthropic,
+Ollama. Pure functions, run in the event loop that serves HTTP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from headrace.errors import ContextLengthError, RequestError
-from headrace.media_kinds import PARTS, MediaKind
-from headrace.messages.neutral import asks_for_nothing, is_empty
+from headrace.errors import RequestError
+from headrace.media_kinds import DEFAULT_FPS, PARTS, REFS, ImageRef, MediaKind, VideoRef
+from headrace.messages.bodies import asks_for_nothing, is_empty
 from headrace.server.chat.conversation import (
     Conversation,
     Message,
@@ -16,15 +19,27 @@ from headrace.server.chat.conversation import (
     allowed_tools,
     check_choice,
     check_history,
+    check_num_messages,
     check_tools,
     function_call,
     function_tool,
+    missing,
+    object_of,
+    plain_choice,
+    text_of,
+    unsupported,
 )
 from headrace.server.chat.custom_tools import custom_call, custom_tool
-from headrace.server.chat.written_items import file_text
-from headrace.server.openai.media_parts import SERVED, media_part
-from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
-from headrace.server.openai.thinking import AskedThinking, asked_thinking
+from headrace.server.chat.parts import asks_for, base64_audio, file_text, image_detail, part_of, text_part
+from headrace.server.openai.protocol import (
+    ROLES,
+    ChatCompletionRequest,
+    ChatMessage,
+    ContentPart,
+    Prediction,
+    ReasoningFields,
+    ThinkingFields,
+)
 
 _MESSAGE_FIELDS_NOT_YET = ("audio", "prefix", "partial", *(kind.plural for kind in MediaKind))
 _MAY_BE_EMPTY = ("assistant", "tool", "function")
@@ -36,15 +51,18 @@ _ROLE_OF = {"developer": "system", "function": "tool"}
 OLD_CALL_ID = "call_0"
 """The id of every `function_call`, of which a message has only one."""
 
-_OTHER_PART_FIELDS = (*PARTS, "file")
+_VALUES = ("text", *PARTS, "file", "refusal")
+"""Fields of parts, each with the value of its type."""
+
+_BUDGETS = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
+"""The limit of reasoning, as we, vLLM and llama.cpp call it."""
+
+_TRUE = ("1", "true", "yes", "y", "on")
 
 
-def conversation_of(
-    request: ChatCompletionRequest, context_length: int, asked: AskedThinking | None = None
-) -> Conversation:
-    """The conversation of a request. asked: what its fields of thinking mean, if that is known. Raises RequestError that names the unsupported or
-    invalid field."""
-    asked = asked_thinking(request) if asked is None else asked
+def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conversation:
+    """The conversation of a request. Raises RequestError that names the unsupported or invalid field."""
+    asked = asked_thinking(request)
     messages = template_messages(request.messages, context_length)
     if request.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
@@ -73,32 +91,30 @@ def _functions_of(request: ChatCompletionRequest) -> tuple[ToolChoice, tuple[Too
     """`functions` and `function_call`. Raises RequestError."""
     if request.tools:
         raise RequestError("functions and tools are both given: give tools", "functions")
-    tools = tuple(
-        _tool(f"functions[{number}]", {"function": function}, f"functions[{number}]")
-        for number, function in enumerate(request.functions or ())
-    )
+    tools: list[Tool] = []
+    for number, function in enumerate(request.functions or ()):
+        where = f"functions[{number}]"
+        if not isinstance(function, dict):
+            raise RequestError(f"{where} must be an object", where)
+        tools.append(_function(where, function))
     check_tools("functions", tools)
+    choice = plain_choice(request.function_call)
     match request.function_call:
-        case None | "" | "auto":
-            choice = ToolChoice()
-        case "none":
-            choice = ToolChoice("none")
         case {"name": str(name)}:
             choice = ToolChoice("required", name)
-        case dict() as empty if not empty:
-            choice = ToolChoice()
-        case _:
-            raise RequestError('function_call must be auto, none, or an object {"name": ...}', "function_call")
+        case "required":
+            choice = None
+    if choice is None:
+        raise RequestError('function_call must be auto, none, or an object {"name": ...}', "function_call")
     check_choice("function_call", choice, tools)
-    return choice, tools
+    return choice, tuple(tools)
 
 
 def template_messages(messages: Sequence[ChatMessage], context_length: int) -> list[Message]:
     """The messages in the form for templates. Raises RequestError that names the unsupported or invalid one."""
     if not messages:
         raise RequestError("messages is empty", "messages")
-    if len(messages) > context_length:
-        raise ContextLengthError("messages", context_length, f"there are {len(messages)} messages")
+    check_num_messages("messages", "messages", len(messages), context_length)
     shown = [_template_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
     check_history("messages", shown)
     return shown
@@ -139,7 +155,7 @@ def _check_message(where: str, message: ChatMessage) -> None:
         raise RequestError(f"{where}.role is empty", f"{where}.role")
     for name in _MESSAGE_FIELDS_NOT_YET:
         if not is_empty(getattr(message, name)):
-            raise RequestError(f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
+            raise unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
     if message.role not in ROLES:
         return
     for name, role in (
@@ -157,75 +173,126 @@ def _content(where: str, message: ChatMessage) -> str | list[Message]:
     if content is None or content == []:
         if message.role in _MAY_BE_EMPTY:
             return message.refusal or ""
-        raise RequestError(f"{where}.content is missing", f"{where}.content")
+        raise missing(f"{where}.content")
     if isinstance(content, str):
         return content
     return [_part(f"{where}.content[{place}]", part) for place, part in enumerate(content)]
 
 
 def _part(where: str, part: ContentPart) -> Message:
-    if (media := media_part(where, part)) is not None:
-        return media
+    if part.type in PARTS:
+        return _media(where, part)
     if part.type == "file" and isinstance(part.file, dict):
         text = file_text(part.file.get("filename"), part.file.get("file_data"))
         if text is not None:
-            return {"type": "text", "text": text}
+            return text_part(text)
     if part.type == "refusal" and isinstance(part.refusal, str):
-        return {"type": "text", "text": part.refusal}
-    return {"type": "text", "text": _text(where, part)}
+        return text_part(part.refusal)
+    return text_part(_text(where, part))
 
 
 def _text(where: str, part: ContentPart) -> str:
     """Of a part of text. Raises RequestError for any other."""
     if part.type != "text":
-        raise RequestError(
-            f"{where}: parts of type {part.type[:50]!r} are not supported, only {SERVED}",
-            f"{where}.type",
-            "unsupported_parameter",
+        served = f"text, {', '.join(PARTS)}, and file with a text"
+        raise unsupported(
+            f"{where}.type", f"{where}: parts of type {part.type[:50]!r} are not supported, only {served}"
         )
     if part.text is None:
-        raise RequestError(f"{where}.text is missing", f"{where}.text")
-    for name in (*_OTHER_PART_FIELDS, "refusal"):
-        if not is_empty(getattr(part, name)):
-            raise RequestError(f"{where}.{name} does not belong to a part of type text", f"{where}.{name}")
+        raise missing(f"{where}.text")
+    _check_fields(where, part)
     return part.text
+
+
+def _check_fields(where: str, part: ContentPart) -> None:
+    """Raises RequestError for a value of another type."""
+    for name in _VALUES:
+        if name != part.type and not is_empty(getattr(part, name)):
+            raise RequestError(f"{where}.{name} does not belong to a part of type {part.type}", f"{where}.{name}")
+
+
+def _media(where: str, part: ContentPart) -> Message:
+    """A part of media as the engine takes it. Raises RequestError."""
+    _check_fields(where, part)
+    where, given = f"{where}.{part.type}", getattr(part, part.type)
+    match part.type:
+        case "image_url":
+            return part_of(_image(where, given))
+        case "input_audio":
+            return base64_audio(where, given)
+        case "video_url":
+            return part_of(_video(where, given).checked(where))
+        case _:
+            return part_of(REFS[PARTS[part.type]].of_text(where, _url(where, given)[0]))
+
+
+def _image(where: str, given: object) -> ImageRef:
+    url, others = _url(where, given, "detail")
+    return ImageRef(url=url, detail=image_detail(f"{where}.detail", others.get("detail")))
+
+
+def _video(where: str, given: object) -> VideoRef:
+    """Of frames: in one URL, or as images."""
+    if not isinstance(given, Mapping) or "frames" not in given:
+        url, others = _url(where, given, "fps")
+        return VideoRef.of_text(where, url, _fps(where, others))
+    _check_names(where, given, "frames", "fps")
+    frames = given["frames"]
+    if not isinstance(frames, list):
+        raise RequestError(f"{where}.frames must be a list of images", f"{where}.frames")
+    images = tuple(_image(f"{where}.frames[{number}]", frame) for number, frame in enumerate(frames))
+    return VideoRef(frames=images, fps=_fps(where, given))
+
+
+def _fps(where: str, given: Mapping[str, object]) -> float:
+    fps = given.get("fps")
+    if is_empty(fps):
+        return DEFAULT_FPS
+    if isinstance(fps, bool) or not isinstance(fps, int | float):
+        raise RequestError(f"{where}.fps must be a number", f"{where}.fps")
+    return float(fps)
+
+
+def _url(where: str, given: object, *names: str) -> tuple[str, Mapping[str, object]]:
+    """The URL of a part, and the object with it. names: other fields that the object may have. Raises RequestError."""
+    found = {"url": given} if isinstance(given, str) else given
+    if not isinstance(found, Mapping) or not isinstance(found.get("url"), str):
+        listed = " and ".join(f'"{name}"' for name in ("url", *names))
+        raise RequestError(f"{where} must be a URL, or an object with {listed}", where)
+    if not found["url"]:
+        raise RequestError(f"{where} is empty: it must be a URL", where)
+    _check_names(where, found, "url", *names)
+    return found["url"], found
+
+
+def _check_names(where: str, given: Mapping[str, object], *names: str) -> None:
+    """Raises RequestError for a field with another name that asks for something."""
+    if unknown := sorted(map(str, asks_for(given) - set(names))):
+        raise RequestError(
+            f"{where}: the field {unknown[0][:50]!r} is not known here; those that are: {', '.join(names)}",
+            f"{where}.{unknown[0][:50]}",
+        )
 
 
 def _old_call(where: str, call: object) -> Message:
     """A call as it was made before there were tools. It has no id: a result of the role `function` answers the call before it."""
     if not isinstance(call, dict):
         raise RequestError(f"{where} must be an object", where)
-    name = call.get("name")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.name is missing", f"{where}.name")
-    return function_call(OLD_CALL_ID, name, call.get("arguments"))
+    return function_call(OLD_CALL_ID, text_of(f"{where}.name", call.get("name")), call.get("arguments"))
 
 
 def _tool_call(where: str, call: dict[str, object]) -> Message:
-    call_id, function = call.get("id"), call.get("function")
-    if not isinstance(call_id, str) or not call_id:
-        raise RequestError(f"{where}.id is missing", f"{where}.id")
-    if call.get("type") == "custom":
-        return _custom_call(where, call_id, call.get("custom"))
-    if call.get("type") not in (None, "function"):
+    call_id, kind = text_of(f"{where}.id", call.get("id")), call.get("type")
+    if kind == "custom":
+        custom = object_of(f"{where}.custom", call.get("custom"))
+        name, text = text_of(f"{where}.custom.name", custom.get("name")), custom.get("input")
+        if not isinstance(text, str):
+            raise RequestError(f"{where}.custom.input must be a string", f"{where}.custom.input")
+        return custom_call(call_id, name, text)
+    if kind not in (None, "function"):
         raise RequestError(f"{where}.type must be 'function' or 'custom'", f"{where}.type")
-    if not isinstance(function, dict):
-        raise RequestError(f"{where}.function is missing", f"{where}.function")
-    name, arguments = function.get("name"), function.get("arguments")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.function.name is missing", f"{where}.function.name")
-    return function_call(call_id, name, arguments)
-
-
-def _custom_call(where: str, call_id: str, custom: object) -> Message:
-    if not isinstance(custom, dict):
-        raise RequestError(f"{where}.custom is missing", f"{where}.custom")
-    name, text = custom.get("name"), custom.get("input")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.custom.name is missing", f"{where}.custom.name")
-    if not isinstance(text, str):
-        raise RequestError(f"{where}.custom.input must be a string", f"{where}.custom.input")
-    return custom_call(call_id, name, text)
+    function = object_of(f"{where}.function", call.get("function"))
+    return function_call(call_id, text_of(f"{where}.function.name", function.get("name")), function.get("arguments"))
 
 
 def tools_of(tools: Sequence[dict[str, object]] | None) -> tuple[Tool, ...]:
@@ -235,42 +302,25 @@ def tools_of(tools: Sequence[dict[str, object]] | None) -> tuple[Tool, ...]:
     return found
 
 
-def _tool(where: str, tool: dict[str, object], place: str = "") -> Tool:
-    """One tool. place: of its function, if that is not within it."""
+def _tool(where: str, tool: dict[str, object]) -> Tool:
     kind = tool.get("type", "function")
     if kind == "custom":
-        custom = tool.get("custom")
-        if not isinstance(custom, dict):
-            raise RequestError(f"{where}.custom is missing", f"{where}.custom")
+        custom = object_of(f"{where}.custom", tool.get("custom"))
         return custom_tool(f"{where}.custom", custom.get("name"), custom.get("description"), custom.get("format"))
     if kind != "function":
-        raise RequestError(
-            f"{where}.type must be 'function' or 'custom', got {str(kind)[:50]!r}",
-            f"{where}.type",
-            "unsupported_parameter",
-        )
-    function, place = tool.get("function"), place or f"{where}.function"
-    if not isinstance(function, dict):
-        raise RequestError(f"{place} is missing" if place != where else f"{place} must be an object", place)
-    return function_tool(
-        place,
-        function.get("name"),
-        function.get("description"),
-        function.get("parameters"),
-        function.get("strict") is True,
-        function,
-    )
+        raise unsupported(f"{where}.type", f"{where}.type must be 'function' or 'custom', got {str(kind)[:50]!r}")
+    return _function(f"{where}.function", object_of(f"{where}.function", tool.get("function")))
+
+
+def _function(where: str, function: dict[str, object]) -> Tool:
+    name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
+    return function_tool(where, name, description, parameters, function.get("strict") is True, function)
 
 
 def choice_of(choice: str | dict[str, object] | None, tools: tuple[Tool, ...]) -> tuple[ToolChoice, tuple[Tool, ...]]:
     """`tool_choice`, and the tools that it leaves. Raises RequestError."""
+    found = plain_choice(choice)
     match choice:
-        case None | "" | "auto":
-            found = ToolChoice()
-        case "none":
-            found = ToolChoice("none")
-        case "required":
-            found = ToolChoice("required")
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             found = ToolChoice("required", name)
         case {"type": "custom", "custom": {"name": str(name)}} | {"type": "custom", "name": str(name)}:
@@ -283,15 +333,13 @@ def choice_of(choice: str | dict[str, object] | None, tools: tuple[Tool, ...]) -
             tools = allowed_tools(
                 "tool_choice", [_allowed_name(number, one) for number, one in enumerate(allowed)], tools
             )
-        case dict() if not choice:
-            found = ToolChoice()
-        case _:
-            raise RequestError(
-                "tool_choice must be auto, none, required, or an object that names a tool "
-                '({"type": "function", "function": {"name": ...}}) or the allowed ones '
-                '({"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": ...}})',
-                "tool_choice",
-            )
+    if found is None:
+        raise RequestError(
+            "tool_choice must be auto, none, required, or an object that names a tool "
+            '({"type": "function", "function": {"name": ...}}) or the allowed ones '
+            '({"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": ...}})',
+            "tool_choice",
+        )
     check_choice("tool_choice", found, tools)
     return found, tools
 
@@ -306,3 +354,75 @@ def _allowed_name(number: int, tool: object) -> str:
                 '{"type": "function", "function": {"name": ...}}',
                 "tool_choice",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class AskedThinking:
+    """What a request asks for. thinking: None = as the template does. budget: None = no limit. is_hint: a budget that cannot be kept is noted,
+    not refused. notes: fields that had no effect, or another value."""
+
+    effort: str | None
+    thinking: bool | None
+    budget: int | None
+    is_hint: bool
+    notes: tuple[str, ...]
+
+
+def asked_thinking(request: ChatCompletionRequest) -> AskedThinking:
+    """What the fields of a chat mean together. Raises RequestError that names the one at fault."""
+    reasoning, thinking = request.reasoning or ReasoningFields(), request.thinking or ThinkingFields()
+    ignored = {
+        "reasoning.summary": reasoning.summary,
+        "reasoning.generate_summary": reasoning.generate_summary,
+        "thinking.clear_thinking": thinking.clear_thinking,
+        "thinking.display": thinking.display,
+    }
+    notes = [name for name, value in ignored.items() if value is not None]
+    level = request.think if isinstance(request.think, str) and request.think else None
+    efforts = {"reasoning.effort": reasoning.effort, "reasoning_effort": request.reasoning_effort, "think": level}
+    effort = next((value for value in efforts.values() if value not in (None, "default")), None)
+    notes += [
+        name if effort is None else f"{name}={effort}" for name, value in efforts.items() if value not in (None, effort)
+    ]
+    switch = _switch(request, reasoning, thinking)
+    budget, is_hint = _budget(request), False
+    wishes = {"reasoning.max_tokens": reasoning.max_tokens, "thinking.budget_tokens": thinking.budget_tokens}
+    for name, value in wishes.items():
+        if value is None:
+            continue
+        if value < 0:
+            raise RequestError(f"{name} must be at least 0, got {value}", name)
+        if budget is None:
+            budget, is_hint = value, True
+            switch = True if switch is None and effort is None else switch
+        elif budget != value:
+            notes.append(f"{name}={budget}")
+    return AskedThinking(effort, switch, budget, is_hint, tuple(notes))
+
+
+def _switch(request: ChatCompletionRequest, reasoning: ReasoningFields, thinking: ThinkingFields) -> bool | None:
+    """Whether the model shall think; None = not said. Raises RequestError if two fields contradict each other."""
+    enabled = reasoning.enabled
+    given = {
+        "reasoning.enabled": enabled.strip().lower() in _TRUE if isinstance(enabled, str) else enabled,
+        "thinking.type": {"enabled": True, "disabled": False}.get(thinking.type or ""),
+        "think": request.think if isinstance(request.think, bool) else True if request.think else None,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    if len(set(said.values())) > 1:
+        names = list(said)
+        raise RequestError(f"{names[0]} and {names[-1]} contradict each other: give one of them", names[-1])
+    return next(iter(said.values()), None)
+
+
+def _budget(request: ChatCompletionRequest) -> int | None:
+    """The limit of reasoning that must be kept; None = no limit. Raises RequestError."""
+    given = {name: value for name in _BUDGETS if (value := getattr(request, name)) is not None}
+    for name, value in given.items():
+        if value < -1:
+            raise RequestError(f"{name} must be -1 (no limit) or at least 0, got {value}", name)
+    if len(set(given.values())) > 1:
+        names = list(given)
+        raise RequestError(f"{names[0]} and {names[1]} differ: give one of them", names[1])
+    value = next(iter(given.values()), -1)
+    return None if value == -1 else value

@@ -6,33 +6,22 @@ to a thread.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.frontend.sample_update import LogprobItem, SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.chat.logprobs import finite_logprob, token_text
 from headrace.server.context import ServingContext
-from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import encode_json
-from headrace.server.openai.base import (
-    NOT_ENDED,
-    ChunkWriter,
-    Generation,
-    NewLogprobs,
-    OpenAIServingBase,
-    Usage,
-)
-from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
-from headrace.server.openai.structured_outputs import AskedGrammar
-from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
-from headrace.server.output_limit import OutputLimit
-from headrace.text.incremental import IncrementalDecoder
-from headrace.text.tokenizers import Tokenizer
+from headrace.server.infill import middle_of, stopping
+from headrace.server.notes import OutputLimit
+from headrace.server.openai.base import NOT_ENDED, ChunkWriter, Generation, OpenAIServingBase, Usage
+from headrace.server.openai.fields import AskedGrammar, check_num_logprobs
+from headrace.server.openai.logprobs import LegacyLogprobs, new_logprobs, prompt_logprobs
+from headrace.server.openai.protocol import CompletionRequest
 
 
 class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[CompletionRequest]]):
@@ -63,8 +52,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
                 f"best_of must equal n ({request.num_samples}) in a stream: the best is known only when all have ended"
             )
             raise RequestError(message, "best_of")
-        if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {request.logprobs}", "logprobs")
+        check_num_logprobs("logprobs", request.logprobs)
 
     async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
         """Texts stay texts unless their ids are needed here. Echo with logprobs also requests the prompt's logprobs.
@@ -98,33 +86,19 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             limit.fit(limit.least_room)
         sampling = request.sampling_params(limit.strict)
         if middle is not None:
-            sampling = middle.ending(sampling)
-        logprobs = logprob_options(request, whole_prompt=bool(request.echo))
+            sampling = stopping(sampling, middle.how)
+        fields = request.call_fields(whole_prompt=bool(request.echo))
         if request.num_candidates > request.num_samples:
-            logprobs["return_logprob"] = True
-        call = GenerateReqInput(
-            text=text,
-            input_ids=ids,
-            sampling_params=sampling,
-            rid=generation_id,
-            stream=bool(request.stream),
-            return_progress=bool(request.return_progress),
-            **logprobs,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            lora_path=request.lora_path,
-            session_params=request.session_params,
-            routed_dp_rank=request.routed_dp_rank,
-            data_parallel_rank=request.data_parallel_rank,
-        )
+            fields["return_logprob"] = True
+        call = GenerateReqInput(text=text, input_ids=ids, sampling_params=sampling, rid=generation_id, **fields)
         return Generation(request, call, generation_id, limit)
 
     def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
         """Each prompt truncated as requested."""
         length = self.context.model.context_length
         if not ids or not isinstance(ids[0], list):
-            return [*truncated(cast("list[int]", ids), request, length)]
-        return [truncated(row, request, length) if isinstance(row, list) else row for row in ids]
+            return [*request.truncated(cast("list[int]", ids), length)]
+        return [request.truncated(row, length) if isinstance(row, list) else row for row in ids]
 
     def chosen(self, generation: Generation[CompletionRequest], updates: list[SampleUpdate]) -> list[SampleUpdate]:
         """The best samples of each prompt, the best first."""
@@ -161,22 +135,15 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         skip = generation.request.skip_special_tokens is not False
         return self.context.model.tokenizer.decode(self.prompt_ids(generation, index), skip)
 
-    def choice_logprobs(self, generation: Generation[CompletionRequest], length: int = 0) -> "LegacyLogprobs":
+    def choice_logprobs(self, generation: Generation[CompletionRequest]) -> LegacyLogprobs:
         """For one choice, see `LegacyLogprobs`."""
         skip, as_id = generation.request.skip_special_tokens is not False, generation.request.return_tokens_as_token_ids
-        return LegacyLogprobs(self.context.model.tokenizer, skip, length, bool(as_id))
+        return LegacyLogprobs(self.context.model.tokenizer, skip, bool(as_id))
 
     def response(self, generation: Generation[CompletionRequest], updates: list[SampleUpdate], usage: Usage) -> object:
         """A `text_completion` object."""
-        return {
-            "id": generation.id,
-            "object": "text_completion",
-            "created": generation.created,
-            "model": generation.request.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": [self._choice(generation, update) for update in updates],
-            "usage": usage,
-        }
+        choices = [self._choice(generation, update) for update in updates]
+        return generation.head("text_completion") | {"choices": choices, "usage": usage}
 
     def _choice(self, generation: Generation[CompletionRequest], update: SampleUpdate) -> object:
         assert update.finish is not None, "it has ended"
@@ -187,16 +154,14 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             shape = self.choice_logprobs(generation)
             if request.echo:
                 shape.add_prompt(update, len(prompt), request.num_top_logprobs)
-            new = NewLogprobs.of(update, request)
-            shape.add(new.tokens, new.alternatives)
+            shape.add(*new_logprobs(update, request))
             logprobs = shape.take(len(prompt) + len(update.text))
-        ending = generation.ending(update)
         choice: dict[str, object] = {
             "index": index,
             "text": prompt + update.text,
             "logprobs": logprobs,
             "prompt_logprobs": None,
-            **ending.fields(),
+            **generation.ending(update),
         }
         if request.return_token_ids:
             choice |= {"prompt_token_ids": self.prompt_ids(generation, index), "token_ids": update.ids}
@@ -213,7 +178,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
 class _ChoiceStream:
     """State of one choice in a stream: its logprobs, and the length of the text before the next token."""
 
-    logprobs: "LegacyLogprobs | None"
+    logprobs: LegacyLogprobs | None
     length: int
 
 
@@ -221,7 +186,7 @@ class CompletionChunks(ChunkWriter):
     """Chunks of /v1/completions: text, the last with the finish reason."""
 
     def __init__(self, serving: CompletionServing, generation: Generation[CompletionRequest]) -> None:
-        super().__init__(generation, "text_completion", generation.request.model, serving.fingerprint)
+        super().__init__(generation, "text_completion")
         self.serving = serving
         self.generation = generation
         self.choices: dict[int, _ChoiceStream] = {}
@@ -252,8 +217,7 @@ class CompletionChunks(ChunkWriter):
         logprobs = b"null"
         has_logprobs = False
         if choice.logprobs is not None:
-            new = NewLogprobs.of(update, request)
-            choice.logprobs.add(new.tokens, new.alternatives)
+            choice.logprobs.add(*new_logprobs(update, request))
             has_logprobs = bool(choice.logprobs.tokens)
             logprobs = encode_json(choice.logprobs.take(None if update.finish is None else choice.length))
         has_ids = self.wants_ids and bool(update.ids or prompt_ids)
@@ -264,74 +228,9 @@ class CompletionChunks(ChunkWriter):
             index,
             encode_json(text),
             logprobs if has_logprobs else b"null",
-            NOT_ENDED if update.finish is None else self.generation.ending(update).json(),
+            NOT_ENDED if update.finish is None else encode_json(self.generation.ending(update))[1:-1],
             self.tail(update, in_choice=prompt_ids),
         )
-
-
-class LegacyLogprobs:
-    """The logprobs object of the completions route: parallel lists over tokens.
-
-    `text_offset` is where a token's text begins, in characters of the choice's text (with echo, of prompt and text). A token
-    that ends within a character has that character's offset. `top_logprobs` always includes the token itself, even with
-    `logprobs: 0`, which requests no alternatives. Tokens that are parts of characters are shown by their bytes, so that they differ; as_ids: all
-    by their id.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, length: int, as_ids: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
-        self._skip = skip_special_tokens
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._length = length
-        self.tokens: list[str] = []
-        self._values: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
-
-    def add_prompt(self, update: SampleUpdate, length: int, num_top: int) -> None:
-        """The prompt's tokens; `length` characters of the choice's text are the prompt. num_top: alternatives of each."""
-        assert update.logprobs is not None, "they were requested"
-        entries = update.logprobs.prompt.tokens
-        tops = [None if top is None else top[:num_top] for top in update.logprobs.prompt.top or ()]
-        self.add(entries, tops, first_is_unknown=True)
-        self._offsets = [min(offset, length) for offset in self._offsets]
-        ids = [token_id for _, token_id, _ in entries]
-        self._decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=self._skip, context_ids=ids)
-        self._length = length
-
-    def add(
-        self,
-        entries: Iterable[LogprobItem],
-        alternatives: Sequence[Sequence[LogprobItem] | None] | None,
-        first_is_unknown: bool = False,
-    ) -> None:
-        """Add tokens, in order."""
-        for position, (value, token_id, text) in enumerate(entries):
-            shown = token_text(self._tokenizer, token_id, text, self._as_ids)
-            unknown = first_is_unknown and position == 0 and value is None
-            self.tokens.append(shown)
-            self._values.append(None if unknown else finite_logprob(value))
-            self._offsets.append(self._length)
-            self._length += len(self._decoder.push(token_id))
-            if unknown:
-                self._tops.append(None)
-                continue
-            top = {shown: finite_logprob(value)}
-            for top_value, top_id, top_text in (alternatives[position] if alternatives else None) or ():
-                top.setdefault(token_text(self._tokenizer, top_id, top_text, self._as_ids), finite_logprob(top_value))
-            self._tops.append(top)
-
-    def take(self, length: int | None) -> dict[str, object]:
-        """What was added since the last call. length: of the whole text if it is final; trimmed tokens end there."""
-        result = {
-            "tokens": self.tokens,
-            "token_logprobs": self._values,
-            "top_logprobs": self._tops,
-            "text_offset": self._offsets if length is None else [min(offset, length) for offset in self._offsets],
-        }
-        self.tokens, self._values, self._tops, self._offsets = [], [], [], []
-        return result
 
 
 def _mean_logprob(update: SampleUpdate) -> float:

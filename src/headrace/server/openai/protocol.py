@@ -2,36 +2,37 @@
 
 A field is supported, noted as without effect (`noted`), or refused by name if it requests something that is not supported
 (`refuse_unsupported`); docs/fields.md has them all. Fields that are not listed here are refused by the decoder, unless they request nothing
-(`messages/neutral.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Bounds in `extra_json_schema` are for
-openapi.json; they are checked elsewhere, with better messages. Runs in the event loop that serves HTTP.
+(`messages/bodies.py`). `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels. Runs in the event loop that serves HTTP.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
 from headrace.media_kinds import MediaParts
-from headrace.messages.neutral import asks_for_nothing
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
+from headrace.server.chat.conversation import unsupported
 from headrace.server.notes import NO_EFFECT, without_effect
-from headrace.server.openai.structured_outputs import StructuredFields
-
-MAX_LOGPROBS = 20
-"""Most alternatives per token on the OpenAI routes, the same as OpenAI's."""
+from headrace.server.openai.fields import (
+    AskedEffort,
+    From0,
+    From1,
+    FromMinus1,
+    FromMinus2,
+    NumLogprobs,
+    StructuredFields,
+    check_num_logprobs,
+    check_same,
+)
 
 AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of OpenAI's API; others are the client's own, and the chat template's to show."""
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-AskedEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "default"]
-
-_MOST_TOKENS = Annotated[int | None, Meta(extra_json_schema={"minimum": 0})]
 
 
 class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +43,7 @@ class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     effort: AskedEffort | None = None
     enabled: bool | str | None = None
-    max_tokens: _MOST_TOKENS = None
+    max_tokens: From0 = None
     exclude: bool | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -55,7 +56,7 @@ class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
-    budget_tokens: _MOST_TOKENS = None
+    budget_tokens: From0 = None
     clear_thinking: bool | None = None
     display: str | None = None
 
@@ -74,96 +75,52 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 _LIMITS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict")
 """Names of the limit of output tokens."""
 
-MAX_TEMPERATURE = 2.0
-"""Of OpenAI's API; `/generate` has no such limit."""
-
-
-def check_temperature(temperature: float | None) -> None:
-    """Raises RequestError for one that OpenAI's API does not have. Negative ones are refused with the other parameters."""
-    if temperature is not None and temperature > MAX_TEMPERATURE:
-        raise RequestError(f"temperature must be between 0 and {MAX_TEMPERATURE:g}, got {temperature}", "temperature")
-
 
 class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of both completions and chat completions, beside those of `StructuredFields`; None = not set.
 
-    model: "" and "default" mean the served model. max_tokens: -1 = as many as fit; n_predict and num_predict are llama.cpp's and Ollama's names of
-    it. repeat_penalty: Ollama's name of repetition_penalty. include_stop_str_in_output: no_stop_trim, as vLLM calls it.
+    max_tokens: -1 = as many as fit; n_predict and num_predict are llama.cpp's and Ollama's names of it. include_stop_str_in_output: no_stop_trim, as
+    vLLM calls it.
     """
 
-    model: str = ""
-    stream: bool | None = None
+    NOTED: ClassVar[tuple[str, ...]] = NO_EFFECT
+    """Fields that have no effect."""
+
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
-    max_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    max_completion_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    n_predict: Annotated[int | None, Meta(extra_json_schema={"minimum": -2})] = None
-    num_predict: Annotated[int | None, Meta(extra_json_schema={"minimum": -2})] = None
-    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 2})] = None
-    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
-    frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
-    presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
-    stop: str | list[str] | None = None
-    seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    sampling_seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    n: From1 = None
+    max_tokens: FromMinus1 = None
+    max_completion_tokens: FromMinus1 = None
+    n_predict: FromMinus2 = None
+    num_predict: FromMinus2 = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None
     # Ours.
-    top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
-    typical_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
-    min_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
-    repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
-    repeat_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
+    sampling_seed: FromMinus1 = None
+    min_tokens: From0 = None
     stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     no_stop_trim: bool | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    lora_path: str | None = None
     session_params: SessionParams | None = None
     rid: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    routed_dp_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
-    data_parallel_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
     return_routed_experts: bool | None = None
-    # vLLM's, see token_details.py.
+    # vLLM's.
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    truncate_prompt_tokens: FromMinus1 = None
     truncation_side: Literal["left", "right"] | None = None
-    prompt_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
+    prompt_logprobs: NumLogprobs = None
     logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # llama.cpp's.
     return_progress: bool | None = None
-    # Ollama's and llama.cpp's; noted.
-    options: object | None = None
-    num_ctx: object | None = None
-    num_keep: object | None = None
-    num_batch: object | None = None
-    num_gpu: object | None = None
-    num_thread: object | None = None
-    main_gpu: object | None = None
-    low_vram: object | None = None
-    numa: object | None = None
-    use_mmap: object | None = None
-    use_mlock: object | None = None
-    keep_alive: object | None = None
-    timings_per_token: object | None = None
-    request_id: object | None = None
-    id_slot: object | None = None
-    service_tier: str | None = None
-    think: bool | ReasoningEffort | None = None
 
     @property
     def wants_logprobs(self) -> bool:
-        """The reply has logprobs of the output."""
+        """Whether the reply has logprobs of the output."""
         return False
 
     @property
@@ -199,8 +156,8 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def noted(self) -> list[str]:
-        """Fields that have no effect."""
-        return without_effect(self, NO_EFFECT)
+        """Fields of the request that have no effect."""
+        return without_effect(self, self.NOTED)
 
     @property
     def num_samples(self) -> int:
@@ -215,55 +172,59 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
         """The sampling parameters of the request under the runtime's names. Raises RequestError, see `asked_grammar`."""
         asked = self.asked_grammar()
-        sampling = SamplingParams(
-            grammar_after=self.grammar_after,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=self.min_tokens or 0,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            stop_regex=self.stop_regex,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            repetition_penalty=self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
-            n=self.num_candidates,
-            ignore_eos=bool(self.ignore_eos),
-            skip_special_tokens=self.skip_special_tokens is not False,
-            spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
-            no_stop_trim=bool(self.no_stop_trim or self.include_stop_str_in_output),
-            logit_bias=self.logit_bias,
-            bad_words=self.bad_words,
-            allowed_token_ids=self.allowed_token_ids,
-            seed=self.seed,
-            sampling_seed=self.sampling_seed,
-        )
-        return sampling if asked is None else msgspec.structs.replace(sampling, **asked.fields)
+        fields = self.sampling_fields() | {
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": self.min_tokens or 0,
+            "n": self.num_candidates,
+            "no_stop_trim": bool(self.no_stop_trim or self.include_stop_str_in_output),
+        }
+        return SamplingParams(**fields if asked is None else fields | asked.fields)
 
-    def check_output_limit(self) -> None:
-        """Raises RequestError if names of the output limit are given with different values."""
-        given = {name: value for name in reversed(_LIMITS) if (value := getattr(self, name)) is not None}
-        if len(set(given.values())) > 1:
-            first, *_, last = sorted(given, key=("max_tokens", *_LIMITS).index)
-            raise RequestError(f"{first} and {last} differ: give one of them", first)
+    def call_fields(self, whole_prompt: bool = False) -> dict[str, Any]:
+        """The fields of `GenerateReqInput` beside its prompt and how it is sampled. whole_prompt: the prompt's logprobs are wanted for an echo."""
+        prompt = self.prompt_logprobs
+        wanted = self.wants_logprobs or prompt is not None
+        return super().call_fields() | {
+            "return_progress": bool(self.return_progress),
+            "session_params": self.session_params,
+            "return_logprob": wanted,
+            "logprob_start_len": 0 if prompt is not None or (whole_prompt and self.wants_logprobs) else -1,
+            "top_logprobs_num": max(self.num_top_logprobs, prompt or 0),
+            "token_ids_logprob": list(self.logprob_token_ids) if self.logprob_token_ids else None,
+            "return_text_in_logprobs": wanted,
+        }
 
-    def check_sampling(self) -> None:
-        """Raises RequestError for what only these routes refuse, and for two names with different values."""
-        check_temperature(self.temperature)
-        if (
-            None not in (self.repeat_penalty, self.repetition_penalty)
-            and self.repeat_penalty != self.repetition_penalty
-        ):
-            raise RequestError("repeat_penalty and repetition_penalty differ: give one of them", "repeat_penalty")
-
-    def check_stream_options(self) -> None:
-        """Raises RequestError for stream options without a stream."""
+    def check(self) -> None:
+        """Raises RequestError for fields that contradict each other, and for values that these routes refuse."""
         options = self.stream_options
         if not self.stream and options is not None and (options.include_usage or options.continuous_usage_stats):
             raise RequestError("stream_options is only allowed when stream is true", "stream_options")
+        check_same({name: getattr(self, name) for name in ("max_tokens", *_LIMITS)})
+        self.check_sampling()
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs are not available in a stream", "prompt_logprobs")
+        check_num_logprobs("prompt_logprobs", self.prompt_logprobs)
+        if self.logprob_token_ids and not self.wants_logprobs:
+            raise RequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+        if self.session_params is not None and self.return_token_ids:
+            raise RequestError("return_token_ids: a request of a session does not show its prompt", "return_token_ids")
+        field, kept = "truncate_prompt_tokens", self.truncate_prompt_tokens
+        if kept is not None and kept != AS_MANY_AS_FIT and kept < 1:
+            raise RequestError(f"{field} must be at least 1, or -1 for as many as fit, got {kept}", field)
+
+    def truncated(self, ids: list[int], context_length: int) -> list[int]:
+        """The prompt's tokens that `truncate_prompt_tokens` keeps: the last ones, or the first with truncation_side "right".
+
+        -1 keeps as many as fit into the context beside the requested output (one token if it is not limited; at most half of the context if that
+        would leave the prompt nothing).
+        """
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return ids
+        if count == AS_MANY_AS_FIT:
+            output = max(1, self.output_limit or 1)
+            count = context_length - (output if output < context_length else context_length // 2)
+        return ids[:count] if self.truncation_side == "right" else ids[-count:]
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -272,20 +233,16 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     best_of: so many samples are made of each prompt, and the n with the highest mean logprob are the choices.
     """
 
+    NOTED = (*NO_EFFECT, "think")
+
     prompt: str | list[str | int | list[int]]
-    best_of: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    best_of: From1 = None
     echo: bool | None = None
-    logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
+    logprobs: NumLogprobs = None
     suffix: str | None = None
 
     @property
-    def noted(self) -> list[str]:
-        """Fields that have no effect."""
-        return without_effect(self, (*NO_EFFECT, "think"))
-
-    @property
     def num_candidates(self) -> int:
-        """Samples per prompt."""
         return self.num_samples if self.best_of is None else self.best_of
 
     @property
@@ -295,12 +252,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     @property
     def num_top_logprobs(self) -> int:
-        """Alternatives per output token."""
         return self.logprobs or 0
 
 
 class ContentPart(MediaParts, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message: text, or media (`media_parts`); others are refused by their type, with the fields they have.
+    """A part of a message: text, or media (`chat_request`); others are refused by their type, with the fields they have.
 
     cache_control, prompt_cache_breakpoint: hints for caches that work by marks; accepted without effect.
     """
@@ -353,16 +309,18 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     are those of vLLM and llama.cpp. functions, function_call: tools and their choice as they were before `tools`.
     """
 
+    NOTED = (*NO_EFFECT, "verbosity")
+
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
+    top_logprobs: NumLogprobs = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    thinking_budget: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    thinking_token_budget: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    thinking_budget_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
-    reasoning_budget_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    thinking_budget: FromMinus1 = None
+    thinking_token_budget: FromMinus1 = None
+    thinking_budget_tokens: FromMinus1 = None
+    reasoning_budget_tokens: FromMinus1 = None
     reasoning_effort: AskedEffort | None = None
     reasoning: ReasoningFields | None = None
     thinking: ThinkingFields | None = None
@@ -389,18 +347,11 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
     @property
     def wants_logprobs(self) -> bool:
-        """The reply has logprobs of the output."""
         return bool(self.logprobs)
 
     @property
     def num_top_logprobs(self) -> int:
-        """Alternatives per output token."""
         return self.top_logprobs or 0
-
-    @property
-    def noted(self) -> list[str]:
-        """Fields that have no effect."""
-        return without_effect(self, (*NO_EFFECT, "verbosity"))
 
     @property
     def shows_reasoning(self) -> bool:
@@ -421,6 +372,5 @@ _NOT_YET = (
 
 def refuse_unsupported(request: ChatCompletionRequest) -> None:
     """Raises RequestError naming the first field that asks for something this server does not do."""
-    for name in _NOT_YET:
-        if not asks_for_nothing(name, getattr(request, name)):
-            raise RequestError(f"{name} is not supported yet", name, "unsupported_parameter")
+    if asked := without_effect(request, _NOT_YET):
+        raise unsupported(asked[0], f"{asked[0]} is not supported yet")

@@ -11,7 +11,8 @@ from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.openai.chat_request import conversation_of
-from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, ReasoningEffort
+from headrace.server.openai.fields import ReasoningEffort
+from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,9 +38,6 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 _PIECE_IDS = 64 << 10
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
-_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenizeAPI:
@@ -51,9 +49,8 @@ class TokenizeAPI:
     async def tokenize(self, exchange: Exchange) -> None:
         """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
         self.context.check_tokenizer("prompt")
-        body = await exchange.read_json(_TOKENIZE)
-        if body.model is not None:
-            self.context.adapter_of(body.model)
+        body = await exchange.read_json(TokenizeBody)
+        self.context.adapter_of(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if isinstance(body.prompt, list):
@@ -104,7 +101,7 @@ class TokenizeAPI:
     async def apply_template(self, exchange: Exchange) -> None:
         """`{prompt}`: what the chat template makes of the body of a chat, as text."""
         self.context.check_tokenizer("messages")
-        body = await exchange.read_json(_CHAT)
+        body = await exchange.read_json(ChatCompletionRequest)
         self.context.adapter_of(body.model)
         limit = self.context.model.context_length
         chat = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation_of(body, limit)))
@@ -113,9 +110,8 @@ class TokenizeAPI:
     async def detokenize(self, exchange: Exchange) -> None:
         """`{text}`; a list when `tokens` was a list of lists."""
         self.context.check_tokenizer("tokens")
-        body = await exchange.read_json(_DETOKENIZE)
-        if body.model is not None:
-            self.context.adapter_of(body.model)
+        body = await exchange.read_json(DetokenizeBody)
+        self.context.adapter_of(body.model or "")
         texts = await self.context.in_text_thread(lambda: self._texts(body.tokens, body.skip_special_tokens))
         await exchange.reply_json({"text": texts})
 

@@ -4,20 +4,33 @@ Owns which items are understood, and how the items of one turn of the assistant 
 serves HTTP.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.errors import RequestError
 from headrace.media_kinds import ImageRef
-from headrace.messages.neutral import is_empty
-from headrace.server.chat.conversation import Message, calls_of, check_history, function_call
+from headrace.messages.bodies import is_empty
+from headrace.server.chat.conversation import (
+    Message,
+    check_history,
+    function_call,
+    missing,
+    text_of,
+    text_or_none,
+    unsupported,
+)
 from headrace.server.chat.custom_tools import custom_call
-from headrace.server.chat.media import base64_audio, image_detail, part_of
-from headrace.server.chat.written_items import file_text, written_out
-from headrace.server.responses.tools import shown_name
+from headrace.server.chat.parts import (
+    base64_audio,
+    file_text,
+    image_detail,
+    media_kind,
+    part_of,
+    text_part,
+    written_out,
+)
 
 Item = Mapping[str, object]
 _MAY_BE_EMPTY = ("assistant", "tool")
-_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 WRITTEN_OUT = {
     "additional_tools": "system",
@@ -98,65 +111,45 @@ class _Messages:
 
     def read(self, where: str, item: Item) -> None:
         """The next item."""
-        kind = item.get("type") or "message"
-        readers: dict[str, Callable[[str, Item], None]] = {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._call,
-            "custom_tool_call": self._call,
-            "function_call_output": self._result,
-            "custom_tool_call_output": self._result,
-        }
-        reader = readers.get(kind) if isinstance(kind, str) else None
-        if isinstance(kind, str) and kind in UNREADABLE:
-            return
-        if isinstance(kind, str) and kind in WRITTEN_OUT:
-            self._written(WRITTEN_OUT[kind], written_out(where, item, *_HIDDEN.get(kind, ())))
-            return
-        if reader is None:
-            raise RequestError(
-                f"{where}: items of type {str(kind)[:50]!r} are not supported", f"{where}.type", "unsupported_parameter"
-            )
-        reader(where, item)
+        match item.get("type") or "message":
+            case "message":
+                self._message(where, item)
+            case "reasoning":
+                self._reasoning(where, item)
+            case "function_call" | "custom_tool_call":
+                self._call(where, item)
+            case "function_call_output" | "custom_tool_call_output":
+                self._result(where, item)
+            case str(kind) if kind in UNREADABLE:
+                pass
+            case str(kind) if kind in WRITTEN_OUT:
+                hidden = ("result",) if kind == "image_generation_call" else ()  # the content of a file
+                self._written(WRITTEN_OUT[kind], written_out(where, item, *hidden))
+            case kind:
+                raise unsupported(f"{where}.type", f"{where}: items of type {str(kind)[:50]!r} are not supported")
 
     def text(self, role: str, content: str | list[Message]) -> None:
         """A message, which joins the one before it within a turn of the assistant, and within the system messages at the beginning."""
-        last = self._last()
-        joins = last is not None and last["role"] == role
-        if role == "assistant":
-            joins = joins and (not self._contents or self._acted)
-        elif role == "system":
-            joins = joins and len(self.messages) == 1
-        else:
-            joins = False
-        if not joins:
+        joins = {"assistant": not self._contents or self._acted, "system": len(self.messages) == 1}
+        if role != self._role or not joins.get(role):
             self._open({"role": role, "content": ""})
         if content or self._contents:
             self._contents.append(content)
 
     def _written(self, role: str, text: str) -> None:
         """Text that stands for an item: part of the turn of the assistant, or of what the user says."""
-        last = self._last()
-        if last is None or last["role"] != role:
+        if self._role != role:
             self._open({"role": role, "content": ""})
         self._contents.append(text)
         self._acted = True
 
-    def _last(self) -> Message | None:
-        return self.messages[-1] if self.messages else None
-
-    def _turn(self) -> Message:
-        """The assistant's message that calls join."""
-        last = self._last()
-        if last is None or last["role"] != "assistant":
-            last = {"role": "assistant", "content": ""}
-            self._open(last)
-        return last
+    @property
+    def _role(self) -> str | None:
+        """Who says the last message."""
+        return str(self.messages[-1]["role"]) if self.messages else None
 
     def _message(self, where: str, item: Item) -> None:
-        role = item.get("role")
-        if not isinstance(role, str) or not role:
-            raise RequestError(f"{where}.role is missing", f"{where}.role")
+        role = text_of(f"{where}.role", item.get("role"))
         content = content_parts(f"{where}.content", item.get("content"), may_be_empty=role in _MAY_BE_EMPTY)
         if role != "user" and isinstance(content, list):
             raise RequestError(f"{where}.content: images and audio belong to the role user", f"{where}.content")
@@ -166,39 +159,34 @@ class _Messages:
         thought = _joined(f"{where}.content", item.get("content")) or _joined(f"{where}.summary", item.get("summary"))
         if not thought:
             return  # Encrypted by somebody else: nobody here can read it.
-        last = self._last()
-        if last is None or last["role"] != "assistant" or (self._contents and not self._acted):
+        if self._role != "assistant" or (self._contents and not self._acted):
             self._open({"role": "assistant", "content": ""})
         self._thoughts.append(thought)
 
     def _call(self, where: str, item: Item) -> None:
-        call_id, name, namespace = _text(where, item, "call_id"), _text(where, item, "name"), item.get("namespace")
-        if not is_empty(namespace) and not isinstance(namespace, str):
-            raise RequestError(f"{where}.namespace must be a string", f"{where}.namespace")
-        name = shown_name(namespace if isinstance(namespace, str) else None, name)
-        is_custom = item.get("type") == "custom_tool_call"
-        given = item.get("input" if is_custom else "arguments")
-        if is_custom and given is not None and not isinstance(given, str):
-            raise RequestError(f"{where}.input must be a string", f"{where}.input")
-        turn = self._turn()
+        call_id, name = (text_of(f"{where}.{field}", item.get(field)) for field in ("call_id", "name"))
+        name = shown_name(_optional_text(where, item, "namespace"), name)
+        if item.get("type") == "custom_tool_call":
+            call = custom_call(call_id, name, text_or_none(f"{where}.input", item.get("input")) or "")
+        else:
+            call = function_call(call_id, name, item.get("arguments"))
+        if self._role != "assistant":
+            self._open({"role": "assistant", "content": ""})
+        turn = self.messages[-1]
         if call_id in self._call_ids:
             raise RequestError(
                 f"{where}.call_id: there are two calls with the id {call_id[:100]!r}", f"{where}.call_id"
             )
-        call = custom_call(call_id, name, str(given or "")) if is_custom else function_call(call_id, name, given)
-        turn["tool_calls"] = calls = calls_of(turn)
-        calls.append(call)
+        turn.setdefault("tool_calls", []).append(call)
         self._call_ids.add(call_id)
         self._acted = True
         self.asked[call_id] = name
 
     def _result(self, where: str, item: Item) -> None:
-        call_id = item.get("call_id")
-        if not is_empty(call_id) and not isinstance(call_id, str):
-            raise RequestError(f"{where}.call_id must be a string", f"{where}.call_id")
+        call_id = _optional_text(where, item, "call_id")
         output = content_parts(f"{where}.output", item.get("output"), may_be_empty=True)
         answer: Message = {"role": "tool", "content": output}
-        if isinstance(call_id, str) and call_id:
+        if call_id:
             answer["tool_call_id"] = call_id
         name = self.asked.get(str(call_id), item.get("name"))
         if isinstance(name, str) and name:
@@ -206,8 +194,11 @@ class _Messages:
         self._open(answer)
 
 
-_HIDDEN = {"image_generation_call": ("result",)}
-"""Fields that hold files."""
+def shown_name(namespace: str | None, name: str) -> str:
+    """The name under which the model sees a tool of a namespace."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
 
 
 def _joined_contents(contents: Sequence[str | list[Message]], between: str) -> str | list[Message]:
@@ -217,75 +208,56 @@ def _joined_contents(contents: Sequence[str | list[Message]], between: str) -> s
         return between.join(texts)
     parts: list[Message] = []
     for content in contents:
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts += [text_part(content)] if isinstance(content, str) else content
     return parts
 
 
 def content_parts(where: str, content: object, may_be_empty: bool = False) -> str | list[Message]:
-    """A content as one text or, with images and audio, as parts. Raises RequestError for parts of other types."""
-    if not isinstance(content, list) or not any(map(_is_media, content)):
-        return content_text(where, content, may_be_empty)
-    return [
-        _media(f"{where}[{number}]", part)
-        if _is_media(part)
-        else {"type": "text", "text": _part(f"{where}[{number}]", part)}
-        for number, part in enumerate(content)
-    ]
-
-
-def _is_media(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("input_image", "input_audio")
-
-
-def _media(where: str, part: Mapping[str, object]) -> Message:
-    """Raises RequestError."""
-    if part.get("type") == "input_audio":
-        return base64_audio(f"{where}.input_audio", part.get("input_audio"))
-    return _image(where, part)
-
-
-def _image(where: str, part: Mapping[str, object]) -> Message:
-    """Raises RequestError."""
-    if not is_empty(part.get("file_id")):
-        raise RequestError(
-            f"{where}.file_id: there are no files here; send image_url", f"{where}.file_id", "unsupported_parameter"
-        )
-    url = part.get("image_url")
-    if not isinstance(url, str) or not url:
-        raise RequestError(f"{where}.image_url must be a URL", f"{where}.image_url")
-    return part_of(ImageRef(url=url, detail=image_detail(f"{where}.detail", part.get("detail"))))
-
-
-def content_text(where: str, content: object, may_be_empty: bool = False) -> str:
-    """A content, a text or a list of parts, as one text. Raises RequestError for parts that are no text."""
+    """A content, a text or a list of parts, as one text or, with images and audio, as parts. Raises RequestError for parts of other types."""
     if isinstance(content, str):
         return content
     if content is None or content == []:
         if may_be_empty:
             return ""
-        raise RequestError(f"{where} is missing", where)
+        raise missing(where)
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or a list of parts", where)
-    return "\n".join(_part(f"{where}[{number}]", part) for number, part in enumerate(content))
+    parts = [_part(f"{where}[{number}]", part) for number, part in enumerate(content)]
+    return parts if any(map(media_kind, parts)) else "\n".join(part["text"] for part in parts)
 
 
-def _part(where: str, part: object) -> str:
+def _part(where: str, part: object) -> Message:
     if not isinstance(part, dict):
         raise RequestError(f"{where} must be an object", where)
-    kind = part.get("type")
-    if kind == "input_file" and (text := file_text(part.get("filename"), part.get("file_data"))) is not None:
-        return text
-    field = "refusal" if kind == "refusal" else "text"
-    if kind not in _TEXT_PARTS and kind != "refusal":
-        raise RequestError(
-            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text, input_image, input_audio, and input_file with a text",
-            f"{where}.type",
-            "unsupported_parameter",
-        )
-    text = part.get(field)
-    if not isinstance(text, str):
+    match part.get("type"):
+        case "input_image":
+            return _image(where, part)
+        case "input_audio":
+            return base64_audio(f"{where}.input_audio", part.get("input_audio"))
+        case "input_file" if (text := file_text(part.get("filename"), part.get("file_data"))) is not None:
+            return text_part(text)
+        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
+            field = "text"
+        case "refusal":
+            field = "refusal"
+        case kind:
+            served = "text, input_image, input_audio, and input_file with a text"
+            message = f"{where}: parts of type {str(kind)[:50]!r} are not supported, only {served}"
+            raise unsupported(f"{where}.type", message)
+    value = part.get(field)
+    if not isinstance(value, str):
         raise RequestError(f"{where}.{field} must be a string", f"{where}.{field}")
-    return text
+    return text_part(value)
+
+
+def _image(where: str, part: Mapping[str, object]) -> Message:
+    """Raises RequestError."""
+    if not is_empty(part.get("file_id")):
+        raise unsupported(f"{where}.file_id", f"{where}.file_id: there are no files here; send image_url")
+    url = part.get("image_url")
+    if not isinstance(url, str) or not url:
+        raise RequestError(f"{where}.image_url must be a URL", f"{where}.image_url")
+    return part_of(ImageRef(url=url, detail=image_detail(f"{where}.detail", part.get("detail"))))
 
 
 def _joined(where: str, parts: object) -> str:
@@ -303,8 +275,6 @@ def _joined(where: str, parts: object) -> str:
     return "\n".join(texts)
 
 
-def _text(where: str, item: Item, name: str) -> str:
+def _optional_text(where: str, item: Item, name: str) -> str | None:
     value = item.get(name)
-    if not isinstance(value, str) or not value:
-        raise RequestError(f"{where}.{name} is missing", f"{where}.{name}")
-    return value
+    return text_or_none(f"{where}.{name}", None if is_empty(value) else value)

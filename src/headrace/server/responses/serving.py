@@ -5,24 +5,24 @@ Owns the handlers: making a response, and reading and forgetting those that are 
 
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.sample_update import failure_of
-from headrace.server.chat.calls import ChatCall, chat_call
+from headrace.server.chat.calls import chat_call
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
 from headrace.server.notes import noted_fields, skipped_tools
 from headrace.server.responses.items import Item
 from headrace.server.responses.protocol import ResponsesRequest, noted_in, refuse_unsupported
 from headrace.server.responses.reply import ResponseReply
-from headrace.server.responses.request import AskedResponse, asked_response, grammar_field, input_items
+from headrace.server.responses.request import conversation_of, fitting, grammar_field, input_items, sampling_of
 from headrace.server.responses.store import ResponseStore, StoredResponse
-from headrace.server.responses.truncation import fitting
 from headrace.server.sse import stream_reply
 
 MAX_LISTED = 100
@@ -59,62 +59,67 @@ class ResponsesAPI:
     def __init__(self, context: ServingContext) -> None:
         self.context = context
         self.store = ResponseStore(context.args.max_stored_responses)
-        self._decoder = msgspec.json.Decoder(ResponsesRequest)
         self._skipped_tools, self._noted = skipped_tools(), noted_fields()
 
     async def create(self, exchange: Exchange) -> None:
         """Make a response. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(self._decoder)
+        request = await exchange.read_json(ResponsesRequest)
         try:
-            self.context.check_tokenizer("input")
-            refuse_unsupported(request)
-            keeps = self._keeps(request)
-            adapter = self.context.chosen_adapter(request.model, request.lora_path)
-            owner = owner_of(exchange)
-            before = self._before(request, owner)
-            items = self._resolved(input_items(request.input), owner)
-            earlier = before.items() if before is not None else ()
-            asked = asked_response(request, earlier, items, self.context.model.context_length)
-            response_id = f"resp_{uuid.uuid4().hex}"
-            chat = await self._call(exchange, request, asked, response_id, adapter)
-            exchange.name_request(response_id)
-            reply = ResponseReply(
-                response_id,
-                request,
-                chat,
-                asked.tools,
-                model=self.context.shown_model(request.model),
-                is_stored=keeps,
-                counts_cached=self.context.args.enable_cache_report,
-            )
-
-            def end() -> bytes:
-                """Keep the response before the client knows that it is complete."""
-                frames = reply.end()
-                if keeps and reply.status != "failed":
-                    self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
-                return frames
-
-            def headers() -> Headers:
-                noted = [*noted_in(request), *chat.notes("max_output_tokens", "")]
-                return self._skipped_tools.headers(asked.tools.skipped) + self._noted.headers(noted)
-
-            if request.stream:
-                updates = chat.updates(exchange)
-                await stream_reply(
-                    exchange,
-                    updates,
-                    reply.push,
-                    end,
-                    done=b"",
-                    failed=reply.failed,
-                    renamed=lambda exc: _renamed(exc, request),
-                    headers=headers,
-                )
-            else:
-                await self._whole(exchange, chat, reply, end, headers)
+            await self._answer(exchange, request)
         except RequestError as exc:
             raise _renamed(exc, request) from None
+
+    async def _answer(self, exchange: Exchange, request: ResponsesRequest) -> None:
+        self.context.check_tokenizer("input")
+        refuse_unsupported(request)
+        # True is the API's default, which clients and routers spell out.
+        keeps = bool(self.store.max_responses) and request.store is not False
+        adapter = self.context.chosen_adapter(request.model, request.lora_path)
+        owner = owner_of(exchange)
+        before = self._before(request, owner)
+        items = self._resolved(input_items(request.input), owner)
+        # The places of items in errors count from the first one of the first response.
+        all_items = [*before.items(), *items] if before is not None else items
+        conversation, tools = conversation_of(request, all_items, self.context.model.context_length)
+        sampling = sampling_of(request)
+        if request.truncation == "auto":
+            conversation = await fitting(self.context, conversation, request.max_output_tokens, exchange)
+        response_id = f"resp_{uuid.uuid4().hex}"
+        fields = request.call_fields() | {"rid": response_id, "lora_path": adapter}
+        chat = await chat_call(self.context, conversation, sampling, **fields)
+        exchange.name_request(response_id)
+        reply = ResponseReply(response_id, request, chat, tools, keeps)
+
+        def end() -> bytes:
+            """Keep the response before the client knows that it is complete."""
+            frames = reply.end()
+            if keeps and reply.status != "failed":
+                self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
+            return frames
+
+        def headers() -> Headers:
+            noted = [*noted_in(request), *chat.notes("max_output_tokens", "")]
+            return self._skipped_tools.headers(tools.skipped) + self._noted.headers(noted)
+
+        if request.stream:
+            await stream_reply(
+                exchange,
+                chat.updates(exchange),
+                reply.push,
+                end,
+                done=b"",
+                failed=reply.failed,
+                renamed=lambda exc: _renamed(exc, request),
+                headers=headers,
+            )
+            return
+        async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
+            async for update in updates:
+                if update.finish is not None and (failure := failure_of(update.finish)) is not None:
+                    raise failure
+                reply.push(update)
+        end()
+        await exchange.reply_json(reply.response(), headers=headers())
 
     async def get(self, exchange: Exchange) -> None:
         """A kept response."""
@@ -122,7 +127,7 @@ class ResponsesAPI:
         stored = self._stored(exchange)
         if query.stream or query.starting_after is not None:
             field = "stream" if query.stream else "starting_after"
-            raise RequestError(f"{field}: a kept response cannot be streamed", field, "unsupported_parameter")
+            raise unsupported(field, f"{field}: a kept response cannot be streamed")
         await exchange.reply_json(msgspec.Raw(stored.response))
 
     async def delete(self, exchange: Exchange) -> None:
@@ -166,21 +171,14 @@ class ResponsesAPI:
     def _stored(self, exchange: Exchange) -> StoredResponse:
         return self.store.get(owner_of(exchange), exchange.path_param("id"))
 
-    def _keeps(self, request: ResponsesRequest) -> bool:
-        """Whether the response will be kept, as its field `store` says. True is the API's default, which clients and routers spell out."""
-        return bool(self.store.max_responses) and request.store is not False
-
     def _before(self, request: ResponsesRequest, owner: str) -> StoredResponse | None:
         """The response that this one continues. Raises RequestError."""
         field = "previous_response_id"
         if not request.previous_response_id:
             return None
         if not self.store.max_responses:
-            raise RequestError(
-                f"{field}: this server keeps no responses; send the whole conversation in input, or start it with --max-stored-responses",
-                field,
-                "unsupported_parameter",
-            )
+            message = f"{field}: this server keeps no responses; send the whole conversation in input, or start it with --max-stored-responses"
+            raise unsupported(field, message)
         return self.store.get(owner, request.previous_response_id, field)
 
     def _resolved(self, items: list[Item], owner: str) -> list[Item]:
@@ -188,11 +186,10 @@ class ResponsesAPI:
         if all(not _is_reference(item) for item in items):
             return items
         if not self.store.max_responses:
-            raise RequestError(
+            raise unsupported(
+                "input",
                 "input: this server keeps no items that an item_reference could name; send the items themselves, or start it with "
                 "--max-stored-responses",
-                "input",
-                "unsupported_parameter",
             )
         wanted = {str(item.get("id")) for item in items if _is_reference(item)}
         known = self.store.items_of(owner, wanted)
@@ -200,47 +197,6 @@ class ResponsesAPI:
             shown = min(missing)[:100]
             raise NotFoundError(f"input: there is no item with the id {shown!r}", "input")
         return [known[str(item["id"])] if _is_reference(item) else item for item in items]
-
-    async def _call(
-        self,
-        exchange: Exchange,
-        request: ResponsesRequest,
-        asked: AskedResponse,
-        response_id: str,
-        adapter: str | None,
-    ) -> ChatCall:
-        fields: dict[str, Any] = {
-            "rid": response_id,
-            "stream": bool(request.stream),
-            "return_logprob": request.wants_logprobs,
-            "top_logprobs_num": request.top_logprobs or 0,
-            "return_text_in_logprobs": request.wants_logprobs,
-            "priority": request.priority,
-            "cache_salt": request.cache_salt,
-            "lora_path": adapter,
-            "routed_dp_rank": request.routed_dp_rank,
-            "data_parallel_rank": request.data_parallel_rank,
-        }
-        conversation = asked.conversation
-        if request.truncation == "auto":
-            conversation = await fitting(self.context, conversation, request.max_output_tokens, exchange)
-        return await chat_call(self.context, conversation, asked.sampling, **fields)
-
-    async def _whole(
-        self,
-        exchange: Exchange,
-        chat: ChatCall,
-        reply: ResponseReply,
-        end: Callable[[], bytes],
-        headers: Callable[[], Headers],
-    ) -> None:
-        async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
-            async for update in updates:
-                if update.finish is not None and (failure := failure_of(update.finish)) is not None:
-                    raise failure
-                reply.push(update)
-        end()
-        await exchange.reply_json(reply.response(), headers=headers())
 
 
 def owner_of(exchange: Exchange) -> str:

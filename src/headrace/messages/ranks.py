@@ -1,0 +1,305 @@
+"""What the processes of a tensor-parallel group say to each other.
+
+Before, between and after the calls of a group over several hosts:
+
+    Hello ---> the leader: a process wants to be this rank, or to watch the group
+    Welcome <- the group is whole        Refused <- the process cannot be in it; why
+    Broken <-> why it has ended          Ended <-> the process has ended as it should
+
+From the leader, work beside the steps that all ranks install together:
+
+    RankJob ---> each rank begins, beside its steps
+    RankPoll --> each rank answers: busy, done or failed; sent until none is busy
+    RankInstall: all are done, so all have the result from here on       RankDrop: one failed, so none has it
+
+And steps, the wire form of plans: the followers compute the same step, each its part, but sample nothing. What was sampled comes with the next
+step, or from device to device.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from headrace.messages.control import ProfileReq
+from headrace.messages.operations import OperationReq
+from headrace.messages.requests import EngineTask, PromptContent
+from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
+from headrace.messages.weights import ReleaseMemory, ResumeMemory, UpdateFromDisk, UpdateFromTensors
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """rank: None = of a process that has no part of the model and only watches. host: for messages to people. facts: what must be the same."""
+
+    rank: int | None
+    size: int
+    host: str
+    facts: dict[str, str]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All ranks are there."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process cannot be in the group. for_now: it may try again later."""
+
+    reason: str
+    for_now: bool = False
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The group is of no use any more."""
+
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process has ended without an error: a follower may do so before the leader, who told it that there is no more."""
+
+
+GroupNote = Hello | Welcome | Refused | Broken | Ended
+
+
+def difference(own: dict[str, str], theirs: dict[str, str]) -> str:
+    """In words, what differs between the facts of two processes; "" if nothing does."""
+    found = [
+        f"{name} is {theirs.get(name, 'not known')} there and {own.get(name, 'not known')} here"
+        for name in sorted(own.keys() | theirs.keys())
+        if own.get(name) != theirs.get(name)
+    ]
+    return "; ".join(found)
+
+
+class RankLora(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Read an adapter, see `LoadLoraReq`."""
+
+    lora_id: int
+    path: str
+    fingerprint: str
+
+
+class RankParts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Write what it has of these weights to a file `rank-N` in this folder. names: as the model has them."""
+
+    folder: str
+    names: tuple[str, ...]
+
+
+RankWeights = UpdateFromDisk | UpdateFromTensors | ReleaseMemory | ResumeMemory
+"""Operations on weights in which every rank does its part."""
+RankWork = RankLora | RankParts | RankWeights
+
+
+class RankJob(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Begin this work."""
+
+    id: int
+    work: RankWork
+
+
+class RankPoll(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Say how far the job is, as a `RankAnswer`."""
+
+    id: int
+
+
+class RankInstall(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Take up the result of the job."""
+
+    id: int
+
+
+class RankDrop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Forget the job. Unknown ids are ignored."""
+
+    id: int
+
+
+class RankUnload(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Unload an adapter, see `Adapters.unload`."""
+
+    lora_id: int
+
+
+class RankProfile(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Start or stop a profile of its steps. stem: of the file that is written, before the rank."""
+
+    request: ProfileReq
+    stem: str
+
+
+class RankExperts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Count the choices of experts, or stop. The leader's counts are those of all; but who counts computes more tokens in the last layer."""
+
+    counts: bool
+
+
+class RankAsk(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Answer a control operation, by a row of numbers that the leader gathers."""
+
+    message: OperationReq
+
+
+RankBesideSteps = RankAsk | RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile | RankExperts
+
+
+class RankSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A `NewSequence` without its grammar, which only the leader needs. Arrays as their bytes."""
+
+    seq: int
+    rid: str
+    token_ids: bytes
+    num_prompt_tokens: int
+    prefix_slots: bytes
+    task: EngineTask
+    end_token_ids: tuple[int, ...]
+    embeds: bytes
+    lora_id: int
+
+
+class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens that steps wrote to the token buffer: token ids[i] of sequence seqs[i] at positions[i]."""
+
+    seqs: list[int] = []
+    positions: list[int] = []
+    ids: list[int] = []
+
+
+QueuedKind = Literal["eager", "graph", "greedy graph"]
+"""How a step is queued on devices: op by op, as the replay of a captured graph whose logits are sampled then, or of one that samples, too."""
+
+StepKind = Literal["none", "whole"] | QueuedKind
+"""How the leader runs a step, and so each follower. none: it found a fault before the layers, so that only the tables change. whole: as
+`ModelRunner.run` does, and what is sampled comes with the next plan. Else it is queued, and the ids come from the leader's device."""
+
+
+class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """A plan. sampled: in the host, since the plan before it.
+
+    only_peaks: of a whole step without other stages, whether the leader needs only the largest logits of the rows that it samples, not all.
+    """
+
+    step: int
+    new: tuple[RankSequence, ...]
+    seqs: bytes
+    starts: bytes
+    counts: bytes
+    num_logits: bytes
+    out_slots: bytes
+    part_starts: tuple[int, ...]
+    sampled: SampledTokens
+    kind: StepKind
+    only_peaks: bool = False
+
+
+class RankLateRows(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Rows of the last queued step that the leader has sampled after it: their ids come from its device. seqs, positions: int32, where they go."""
+
+    seqs: bytes
+    positions: bytes
+
+
+class RankCapture(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Capture the graphs of decode steps, as the leader does now."""
+
+
+class RankFinish(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """For the ranks of the first of several stages: compute logits of the oldest step that was not finished. only_peaks: as in `RankStep`."""
+
+    only_peaks: bool
+
+
+class RankStop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """There are no more steps."""
+
+
+RankMessage = RankStep | RankLateRows | RankCapture | RankFinish | RankStop | RankBesideSteps
+
+_encoder = msgspec.msgpack.Encoder()
+_notes = msgspec.msgpack.Decoder(GroupNote)
+_messages = msgspec.msgpack.Decoder(RankMessage)
+
+
+def pack(message: GroupNote | RankMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def unpack_note(data: bytes | memoryview) -> GroupNote:
+    """As it was sent. Raises msgspec.DecodeError."""
+    note: GroupNote = _notes.decode(data)
+    return note
+
+
+def unpack(data: bytes) -> RankMessage:
+    message: RankMessage = _messages.decode(data)
+    return message
+
+
+def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, only_peaks: bool = False) -> RankStep:
+    return RankStep(
+        step=plan.step,
+        new=tuple(map(_rank_sequence, plan.new)),
+        seqs=plan.seqs.tobytes(),
+        starts=plan.starts.tobytes(),
+        counts=plan.counts.tobytes(),
+        num_logits=plan.num_logits.tobytes(),
+        out_slots=plan.out_slots.tobytes(),
+        part_starts=plan.part_starts,
+        sampled=sampled,
+        kind=kind,
+        only_peaks=only_peaks,
+    )
+
+
+def late_rows(seqs: Int32Array, positions: Int32Array) -> RankLateRows:
+    return RankLateRows(seqs.tobytes(), positions.tobytes())
+
+
+def places_of(late: RankLateRows) -> tuple[Int32Array, Int32Array]:
+    return _int32(late.seqs), _int32(late.positions)
+
+
+def plan_of(step: RankStep) -> ModelWorkerBatch:
+    return ModelWorkerBatch(
+        step=step.step,
+        new=tuple(map(_new_sequence, step.new)),
+        seqs=_int32(step.seqs),
+        starts=_int32(step.starts),
+        counts=_int32(step.counts),
+        num_logits=_int32(step.num_logits),
+        out_slots=_int32(step.out_slots),
+        part_starts=step.part_starts,
+    )
+
+
+def _rank_sequence(new: NewSequence) -> RankSequence:
+    return RankSequence(
+        seq=new.seq,
+        rid=new.rid,
+        token_ids=new.token_ids.astype(np.int32, copy=False).tobytes(),
+        num_prompt_tokens=new.num_prompt_tokens,
+        prefix_slots=new.prefix_slots.astype(np.int32, copy=False).tobytes(),
+        task=new.task,
+        end_token_ids=new.end_token_ids,
+        embeds=new.content.embeds,
+        lora_id=new.lora_id,
+    )
+
+
+def _new_sequence(sent: RankSequence) -> NewSequence:
+    return NewSequence(
+        seq=sent.seq,
+        rid=sent.rid,
+        token_ids=_int32(sent.token_ids),
+        num_prompt_tokens=sent.num_prompt_tokens,
+        prefix_slots=_int32(sent.prefix_slots),
+        task=sent.task,
+        end_token_ids=sent.end_token_ids,
+        content=PromptContent(b"", sent.embeds),
+        lora_id=sent.lora_id,
+    )
+
+
+def _int32(data: bytes) -> Int32Array:
+    return np.frombuffer(bytearray(data), np.int32)  # torch wants memory that may be written
