@@ -251,7 +251,7 @@ def _build(
     penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
     make_sampler = FaultySampler if args.enable_fault_injection else Sampler
     sampler = make_sampler(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
-    resources.callback(sampler.close)
+    resources.callback(sampler.grammars.close)
     rename = setup.spec.renaming(setup.model_config)
     weights = updatable_weights(setup, model, memory.attention, memory.pool, memory.draft)
     if rank.leads:

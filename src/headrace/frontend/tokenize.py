@@ -44,7 +44,7 @@ from headrace.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
-from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 from headrace.text.tokenizers import RenderedPrompt, Tokenizer
 
 
@@ -94,7 +94,7 @@ class PromptTokenizer:
 
     args: ServerArgs
     ready: ReadyInfo
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     defaults: GenerationDefaults
     table: SampleTable
     aborts: Aborts
