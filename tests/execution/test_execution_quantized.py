@@ -14,9 +14,8 @@ from headrace.checkpoint.weight_formats import FORMATS, OWN_METHOD, STORED, name
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build import build_worker
-from headrace.execution.calibrate import quantize_checkpoint
+from headrace.execution.calibrate import WindowRunner, perplexity, quantize_checkpoint
 from headrace.execution.load_weights import load_model, load_threads
-from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels.cpu import why_not
 from headrace.layers.quantization import integer_format
 from headrace.layers.weight import Placement

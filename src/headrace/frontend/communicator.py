@@ -1,7 +1,7 @@
 """Control operations as awaitable calls: sends a request to some replicas and gathers the replies.
 
 Owns the ids and the waiters. Each replica gets its own id, so that a reply identifies its sender, and late replies of a dead replica are
-dropped. Used by the tokenizer manager, in its event loop only.
+dropped.
 """
 
 import asyncio

@@ -135,9 +135,7 @@ class _Worker:
 
 @dataclass(eq=False)
 class FrontDoor:
-    """See the module docstring.
-
-    frontend: the object whose methods are called. methods: by name (`weights.operate` is one of an attribute). receiver: calls of all
+    """frontend: the object whose methods are called. methods: by name (`weights.operate` is one of an attribute). receiver: calls of all
     workers. make_news: the current state for workers. find_tenant: by the name that a worker sends.
     """
 

@@ -1,7 +1,6 @@
 """What the front end knows of a sample while it lives, and of the call that waits for it.
 
-Owns the accumulated output and the times of each sample, keeps track of what the waiter has not read yet, and wakes it. Does
-not own the table of rids, nor sending. Used by the tokenizer manager, in its event loop only.
+Owns the accumulated output and the times of each sample, keeps track of what the waiter has not read yet, and wakes it.
 
 A sample's life: created -> sent -> waiting or streaming -> finished -> cleaned. Output is accumulated here, so a waiter that is
 slow to read costs no memory beyond the output itself: what is pending is only "this sample has something new".

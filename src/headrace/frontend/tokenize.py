@@ -1,7 +1,7 @@
 """Tokenizes the prompts of a call: tokens and checked parameters of each sample, as the scheduler gets them.
 
-Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Does not own the shape of a
-call (`prompts`), nor sending. Runs in the tokenizer manager's event loop; large calls are checked in a thread.
+Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Large calls are checked in a
+thread.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from headrace.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
-from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 from headrace.text.tokenizers import RenderedPrompt, Tokenizer
 
 
@@ -88,15 +88,13 @@ MAX_TOKEN_CHARACTERS = 256
 
 @dataclass(eq=False)
 class PromptTokenizer:
-    """See the module docstring.
-
-    limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
+    """limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
     found that a request of a session replaces. pooling: what the model makes of a text; None = it generates. media: makes those of prompts.
     """
 
     args: ServerArgs
     ready: ReadyInfo
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     defaults: GenerationDefaults
     table: SampleTable
     aborts: Aborts
@@ -172,7 +170,8 @@ class PromptTokenizer:
             words = prompt.sampling.bad_words
             bad_word_ids = await self._bad_word_ids(words) if words else []
             if prompt.prediction and prompt.prediction not in predictions:
-                predictions[prompt.prediction] = await self._predicted_ids(prompt.prediction)
+                [ids] = await self._batch_tokenizer.encode_words([prompt.prediction])
+                predictions[prompt.prediction] = ids[: self.ready.context_length]
             predicted_ids = predictions.get(prompt.prediction, [])
             if self.args.allow_auto_truncate:
                 prompt, content = self._cut(prompt, content)
@@ -218,10 +217,6 @@ class PromptTokenizer:
         spellings = list(dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}")))
         sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
         return [list(ids) for ids in sequences if ids]
-
-    async def _predicted_ids(self, text: str) -> list[int]:
-        [ids] = await self._batch_tokenizer.encode_words([text])
-        return ids[: self.ready.context_length]
 
     async def _grammar(self, prompt: Prompt) -> GrammarSpec | None:
         """The prompt's grammar, with the token after which it begins. Raises RequestError if that is not one token."""
@@ -396,10 +391,13 @@ def _requests(
     group = own[0].call.tenant.scope + prompt.rid if len(own) > 1 else ""
 
     def task(number: int, sample: ReqState) -> SampleTask:
+        of_sample = logprobs
+        if logprobs and sample.leader:  # those of outputs only
+            of_sample = msgspec.structs.replace(logprobs, prompt_start=content.num_tokens + 1)
         return SampleTask(
             msgspec.structs.replace(sampling, seed=(sampling.seed + number) & MAX_SEED) if number else sampling,
             stream=obj.stream,
-            logprobs=_outputs_only(logprobs, content.num_tokens) if logprobs and sample.leader else logprobs,
+            logprobs=of_sample,
             return_hidden_states=prompt.return_hidden_states,
             custom_logit_processor=prompt.custom_logit_processor,
             predicted_ids=pack_int32(predicted_ids),
@@ -417,10 +415,6 @@ def _requests(
         )
         for number, sample in enumerate(own)
     ]
-
-
-def _outputs_only(logprobs: LogprobSpec, num_prompt_tokens: int) -> LogprobSpec:
-    return msgspec.structs.replace(logprobs, prompt_start=num_prompt_tokens + 1)
 
 
 def _beginning(given: PromptInput, content: PromptContent) -> str:

@@ -1,14 +1,23 @@
-"""The packed weights of one model, taken from a file when there is one, and written to it otherwise.
+"""Files of weights that this server writes: the packed weights of one model, for its next start, and saved ones, which can be served again.
 
-Owns what is kept (the layers that convert what they load: `layers.weight.Keeper`) and what a file depends on. Does not own the format
-(`checkpoint.weight_cache`). Nothing in here fails a start: a file that is missing or damaged, or a disk that is full, is logged and the
-weights are converted from the checkpoint. Runs in the thread that builds the worker; files are written in a thread of their own.
+The cache (`WeightCache`) owns what is kept (the layers that convert what they load: `layers.weight.Keeper`) and what a file depends on, not the
+format (`checkpoint.weight_cache`). Nothing in it fails a start: a file that is missing or damaged, or a disk that is full, is logged and the weights
+are converted from the checkpoint. It runs in the thread that builds the worker; files are written in a thread of their own.
+
+`WeightSaver` owns a folder of config.json, and `model-rank-0-part-N.safetensors` as SGLang names them, of whole weights however many ranks there
+are. They are written beside the steps under a temporary name, and the folder appears when it is complete. It writes no tokenizer, and runs in the
+thread of the operation.
 """
 
+import json
+import math
+import re
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,14 +30,31 @@ from headrace.checkpoint.weight_cache import (
     WeightCacheError,
     WeightFile,
 )
+from headrace.checkpoint.weight_formats import FORMATS, Scheme
+from headrace.errors import ExecutionError, RequestError
 from headrace.kernels import cpu as native_cpu
 from headrace.layers.weight import Keeper, Kept, Placement, Weight
 from headrace.log import get_logger
+from headrace.messages.packing import safetensors_parts
+from headrace.messages.weights import Prepared
 
 _logger = get_logger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_at(data: object, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    """The tensor that begins at this byte of a buffer, without a copy."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
 
 
 class WeightCache:
@@ -70,7 +96,6 @@ class WeightCache:
         return frozenset(weight.name for weight in weights if weight.keepers)
 
     def measured(self, name: str) -> float | None:
-        """What is kept under this name of a measurement of these weights."""
         return files.read_measured(self._identity).get(name)
 
     def keep_measured(self, name: str, value: float) -> None:
@@ -86,7 +111,6 @@ class WeightCache:
         return not self.outcome.endswith(" s")
 
     def write(self, weights: Iterable[Weight]) -> None:
-        """Write what the layers keep; log why when that fails."""
         self._write({name: keeper.kept() for name, keeper in _keepers(weights).items()})
 
     def _write(self, kept: dict[str, Kept]) -> None:
@@ -161,8 +185,8 @@ def _stored(kept: Kept) -> dict[str, TensorBytes | int | str | None]:
     fields: dict[str, TensorBytes | int | str | None] = {}
     for name, value in kept.items():
         if isinstance(value, torch.Tensor):
-            data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            fields[name] = TensorBytes(str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
+            dtype = str(value.dtype).removeprefix("torch.")
+            fields[name] = TensorBytes(dtype, tuple(value.shape), bytes_of(value.contiguous()))
         else:
             fields[name] = value
     return fields
@@ -172,13 +196,100 @@ def _tensors(layer: StoredLayer, data: object) -> Kept:
     """The layer's fields, its tensors views of `data`."""
     kept: dict[str, torch.Tensor | int | str | None] = {}
     for name, field in layer.fields.items():
-        kept[name] = _tensor(field, data) if isinstance(field, StoredTensor) else field
+        if isinstance(field, StoredTensor):
+            kept[name] = tensor_at(data, getattr(torch, field.dtype), field.shape, field.offset)
+        else:
+            kept[name] = field
     return kept
 
 
-def _tensor(stored: StoredTensor, data: object) -> torch.Tensor:
-    dtype = getattr(torch, stored.dtype)
-    if not stored.num_bytes:
-        return torch.empty(stored.shape, dtype=dtype)
-    count = stored.num_bytes // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=stored.offset).reshape(stored.shape)
+PART_BYTES = 1 << 30
+"""Start a new file after this many bytes: the weights of one file are unpacked at a time."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class WeightSaver:
+    """save_dir: the operator's folder; None = saving is off. config: of the model, in the form of config.json. quantization: of the weights. stored:
+    the name in a checkpoint of a weight of the model."""
+
+    def __init__(
+        self,
+        save_dir: str | None,
+        config: Mapping[str, Any],
+        quantization: Scheme,
+        stored: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        self._save_dir = save_dir
+        self._config = config
+        self._quantization = quantization
+        self._stored = stored
+
+    def target(self, name: str) -> Path:
+        """The new folder `name` of `save_dir`. Raises RequestError if it cannot be written."""
+        if self._save_dir is None:
+            raise RequestError("saving weights is off: start the server with --save-dir FOLDER", "path")
+        if _NAME.fullmatch(name) is None:
+            raise RequestError(
+                f"path must be the name of a new folder below --save-dir (letters, digits, '.', '_', '-'), got {name[:100]!r}",
+                "path",
+            )
+        if FORMATS[self._quantization].quantizes:
+            raise RequestError(
+                f"weights that were quantised to {self._quantization} when they were loaded cannot be saved: quantising what is read "
+                "back would not give the same; `headrace quantize` makes a quantised checkpoint"
+            )
+        target = Path(self._save_dir) / name
+        if target.exists():
+            raise RequestError(f"{name!r} already exists below --save-dir; choose a new name", "path")
+        return target
+
+    def save(
+        self,
+        weights: Iterable[Weight],
+        name: str,
+        read: Callable[[Weight], torch.Tensor] = lambda weight: weight.read(),
+    ) -> Prepared:
+        """Write them to the new folder `name` of `save_dir`. read: returns a whole weight.
+
+        Raises RequestError, and ExecutionError if there is no room.
+        """
+        target = self.target(name)
+        unfinished = target.with_name(f".{name}.unfinished")
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            (unfinished / "config.json").write_text(json.dumps(dict(self._config), indent=2))
+            num_bytes, num_files = 0, 0
+            for number, part in enumerate(_parts(weights, read, self._stored)):
+                num_files = number + 1
+                with (unfinished / f"model-rank-0-part-{number}.safetensors").open("xb") as file:
+                    for data in safetensors_parts(part):
+                        num_bytes += file.write(data)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise ExecutionError(f"the weights could not be written below --save-dir: {error.strerror}") from error
+
+        def appear() -> None:
+            try:
+                unfinished.rename(target)
+            except OSError as error:
+                raise ExecutionError(f"the weights could not be written below --save-dir: {error.strerror}") from error
+
+        return Prepared(f"saved {num_bytes} bytes to {name!r} below --save-dir ({num_files} files)", appear)
+
+
+def _parts(
+    weights: Iterable[Weight], read: Callable[[Weight], torch.Tensor], stored: Callable[[str], str]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The weights in Hugging Face's layout, in the precision in which they are kept, about PART_BYTES at a time."""
+    part: list[tuple[str, torch.Tensor]] = []
+    num_bytes = 0
+    for weight in weights:
+        tensor = read(weight).detach().cpu().contiguous()
+        if part and num_bytes + tensor.nbytes > PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append((stored(weight.name), tensor))
+        num_bytes += tensor.nbytes
+    if part:
+        yield part
