@@ -44,7 +44,7 @@ from headrace.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
-from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 from headrace.text.tokenizers import RenderedPrompt, Tokenizer
 
 log = get_logger(__name__)
@@ -70,7 +70,7 @@ class PromptTokenizer:
 
     args: ServerArgs
     ready: ReadyInfo
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     defaults: GenerationDefaults
     table: SampleTable
     aborts: Aborts

@@ -50,8 +50,8 @@ from headrace.metrics.spans import Spans
 from headrace.metrics.timeline import Timelines
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import GenerationDefaults
-from headrace.text.batch_tokenizer import TextTokenizer
 from headrace.text.detokenizer_manager import DetokenizerManager
+from headrace.text.tokenizers import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -75,7 +75,7 @@ class TokenizerManager:
         self,
         args: ServerArgs,
         ready: ReadyInfo,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         to_scheduler: Sender,
         from_engine: Receiver,
         *,
