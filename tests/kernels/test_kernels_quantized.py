@@ -19,7 +19,7 @@ from headrace.kernels.quantized_packing import (
     half_scales,
     pack_native_quantized,
     quantized_matrix,
-    unpack_quantized,
+    unpack_linear,
 )
 from headrace.layers.quantization import integer_format
 
@@ -241,7 +241,7 @@ def test_half_precision_scales_survive_packing_exactly(kind, shape):
     minimums = None if matrix.minimums is None else matrix.minimums.half().float()
     matrix = QuantizedMatrix(matrix.scheme, matrix.codes, scales, minimums, matrix.group_size)
     want = matrix.dequantize()
-    got = unpack_quantized(pack_native_quantized(matrix, None))
+    got = unpack_linear(pack_native_quantized(matrix, None))
     assert torch.equal(got, want)
 
 
@@ -262,7 +262,7 @@ def test_what_was_packed_is_packed_to_the_same_bytes(largest):
     again = pack_native_quantized(quantized_matrix(packed), None)
     assert torch.equal(again.data, packed.data)
     assert torch.equal(again.column_scales, packed.column_scales)
-    assert torch.equal(unpack_quantized(again), unpack_quantized(packed))
+    assert torch.equal(unpack_linear(again), unpack_linear(packed))
 
 
 def test_large_groups_are_the_small_ones_repeated():

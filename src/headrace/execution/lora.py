@@ -17,7 +17,7 @@ from headrace import kernels
 from headrace.checkpoint.lora import WEIGHTS_NAME, LoraCheckpoint, ModuleNames
 from headrace.errors import ModelError
 from headrace.kernels import LoraFactors, LoraPart, LoraRows
-from headrace.kernels.lora import Rows
+from headrace.kernels.packing import Rows
 from headrace.layers.linear import Linear, LinearAdapters, LoraStep
 from headrace.layers.weight import Placement
 from headrace.models.spec import CausalLM

@@ -33,7 +33,7 @@ from headrace.execution.update_weights import LoadFormat, ModelWeights, check_sa
 from headrace.execution.weight_files import Progress, WeightCache, WeightSaver, open_cache
 from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
-from headrace.kernels.cpu.threads import default_num_threads
+from headrace.kernels.cpu import default_num_threads
 from headrace.layers.weight import Placement
 from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for, stored_name
 from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
