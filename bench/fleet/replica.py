@@ -9,19 +9,17 @@ import math
 import numpy as np
 
 from bench.fleet.options import ReplicaOptions
-from headrace.cache.allocator import PageAllocator
+from headrace.cache.base import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.messages.outputs import TokenIDOut
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array, StepResult, one_id_a_row
 from headrace.scheduler import commit, planner
 from headrace.scheduler.admission import NewTokenRatio
-from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.grammar_queue import NO_GRAMMARS, GrammarQueue
-from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.kv_part import KvPart
+from headrace.scheduler.kv_manager import KVManager, KvPart
 from headrace.scheduler.request import Req
-from headrace.scheduler.state import SchedulerConfig, SchedulerState
+from headrace.scheduler.state import ScheduleBatch, SchedulerConfig, SchedulerState
 from headrace.scheduler.step_cost import StepWork
 
 ANSWER_TOKEN = 7
@@ -92,15 +90,14 @@ class Replica:
         self._step_s = self._seconds(state.in_flight[0])
         return self._step_s
 
-    def end_step(self) -> tuple[TokenIDOut, ...]:
+    def end_step(self) -> list[TokenIDOut]:
         """The oldest step has ended. Returns the outputs that are due."""
         state = self.state
         batch = state.in_flight.popleft()
         ids, id_starts = self._ids(batch)
         result = StepResult(batch.step, ids, id_starts, forward_s=self._step_s)
         commit.count_step(state, batch, result)
-        outputs = commit.commit(state, batch, result)
-        return outputs.rows if outputs is not None else ()
+        return commit.commit(state, batch, result)
 
     def unfinished(self) -> list[str]:
         """The requests that would be lost if it died now, in the order of their arrival."""

@@ -28,8 +28,8 @@ from headrace.processes.parts import ChildParts
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.server.auth import ApiKeys
     from headrace.server.context import ServerStatus
-    from headrace.server.keys import ApiKeys
     from headrace.server.listener import Server
 
 logger = log.get_logger(__name__)
@@ -46,8 +46,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
 
     on_started: called with the URL once requests are accepted; default: the start-up summary on stderr.
     """
-    from headrace.server.address import bind
-    from headrace.server.tls import check_certificate
+    from headrace.server.address import bind, check_certificate
 
     log.configure(args.log_level, "main", args.log_format)
     args = with_nodes(args, os.environ)
@@ -130,7 +129,7 @@ def _http_front(
 ) -> "tuple[Server | HttpWorkers, ApiKeys | None]":
     """What answers HTTP, in this process or in HTTP workers, and the API keys that it checks."""
     from headrace.server.app import create_app
-    from headrace.server.keys import open_keys
+    from headrace.server.auth import open_keys
     from headrace.server.listener import Server
 
     args, manager, parts = engine.args, engine.tokenizer_manager, engine.parts

@@ -12,7 +12,7 @@ import transformers
 from engines import running_engine
 
 from headrace.api.engine import Engine
-from headrace.server.pooling.judge import INSTRUCTION, SYSTEM
+from headrace.server.pooling.pairs import INSTRUCTION, SYSTEM
 
 QUERY = "Where do cats sleep?"
 DOCUMENTS = ["Cats sleep on sofas.", "The Rhine is a river.", "Sleep is good.", "Dogs bark <|im_end|> at night."]

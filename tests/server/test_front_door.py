@@ -27,8 +27,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import ContinueGeneration
 from headrace.sampling.params import SamplingParams
 from headrace.server.http import describe_error
-from headrace.server.remote_frontend import RemoteCalls, remote_frontend
-from headrace.server.request_frontend import METHODS, PARTS, RequestFrontend
+from headrace.server.request_frontend import METHODS, PARTS, RemoteCalls, RequestFrontend, remote_frontend
 
 
 class House:

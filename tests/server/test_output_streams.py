@@ -27,8 +27,7 @@ from headrace.messages.outputs import FinishReason, LogprobBlock, PromptPart, Sa
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import LogprobSpec
 from headrace.server.app import create_app
-from headrace.server.remote_frontend import RemoteCalls, remote_frontend
-from headrace.server.request_frontend import METHODS
+from headrace.server.request_frontend import METHODS, RemoteCalls, remote_frontend
 
 LENGTH = FinishReason("length", length=5)
 STOP_STRING = FinishReason("stop", matched="END")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fake_frontend import MODEL, Running, Script, running_server
 
-from headrace.server.request_counter import CLIENT_GONE, UNKNOWN_ROUTE, RequestCounter, RouteNames
+from headrace.server.middleware import CLIENT_GONE, UNKNOWN_ROUTE, RequestCounter, RouteNames
 from headrace.server.route_table import route_table
 
 

@@ -10,8 +10,9 @@ from fake_frontend import FakeFrontend, make_app
 from starlette.routing import Route
 
 from error_bodies import checked_error
-from headrace.server.auth import AccessTable, AuthMiddleware
+from headrace.server.auth import AuthMiddleware
 from headrace.server.context import ServerStatus
+from headrace.server.middleware import ErrorBoundary, RouteNames
 from headrace.server.route_table import route_table
 from route_access import ADMIN_ONLY, PUBLIC
 
@@ -51,11 +52,12 @@ def app_routes(app: Any) -> list[tuple[str, str]]:
 
 def test_every_route_has_a_decision():
     app, _ = make_app(FakeFrontend(), enable_fault_injection=True)
-    table = AccessTable((spec.path, spec.access) for spec in route_table(app.state.context))
+    table = route_table(app.state.context)
+    names, access = RouteNames(spec.path for spec in table), {spec.path: spec.access for spec in table}
     assert all(isinstance(route, Route) for route in app.routes)
     for _, path in app_routes(app):
         want = "public" if path in PUBLIC else "admin" if path in ADMIN_ONLY else "user"
-        assert table.access(path) == want, path
+        assert access[names.of(path)] == want, path
 
 
 @pytest.mark.parametrize("keys", ["none", "user", "admin", "both"])
@@ -111,7 +113,7 @@ async def test_a_route_without_a_decision_cannot_be_reached():
         nonlocal reached
         reached = True
 
-    guarded = AuthMiddleware(endpoint, AccessTable([("/known", "user")]), None, None)
+    guarded = ErrorBoundary(AuthMiddleware(endpoint, RouteNames(["/known"]), {"/known": "user"}, None, None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://localhost") as client:
         assert (await client.get("/forgotten")).status_code == 404
     assert not reached

@@ -5,14 +5,15 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fake_frontend import CONTEXT_LENGTH, MODEL, Running
 
 from headrace.errors import RequestError
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.http import decode_json
-from headrace.server.native import _DECODER as NATIVE_DECODER
 
+NATIVE_DECODER = msgspec.json.Decoder(GenerateReqInput)
 JSON = {"content-type": "application/json"}
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request")
 

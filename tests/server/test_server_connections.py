@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_frontend import MODEL, Running, running_server
 
-from headrace.server import connection
+from headrace.server import listener
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 BODIES = {
@@ -134,14 +134,14 @@ def test_bodies_beyond_the_limit_are_refused():
 def test_a_request_that_does_not_arrive_is_answered_and_closed(
     server: Running, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 0.1)
     with raw(server) as sock:
         sock.sendall(sent)
         assert read_all(sock).startswith(b"HTTP/1.1 408")
 
 
 def test_the_time_for_headers_counts_on_kept_connections_too(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 0.1)
     with raw(server) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert read_reply(sock).startswith(b"HTTP/1.1 200")
@@ -150,7 +150,7 @@ def test_the_time_for_headers_counts_on_kept_connections_too(server: Running, mo
 
 
 def test_a_body_that_does_not_arrive_is_answered_and_closed(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listener, "BODY_TIMEOUT_S", 0.1)
     for sent in (
         head("/generate", 100) + b'{"text": ',
         b'POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"tex\r\n',
@@ -166,7 +166,7 @@ def test_a_body_that_does_not_arrive_is_answered_and_closed(server: Running, mon
 def test_a_slow_reply_is_no_slow_request(server: Running, monkeypatch: pytest.MonkeyPatch):
     """The times are for requests to arrive: an answer, and requests queued behind it, may take longer."""
     for name in ("HEADER_TIMEOUT_S", "BODY_TIMEOUT_S"):
-        monkeypatch.setattr(connection, name, 0.5)
+        monkeypatch.setattr(listener, name, 0.5)
     server.frontend.script.hold_at = 1
     with raw(server) as sock:
         sock.sendall(post("/generate", BODIES["/generate"] | {"stream": True}))
@@ -202,7 +202,7 @@ def test_what_is_no_http_or_too_much_of_it_is_refused(server: Running, sent: byt
 
 
 def test_connections_beyond_the_limit_are_told_to_come_back(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "max_connections", lambda: 0)
+    monkeypatch.setattr(listener, "max_connections", lambda: 0)
     with raw(server) as sock:
         answer = read_all(sock)
         assert answer.startswith(b"HTTP/1.1 503")
@@ -211,7 +211,7 @@ def test_connections_beyond_the_limit_are_told_to_come_back(server: Running, mon
 
 
 def test_a_client_that_never_reads_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "WRITE_STALL_S", 0.1)
+    monkeypatch.setattr(listener, "WRITE_STALL_S", 0.1)
     server.frontend.script.text = "x" * 400
     server.frontend.script.padding_bytes = 200_000
     with raw(server) as sock:

@@ -291,7 +291,7 @@ def test_long_replies_arrive_whole(client: httpx.Client, server: Running, monkey
 
 
 def test_a_reply_of_too_many_numbers_is_refused(client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.server.pooling.encode.MAX_NUMBERS", 100)
+    monkeypatch.setattr("headrace.server.pooling.calls.MAX_NUMBERS", 100)
     refused(client.post(PATH, json=ASKED | {"input": ["a"] * 26}), "input", "at most 25")
     assert client.post(PATH, json=ASKED | {"input": ["a"] * 26, "dimensions": 2}).status_code == 200
 

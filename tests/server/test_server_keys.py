@@ -9,8 +9,8 @@ from fake_frontend import FakeFrontend, make_app
 
 from headrace.errors import ConfigError
 from headrace.messages.operations import StartProfileBody
+from headrace.server.auth import ApiKeys
 from headrace.server.context import ServerStatus
-from headrace.server.keys import ApiKeys
 
 TOML = f"""
 [[keys]]

@@ -12,7 +12,7 @@ from error_bodies import checked_error
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.server.context import ServerStatus
-from headrace.server.origin_gate import HostList, is_loopback
+from headrace.server.middleware import HostList, is_loopback
 from route_access import ADMIN_ONLY, PUBLIC
 
 FOREIGN_PAGES: dict[str, dict[str, str]] = {

@@ -14,8 +14,8 @@ from fake_frontend import MODEL, Running, running_server
 from headrace.api.runtime import Runtime
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.server.connection import MAX_HEADER_BYTES
-from headrace.server.tls import check_certificate
+from headrace.server.address import check_certificate
+from headrace.server.listener import MAX_HEADER_BYTES
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_frontend import running_server
 
-from headrace.server.ui.files import STATIC, read_files
+from headrace.server.ui.pages import STATIC, read_files
 
 MAX_BYTES = 150_000
 VENDOR = STATIC / "vendor"

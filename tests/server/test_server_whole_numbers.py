@@ -16,10 +16,10 @@ from headrace.messages.bodies import alternatives
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.http import decode_json
-from headrace.server.native import _DECODER as NATIVE_DECODER
 from headrace.server.openai.protocol import ChatCompletionRequest
 from headrace.server.route_table import route_table
 
+NATIVE_DECODER = msgspec.json.Decoder(GenerateReqInput)
 USER = {"role": "user", "content": "hi"}
 
 

@@ -15,27 +15,17 @@ from headrace.api.chat_reply import ChatDelta, ChatReply, read_chunk, read_reply
 from headrace.api.methods import Route
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.sample_update import SampleUpdate, failure_of
-from headrace.frontend.tenants import Caller
 from headrace.launch import RunningEngine
 from headrace.messages.bodies import converted
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.processes.model_files import served_model
-from headrace.server.context import Asker, ServerStatus, ServingContext
+from headrace.server.context import Program, ServerStatus, ServingContext
 from headrace.server.openai.chat import ChatGeneration, ChatServing
 from headrace.server.openai.protocol import ChatCompletionRequest
 from headrace.server.pooling.calls import results_of
-from headrace.server.pooling.kinds import pooling_of
+from headrace.server.pooling.protocol import pooling_of
 from headrace.server.pooling.rerank import RerankRequest, ranked
 from headrace.server.pooling.score import ScoreRequest, asks_for_labels, label_scores, text_scores
-
-
-class _Program:
-    """The program that owns the engine, as the sender of a request."""
-
-    caller = Caller()
-
-
-_PROGRAM: Asker = _Program()
 
 
 class EngineChat:
@@ -52,6 +42,7 @@ class EngineChat:
         self._context = context
         self._threads = context.text_threads
         self._serving = ChatServing(context)
+        self._program = Program(context)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -62,7 +53,7 @@ class EngineChat:
         grammar = request.asked_grammar()
         try:
             generation = await serving.prepare(request)
-            async with aclosing(serving.updates(_PROGRAM, generation)) as updates:
+            async with aclosing(serving.updates(self._program, generation)) as updates:
                 news = [update async for update in updates]
         except RequestError as exc:
             raise serving.renamed(exc, request, grammar) from None
@@ -78,19 +69,19 @@ class EngineChat:
     async def encoded(self, request: EmbeddingReqInput) -> list[SampleUpdate]:
         """The results of all inputs, in order; thousands of them are sent in chunks. Raises RequestError, CapacityError, ExecutionError."""
         pooling_of(self._context.model)
-        updates = await results_of(self._context, _PROGRAM, request, partial=True)
+        updates = await results_of(self._program, request, partial=True)
         return [msgspec.structs.replace(update, index=index) for index, update in enumerate(updates)]
 
     async def scored(self, route: Route, fields: dict[str, Any]) -> dict[str, Any]:
         """What the reply of a route to these fields says of scores. Raises RequestError, CapacityError, ExecutionError."""
-        context, rid = self._context, str(fields.get("rid") or uuid.uuid4().hex)
+        rid = str(fields.get("rid") or uuid.uuid4().hex)
         if route == "/v1/rerank":
-            ranking = await ranked(context, _PROGRAM, converted(fields, RerankRequest), rid)
+            ranking = await ranked(self._program, converted(fields, RerankRequest), rid)
             return {"results": [msgspec.to_builtins(result) for result in ranking.results()]}
         request = converted(fields, ScoreRequest)
         if asks_for_labels(request):
-            return {"scores": (await label_scores(context, _PROGRAM, request, rid)).scores}
-        found = await text_scores(context, _PROGRAM, request, rid)
+            return {"scores": (await label_scores(self._program, request, rid)).scores}
+        found = await text_scores(self._program, request, rid)
         return {"data": [{"score": score} for score in found.scores]}
 
     async def stream(self, fields: dict[str, Any]) -> AsyncGenerator[ChatDelta, None]:
@@ -110,7 +101,7 @@ class EngineChat:
         """The events of a stream, as a client of the server would get them."""
         serving = self._serving
         writer, count = serving.chunk_writer(generation), serving.usage_count(generation)
-        async with aclosing(serving.updates(_PROGRAM, generation)) as updates:
+        async with aclosing(serving.updates(self._program, generation)) as updates:
             async for update in updates:
                 if update.finish is not None:
                     if (failure := failure_of(update.finish)) is not None:

@@ -15,7 +15,7 @@ from headrace.log import get_logger
 from headrace.server.anthropic.messages import error_event
 from headrace.server.error_forms import ApiError, form_of
 from headrace.server.http import ASGIApp, Message, Receive, Scope, Send, describe_error, send_response
-from headrace.server.ollama.reply import error_line
+from headrace.server.ollama.generation import error_line
 from headrace.server.sse import DONE, error_frame
 
 MIDDLEWARES: Final = "headrace.cluster.ray_proxy:middlewares"

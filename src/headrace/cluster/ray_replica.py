@@ -15,7 +15,7 @@ from headrace.processes.model_files import served_model
 from headrace.server.app import create_app
 from headrace.server.context import ServerStatus
 from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
-from headrace.server.request_counter import UNKNOWN_ROUTE, RouteNames
+from headrace.server.middleware import UNKNOWN_ROUTE, RouteNames
 from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
 

@@ -19,15 +19,13 @@ from headrace.messages.channel import Channels, Ports
 from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.processes.child import ChildProcess
-from headrace.processes.recovery import Recovery, RestartBudget
-from headrace.processes.supervisor import Supervisor
-from headrace.server.address import local_url
-from headrace.server.tls import uses_tls
+from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
+from headrace.server.address import local_url, uses_tls
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.server.auth import ApiKeys
     from headrace.server.context import ServerStatus
-    from headrace.server.keys import ApiKeys
 
 STOP_WORKER_S = 5.0
 """How long a worker that was told to stop may finish its replies before it is killed."""
@@ -128,7 +126,7 @@ class HttpWorkers:
     def _down(self, dead: ChildProcess) -> None:
         self._loop.call_soon_threadsafe(self._door.remove, dead.source)
 
-    def _end(self, supervisor: Supervisor[ChildProcess], recovery: Recovery[ChildProcess]) -> None:
+    def _end(self, supervisor: Supervisor, recovery: Recovery) -> None:
         supervisor.stop()
         recovery.stop()
         for child in self.children:

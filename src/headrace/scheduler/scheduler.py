@@ -109,11 +109,9 @@ class Scheduler:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The current limits."""
         return self.state.config
 
     def run_once(self) -> None:
-        """One turn of the loop."""
         self._on_turn()
         self._receive()
         state = self.state
@@ -121,7 +119,8 @@ class Scheduler:
             begin_s = self._clock()
             batch = planner.plan(state, begin_s)
             if state.ended:
-                self._send(self._end_planned())
+                ended, state.ended = state.ended, []
+                self._send([commit.end(state, req) for req in ended])
             if batch is None:
                 break
             worker_batch = batch.worker_batch()
@@ -149,20 +148,16 @@ class Scheduler:
         except ExecutionError as error:
             logger.error("step %d failed: %s", batch.step, error)
             state.in_flight.popleft()
-            self._send_batch(commit.fail(state, batch, error.message))
+            self._send(commit.fail(state, batch, error.message))
             return
         begin_s = self._clock()
         state.in_flight.popleft()
         commit.count_step(state, batch, result)
-        self._send_batch(commit.commit(state, batch, result))
+        self._send(commit.commit(state, batch, result))
         state.counters.host_s += self._clock() - begin_s
         every = self.config.decode_log_interval
         if every and state.counters.num_steps % every == 0:
             self._log_statistics()
-
-    def _end_planned(self) -> list[TokenIDOut]:
-        ended, self.state.ended = self.state.ended, []
-        return [commit.end(self.state, req) for req in ended]
 
     # -- messages in
 
@@ -300,10 +295,6 @@ class Scheduler:
         if rows:
             self._to_detokenizer.send(BatchTokenIDOut(tuple(rows), self.state.source))
 
-    def _send_batch(self, batch: BatchTokenIDOut | None) -> None:
-        if batch is not None:
-            self._to_detokenizer.send(batch)
-
     def _tell_moved(self) -> None:
         """Tell which samples run and which wait again, before the outputs of the steps that were planned just now, and how far prompts are."""
         moved, self.state.moved = self.state.moved, {}
@@ -315,7 +306,6 @@ class Scheduler:
     # -- state and statistics
 
     def internal_state(self) -> InternalState:
-        """Current counters and pool accounting."""
         return control.internal_state(self.state, self._receiver.dropped_frames)
 
     def _become_idle(self) -> None:

@@ -1,7 +1,11 @@
-"""Binds the listening socket. Apart from the server, which is slow to import, so that the port is bound before anything is loaded."""
+"""The listening socket, and the certificate of its connections. Apart from the server, which is slow to import, so that the port is bound and a
+wrong file is found before anything is loaded.
+"""
 
 import socket
+import ssl
 
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
 
@@ -31,3 +35,43 @@ def local_url(host: str, port: int, scheme: str = "http") -> str:
     """URL for clients on this machine of a server bound to `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def uses_tls(args: ServerArgs) -> bool:
+    """Whether the server speaks HTTPS."""
+    return args.ssl_certfile is not None
+
+
+def check_certificate(args: ServerArgs) -> None:
+    """Raises ConfigError, naming the option, for files that cannot be read or do not belong together."""
+    if args.ssl_certfile is None:
+        if args.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return
+    _check_readable("--ssl-certfile", args.ssl_certfile)
+    key_option = "--ssl-certfile" if args.ssl_keyfile is None else "--ssl-keyfile"
+    if args.ssl_keyfile is not None:
+        _check_readable(key_option, args.ssl_keyfile)
+
+    def no_password() -> str:
+        raise ConfigError(
+            f"{key_option}: the key is encrypted, and the server cannot ask for its password; decrypt the file"
+        )
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.ssl_certfile, args.ssl_keyfile, no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError("--ssl-keyfile: this is not the key of the certificate in --ssl-certfile") from None
+        files = "--ssl-certfile" if args.ssl_keyfile is None else "--ssl-certfile and --ssl-keyfile"
+        raise ConfigError(
+            f"{files}: not a certificate in PEM and its private key ({error.reason or 'unreadable'})"
+        ) from None
+
+
+def _check_readable(option: str, path: str) -> None:
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be read ({error.strerror})") from None

@@ -5,6 +5,7 @@ Handlers are raw ASGI endpoints: requests are decoded by msgspec, and streams ar
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -19,20 +20,25 @@ from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.sampling.params import SamplingParams
-from headrace.server.auth import AccessTable, AuthMiddleware
-from headrace.server.body import Bodies
+from headrace.server.auth import ApiKeys, AuthMiddleware, open_keys
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
 from headrace.server.error_forms import ApiError, form_of
-from headrace.server.http import Endpoint, ErrorBoundary
-from headrace.server.keys import ApiKeys, open_keys
+from headrace.server.http import Endpoint
+from headrace.server.middleware import (
+    ErrorBoundary,
+    HostList,
+    OriginGate,
+    PatternCors,
+    RequestCounter,
+    RequestIdMiddleware,
+    RouteNames,
+    is_loopback,
+)
 from headrace.server.notes import NOTED_HEADER, SKIPPED_HEADER
-from headrace.server.origin_gate import HostList, OriginGate, PatternCors, is_loopback
-from headrace.server.pooling.kinds import described
-from headrace.server.request_counter import RequestCounter, RouteNames
+from headrace.server.pooling.protocol import described
 from headrace.server.request_frontend import RequestFrontend
-from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.route_table import route_table
 from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
@@ -59,7 +65,6 @@ def create_app(
     table = route_table(context)
     keys = open_keys(args)
     _warn_if_open(args)
-    bodies = Bodies(args.max_body_bytes)
     app = FastAPI(
         title="Headrace",
         version=VERSION,
@@ -67,19 +72,21 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=_lifespan(context, warmups, bodies),
+        lifespan=_lifespan(context, warmups),
         exception_handlers={HTTPException: _routing_error},
     )
     app.state.context = context
     app.state.startup_error = None
     app.state.keys = keys
     app.state.routes = table
-    _add_routes(app, args, table, bodies)
-    _add_middleware(app, args, table, keys, frontend)
+    for spec in table:
+        endpoint = Endpoint(spec.handler, context)
+        app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
+    _add_middleware(app, context, table, keys)
     return app
 
 
-def _lifespan(context: ServingContext, warmups: list[str], bodies: Bodies) -> Lifespan[FastAPI]:
+def _lifespan(context: ServingContext, warmups: list[str]) -> Lifespan[FastAPI]:
     """Start and end of the application: warm up, serve, end the threads. `app.state.startup_error` gets what a warm-up raises."""
 
     @asynccontextmanager
@@ -96,40 +103,27 @@ def _lifespan(context: ServingContext, warmups: list[str], bodies: Bodies) -> Li
         finally:
             context.status.started = False
             context.text_threads.shutdown(wait=False, cancel_futures=True)
-            bodies.close()
+            context.bodies.close()
 
     return lifespan
 
 
-def _add_routes(app: FastAPI, args: ServerArgs, table: list[RouteSpec], bodies: Bodies) -> None:
-    interval_s = args.sse_ping_interval_s
-    # The first ping says 200. Before the queue's limit has passed, a request may still be refused with 503.
-    first_s = args.queue_timeout_s + interval_s
-    for spec in table:
-        endpoint = Endpoint(spec.handler, bodies, interval_s, first_s)
-        app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
-
-
-def _add_middleware(
-    app: FastAPI, args: ServerArgs, table: list[RouteSpec], keys: ApiKeys | None, frontend: RequestFrontend
-) -> None:
+def _add_middleware(app: FastAPI, context: ServingContext, table: list[RouteSpec], keys: ApiKeys | None) -> None:
     """Add what a request passes before its handler, from the inside out: the last one added is the outermost.
 
     CORS answers preflights without a key, and adds its headers to error replies too, but not to refusals of the origin gate.
     """
-    access = AccessTable((spec.path, spec.access) for spec in table)
-    app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys)
+    args = context.args
+    names, access = RouteNames(spec.path for spec in table), {spec.path: spec.access for spec in table}
+    app.add_middleware(AuthMiddleware, names, access, args.api_key, args.admin_api_key, keys)
     app.add_middleware(ErrorBoundary)
     origins = parse_origins(args.allow_origins)
     if origins:
-        app.add_middleware(
-            PatternCors,
-            origins=origins,
-            expose_headers=["x-request-id", SKIPPED_HEADER.decode(), NOTED_HEADER.decode()],
-        )
+        exposed = ["x-request-id", SKIPPED_HEADER.decode(), NOTED_HEADER.decode()]
+        app.add_middleware(PatternCors, origins=origins, expose_headers=exposed)
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     if not args.disable_metrics:
-        app.add_middleware(RequestCounter, names=RouteNames(spec.path for spec in table), count=frontend.count_reply)
+        app.add_middleware(RequestCounter, names=names, count=context.frontend.count_reply)
     app.add_middleware(RequestIdMiddleware)
 
 
@@ -157,20 +151,11 @@ async def _routing_error(request: Request, exc: Exception) -> Response:
 
 async def _warm_generate(context: ServingContext) -> None:
     """Generate a token, or make one vector if that is what the model does."""
-    if context.model.pooling is not None:
-        await _one_vector(context)
+    prompt: dict[str, Any] = {"input_ids": [0]} if context.args.skip_tokenizer_init else {"text": "Hello"}
+    if context.model.pooling is None:
+        await _one_token(context, GenerateReqInput(**prompt, sampling_params=_ONE_TOKEN))
         return
-    if context.args.skip_tokenizer_init:
-        request = GenerateReqInput(input_ids=[0], sampling_params=_ONE_TOKEN)
-    else:
-        request = GenerateReqInput(text="Hello", sampling_params=_ONE_TOKEN)
-    await _one_token(context, request)
-
-
-async def _one_vector(context: ServingContext) -> None:
-    has_text = not context.args.skip_tokenizer_init
-    request = EmbeddingReqInput(text="Hello") if has_text else EmbeddingReqInput(input_ids=[0])
-    async with aclosing(context.frontend.encode_request(request, caller=SERVER)) as updates:
+    async with aclosing(context.frontend.encode_request(EmbeddingReqInput(**prompt), caller=SERVER)) as updates:
         await anext(updates)
 
 

@@ -1,120 +1,216 @@
-"""Access control by API keys: decided by a request's path, before routing. A route is closed unless its declaration opens it.
+"""Access control: the API keys, decided by a request's path before routing. A route is closed unless its declaration opens it.
 
 Every route is declared `public`, `user` or `admin`. With an API key, `user` routes need that key or the admin key. With an
-admin key, `admin` routes need it; without one, they need the API key. Keys of a file open `user` routes only.
-Runs in the event loop that serves HTTP.
+admin key, `admin` routes need it; without one, they need the API key. Keys of --api-key-file open `user` routes only; the file is read before the
+server starts and again on SIGHUP, in the main process and in each HTTP worker. Does not own the counting (frontend/tenants.py).
 """
 
+import hashlib
 import hmac
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+import json
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
 
-from headrace.errors import AuthError, NotFoundError
-from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
+import msgspec
 
-if TYPE_CHECKING:
-    from headrace.frontend.tenants import Tenant
-    from headrace.server.keys import ApiKeys
+from headrace.config.server_args import ServerArgs
+from headrace.errors import AuthError, ConfigError, NotFoundError
+from headrace.frontend.tenants import Tenant, TenantLimits
+from headrace.log import get_logger
+from headrace.plain_types import plain_reason
+from headrace.server.http import ASGIApp, Receive, Scope, Send
+from headrace.server.middleware import HttpMiddleware, RouteNames
+
+log = get_logger(__name__)
 
 Access = Literal["public", "user", "admin"]
 
 
-class AccessTable:
-    """The access of each path. A path is matched exactly, or by the prefix before its first `{parameter}`."""
+class AuthMiddleware(HttpMiddleware):
+    """Refuses requests that the keys do not allow, and tells handlers whether the caller is an admin. Raises AuthError, NotFoundError.
 
-    def __init__(self, routes: Iterable[tuple[str, Access]]) -> None:
-        self.exact: dict[str, Access] = {}
-        self.prefixes: list[tuple[str, Access]] = []
-        for path, access in routes:
-            head, brace, _ = path.partition("{")
-            if not brace:
-                self.exact[path] = access
-            else:
-                others = [
-                    other for prefix, other in self.prefixes if prefix.startswith(head) or head.startswith(prefix)
-                ]
-                assert all(other == access for other in others), f"another path with this beginning: {path}"
-                self.prefixes.append((head, access))
-
-    def access(self, path: str) -> Access | None:
-        """The declared access of `path`; None = not declared, so access is denied."""
-        found = self.exact.get(path)
-        if found is None:
-            found = next((access for prefix, access in self.prefixes if path.startswith(prefix)), None)
-        return found
-
-
-class AuthMiddleware:
-    """Refuses requests that the keys do not allow, and tells handlers whether the caller is an admin."""
+    names, access: the declared paths, and who may use each; access to all others is denied.
+    """
 
     def __init__(
         self,
         app: ASGIApp,
-        table: AccessTable,
+        names: RouteNames,
+        access: Mapping[str, Access],
         api_key: str | None,
         admin_api_key: str | None,
         keys: "ApiKeys | None" = None,
     ) -> None:
-        self.app = app
-        self.table = table
+        super().__init__(app)
+        self.names = names
+        self.access = access
         self.api_key = api_key.encode() if api_key else None
         self.admin_key = admin_api_key.encode() if admin_api_key else None
         self.keys = keys
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401, or 404 for an undeclared path."""
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = sent_key(scope)
-        is_admin = self._is_admin(key)
-        tenant = self._tenant(key)
-        access = self.table.access(scope["path"])
-        if access != "public" and not is_admin and (access == "admin" or not (self._is_user(key) or tenant)):
+        is_user = self._is_user(key)
+        is_admin = is_user if self.admin_key is None else key is not None and hmac.compare_digest(key, self.admin_key)
+        tenant = self.keys.find(key) if self.keys is not None and key is not None else None
+        access = self.access.get(self.names.of(scope["path"]))
+        if access != "public" and not is_admin and (access == "admin" or not (is_user or tenant)):
             guarded_by = "an admin key" if access == "admin" and self.admin_key is not None else "an api key"
             reason = "the key is not accepted" if key is not None else "no key was sent"
             message = f"this route needs {guarded_by} (Authorization: Bearer <key>): {reason}"
-            await send_error(send, scope, AuthError(message, code="invalid_api_key"))
-        elif access is None:
-            await send_error(send, scope, NotFoundError("there is no such route", code="route_not_found"))
-        else:
-            scope["headrace.is_admin"] = is_admin
-            scope["headrace.tenant"] = tenant
-            await self.app(scope, receive, send)
-
-    def _tenant(self, key: bytes | None) -> "Tenant | None":
-        return self.keys.find(key) if self.keys is not None and key is not None else None
+            raise AuthError(message, code="invalid_api_key")
+        if access is None:
+            raise NotFoundError("there is no such route", code="route_not_found")
+        scope["headrace.is_admin"] = is_admin
+        scope["headrace.tenant"] = tenant
+        await self.app(scope, receive, send)
 
     def _is_user(self, key: bytes | None) -> bool:
-        if self.api_key is None and self.keys is not None:
-            return False
-        return self.api_key is None or (key is not None and hmac.compare_digest(key, self.api_key))
-
-    def _is_admin(self, key: bytes | None) -> bool:
-        if self.admin_key is not None:
-            return key is not None and hmac.compare_digest(key, self.admin_key)
-        return self._is_user(key)
+        if self.api_key is None:
+            return self.keys is None
+        return key is not None and hmac.compare_digest(key, self.api_key)
 
 
 def sent_key(scope: Scope) -> bytes | None:
-    """The key of a request: its bearer token, else the one `x-api-key` header, in which Anthropic's clients send it."""
-    token = bearer_token(scope)
-    if token is not None:
-        return token
-    values = [value for name, value in scope["headers"] if name == b"x-api-key"]
-    return values[0].strip() or None if len(values) == 1 else None
+    """The key of a request: its bearer token (the scheme in any case), else the one `x-api-key` header, in which Anthropic's clients send it.
 
-
-def bearer_token(scope: Scope) -> bytes | None:
-    """The token of the Authorization header with the Bearer scheme (any case), as sent; None without one, or with several that differ.
-
-    sglang-router with --api-key sends the same header twice.
+    The same Authorization header may be sent twice, as sglang-router with --api-key does; two that differ are none.
     """
     values = {value for name, value in scope["headers"] if name == b"authorization"}
-    if len(values) != 1:
-        return None
-    scheme, _, token = values.pop().strip().partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" and token.strip() else None
+    if len(values) == 1:
+        scheme, _, token = values.pop().strip().partition(b" ")
+        if scheme.lower() == b"bearer" and token.strip():
+            return bytes(token.strip())
+    others: list[bytes] = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    return others[0].strip() or None if len(others) == 1 else None
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key of the file: in the clear (`key`) or as the hex SHA-256 of its UTF-8 bytes (`sha256`). See `TenantLimits`."""
+
+    name: str
+    key: str | None = None
+    sha256: str | None = None
+    weight: float = 1.0
+    max_concurrent: int | None = None
+    max_queued: int | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_sessions: int | None = None
+    max_session_tokens: int | None = None
+    shared_cache: bool = False
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: list[_Entry]
+
+
+class ApiKeys:
+    """Tenants by the SHA-256 of their keys. `path` is a .toml or a .json file. Raises ConfigError.
+
+    generation: number of reloads, successful or not.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = Path(path)
+        self._clock = clock
+        self._by_name: dict[str, Tenant] = {}
+        self._by_digest: dict[bytes, Tenant] = {}
+        self.generation = 0
+        self.load()
+
+    def of_name(self, name: str) -> Tenant | None:
+        """The tenant of a name in the file."""
+        return self._by_name.get(name)
+
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._by_digest)
+
+    def find(self, key: bytes) -> Tenant | None:
+        """The owner of a key. Looked up by its digest, so that the time it takes reveals nothing about other keys."""
+        return self._by_digest.get(hashlib.sha256(key).digest())
+
+    def load(self) -> None:
+        """Read the file. Tenants that remain keep their current use. Raises ConfigError; then nothing has changed."""
+        entries = self._read()
+        by_digest: dict[bytes, TenantLimits] = {}
+        for entry in entries:
+            digest = self._digest(entry)
+            if digest in by_digest:
+                raise self._error(f"the key of {entry.name!r} appears twice")
+            by_digest[digest] = self._limits(entry, 1.0 / len(entries))
+        limits_of = {limits.name: limits for limits in by_digest.values()}
+        if len(limits_of) != len(by_digest):
+            raise self._error("two keys have the same name")
+        for name, limits in limits_of.items():
+            if name in self._by_name:
+                self._by_name[name].change(limits)
+            else:
+                self._by_name[name] = Tenant(limits, self._clock())
+        self._by_name = {name: self._by_name[name] for name in limits_of}
+        self._by_digest = {digest: self._by_name[limits.name] for digest, limits in by_digest.items()}
+
+    def reload(self) -> None:
+        """Like `load`, but an invalid file is logged and changes nothing."""
+        self.generation += 1
+        try:
+            self.load()
+        except ConfigError as error:
+            log.error("the old keys stay in use: %s", error.message)
+        else:
+            log.info("read the key file: %d %s", len(self), "key" if len(self) == 1 else "keys")
+
+    def _read(self) -> list[_Entry]:
+        try:
+            if not self._path.is_file() and self._path.exists():
+                # Reading a FIFO would block the event loop, which reloads the file on SIGHUP.
+                raise self._error("is not a regular file")
+            text = self._path.read_text(encoding="utf-8")
+            value = tomllib.loads(text) if self._path.suffix == ".toml" else json.loads(text)
+            return msgspec.convert(value, _File).keys
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror})") from None
+        except msgspec.ValidationError as error:
+            raise self._error(plain_reason(error)) from None
+        except ValueError:
+            # The text of a decoder's error may hold a part of a key.
+            kind = "TOML" if self._path.suffix == ".toml" else "JSON"
+            raise self._error(f"is not valid {kind}") from None
+
+    def _digest(self, entry: _Entry) -> bytes:
+        if (entry.key is None) == (entry.sha256 is None):
+            raise self._error(f"give {entry.name!r} either key or sha256")
+        if entry.key is not None:
+            if not entry.key.strip():
+                raise self._error(f"the key of {entry.name!r} is empty")
+            return hashlib.sha256(entry.key.encode()).digest()
+        assert entry.sha256 is not None
+        try:
+            digest = bytes.fromhex(entry.sha256)
+        except ValueError:
+            digest = b""
+        if len(digest) != hashlib.sha256().digest_size:
+            raise self._error(f"sha256 of {entry.name!r} must be 64 hexadecimal digits")
+        return digest
+
+    def _limits(self, entry: _Entry, share: float) -> TenantLimits:
+        if not entry.name.strip():
+            raise self._error("a key has an empty name")
+        given = msgspec.structs.asdict(entry)
+        for name, value in given.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < 1e12:
+                raise self._error(f"{name} of {entry.name!r} must be above 0")
+        limits = {name: value for name, value in given.items() if name not in ("key", "sha256")}
+        return TenantLimits(**limits, share=share)
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(f"--api-key-file {self._path}: {what}")
+
+
+def open_keys(args: ServerArgs) -> ApiKeys | None:
+    """The keys of --api-key-file, if there is one. Raises ConfigError."""
+    return ApiKeys(args.api_key_file) if args.api_key_file is not None else None

@@ -1,19 +1,26 @@
 """Decodes JSON bodies, in a thread unless they are small, and limits what they may hold.
 
 Decoding holds the GIL: a few megabytes of empty lists would block every other request for seconds. So the values of a body are
-counted first, piece by piece, in the same thread that then decodes it (small bodies are decoded in the event loop).
-Owns these limits and the limit on bytes of bodies in memory. Does not know what a body means.
+counted first, piece by piece, in the same thread that then decodes it (small bodies are decoded in the event loop), and embeddings, which may be
+millions of numbers, are read row by row. Owns these limits and the limit on bytes of bodies in memory. Does not know what a body means.
 """
 
 import asyncio
+import base64
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from headrace.errors import CapacityError, TooLargeError
+import msgspec
+
+from headrace.errors import CapacityError, RequestError, TooLargeError
+from headrace.frontend.inputs import pack_row
 from headrace.garbage import give_back_free_memory
+from headrace.messages.bodies import field_error, with_whole_numbers, without_neutral
+from headrace.messages.requests import GenerateReqInput
+from headrace.sampling.grammar_fields import GRAMMAR_KINDS
 
 T = TypeVar("T")
 
@@ -115,6 +122,81 @@ def half_character(body: bytes) -> str:
     return "" if lone is None else f"\\u{lone[1].decode()} at byte {lone.start()}"
 
 
+Prepare = Callable[[object], object]
+"""What an API makes of a body that does not decode as it is, before it is decoded again: given and returned as JSON types."""
+
+
+def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepare | None = None) -> T:
+    """`body` as the decoder's type; strict: no coercion but of `8.0` to 8, no NaN, integers of fields within 64 bits, no unknown fields that ask for
+    something.
+
+    Raises RequestError naming the field at fault.
+    """
+    try:
+        try:
+            value = decoder.decode(body)
+        except msgspec.ValidationError:
+            # Only a body that does not decode as it is pays for looking at each of its fields.
+            value = _decode_what_asks(body, decoder, prepare)
+        if has_long_number(body):
+            _refuse_wide_integers(value, decoder.type)
+    except msgspec.ValidationError as exc:
+        raise field_error(str(exc), decoder.type) from None
+    except msgspec.DecodeError as exc:
+        raise RequestError(f"the body is not valid JSON: {_fault(body, str(exc))}", code="invalid_json") from None
+    except UnicodeDecodeError as exc:
+        raise RequestError(f"the body is not valid UTF-8: {exc.reason}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+    return value
+
+
+def _fault(body: bytes, text: str) -> str:
+    """What is wrong with a body that is no JSON. text: what the decoder says, which takes half a character for the end."""
+    if half := half_character(body):
+        return f"{half} is half a character (a lone surrogate); the other half must follow it"
+    return "it ends too early (the input data was truncated)" if text == "Input data was truncated" else text
+
+
+def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: Prepare | None) -> T:
+    """Like `decode_json`, with integers for whole numbers and without the fields that ask for nothing."""
+    try:
+        given = msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        return decoder.decode(body)  # a number that no type can hold; the error says where it is
+    given = with_whole_numbers(given if prepare is None else prepare(given), decoder.type)
+    _refuse_wide_integers(given, decoder.type)
+    return decoder.decode(msgspec.json.encode(without_neutral(given, decoder.type)))
+
+
+def _refuse_wide_integers(body: object, kind: object) -> None:
+    """Raises RequestError for a field with an integer beyond 64 bits: no field needs one, and they cannot be sent to the other processes.
+
+    body: decoded as `kind`, or as JSON.
+    What may hold any JSON (tools, schemas, arguments) stays in this process, or is sent as text, but for that of a call of the engine.
+    """
+    is_sent = kind is GenerateReqInput
+    pending: list[tuple[object, str]] = [(body, "")]
+    while pending:
+        item, field = pending.pop()
+        match item:
+            case int() if not -(2**63) <= item < 2**63:
+                raise RequestError(f"{field}: the integer does not fit in 64 bits", field, "invalid_json")
+            case list():
+                pending += [(inner, field) for inner in item]
+            case dict() if is_sent:
+                pending += [
+                    (inner, f"{field}.{name}".strip(".")) for name, inner in item.items() if name not in GRAMMAR_KINDS
+                ]
+            case msgspec.Struct():
+                names = zip(item.__struct_fields__, item.__struct_encode_fields__, strict=True)
+                pending += [
+                    (getattr(item, name), f"{field}.{written}".strip("."))
+                    for name, written in names
+                    if name not in GRAMMAR_KINDS
+                ]
+
+
 class Bodies:
     """Bodies of requests in memory, and the thread that decodes the larger ones. Used in the event loop."""
 
@@ -174,3 +256,93 @@ class Bodies:
         """Stop the thread. Idempotent."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+_NAME = "input_embeds"
+_BLANK = b" \t\r\n"
+_SKIPPED = _BLANK + b",["
+
+
+class _EmbedsOfBody(msgspec.Struct):
+    """The only field of a /generate body that is read here."""
+
+    input_embeds: msgspec.Raw = msgspec.Raw()
+
+
+_BODY = msgspec.json.Decoder(_EmbedsOfBody)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ROW = msgspec.json.Decoder(list[float])
+
+
+def embeds_to_base64(body: bytes, hidden_size: int) -> bytes:
+    """Rewrite a JSON body of /generate: `input_embeds` given as rows of numbers become base64.
+
+    Holds the GIL for one row at a time. A body without such rows is returned unchanged; so is invalid JSON, which the decoder
+    reports. Raises RequestError, TooLargeError.
+    """
+    try:
+        embeds = bytes(_BODY.decode(body).input_embeds)
+        if not embeds.lstrip(_BLANK).startswith(b"["):
+            return body
+        _check_rest(body, embeds)
+        fields = _FIELDS.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body
+    prompts, is_batch = _read_prompts(embeds, hidden_size)
+    if not prompts:
+        return body
+    encoded = [base64.b64encode(prompt).decode() for prompt in prompts]
+    fields[_NAME] = msgspec.Raw(msgspec.json.encode(encoded if is_batch else encoded[0]))
+    return msgspec.json.encode(fields)
+
+
+def _check_rest(body: bytes, embeds: bytes) -> None:
+    counts, own = count_body(body), count_body(embeds)
+    BodyCounts(counts.values - own.values, counts.lists - own.lists, counts.fields - own.fields).check()
+
+
+def _read_prompts(embeds: bytes, hidden_size: int) -> tuple[list[bytes], bool]:
+    """The prompts of a well-formed JSON value, and whether it is a list of prompts; none if they are not numbers."""
+    prompts: list[bytearray] = []
+    depth_of_rows = 0
+    for row, depth, num_opened in _rows_of(embeds):
+        # Two brackets are open within a row of a single prompt, three within one of several prompts.
+        depth_of_rows = depth_of_rows or depth
+        if depth_of_rows not in (2, 3):
+            return [], False
+        if depth != depth_of_rows:
+            raise _no_rows()
+        if num_opened > 1:
+            prompts.append(bytearray())
+        prompts[-1] += _read_row(row, hidden_size)
+    return [bytes(prompt) for prompt in prompts], depth_of_rows == 3
+
+
+def _read_row(row: bytes, hidden_size: int) -> bytes:
+    num_values = row.count(b",") + (row.strip(b"[]" + _BLANK) != b"")
+    if num_values != hidden_size:
+        raise RequestError(f"{_NAME}: a row has {num_values} values, the model needs {hidden_size}", _NAME)
+    try:
+        return pack_row(_ROW.decode(row), hidden_size)
+    except msgspec.MsgspecError:
+        raise _no_rows() from None
+
+
+def _rows_of(embeds: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Each innermost list, how many lists are open within it, and how many of them begin with it (itself included)."""
+    at = depth = 0
+    while (end := embeds.find(b"]", at)) >= 0:
+        start = embeds.rfind(b"[", at, end)
+        before = embeds[at : start if start >= 0 else end]
+        if before.strip(_SKIPPED):
+            raise _no_rows()
+        if start >= 0:
+            num_opened = before.count(b"[") + 1
+            depth += num_opened
+            yield embeds[start : end + 1], depth, num_opened
+        depth -= 1
+        at = end + 1
+
+
+def _no_rows() -> RequestError:
+    return RequestError(f"{_NAME} must be rows of numbers, or a list of prompts that are such rows", _NAME)

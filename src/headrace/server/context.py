@@ -20,6 +20,7 @@ from headrace.media_kinds import MediaKind, MediaRefs
 from headrace.messages.control import ReadyInfo
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
 from headrace.parsers.registry import OutputFormat
+from headrace.server.body import Bodies
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
 from headrace.text.tokenizers import Tokenizer
@@ -101,6 +102,9 @@ class Asker(Protocol):
     def caller(self) -> Caller:
         """Whose request it is."""
 
+    @property
+    def context(self) -> "ServingContext": ...
+
 
 @dataclass(slots=True)
 class ServingContext:
@@ -113,6 +117,10 @@ class ServingContext:
     text_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-text")
     )
+    bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.args.max_body_bytes)
 
     def chosen_adapter(self, name: str, lora_path: str | None) -> str | None:
         """The adapter that a request names as its model or in `lora_path`; None for the served model itself.
@@ -232,3 +240,11 @@ class ServingContext:
             return await asyncio.wait_for(asyncio.wrap_future(future), TEXT_WORK_LIMIT_S)
         except TimeoutError:
             raise RequestError(f"tokenizing the prompt took longer than {TEXT_WORK_LIMIT_S:g} s") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An `Asker`: the program that owns the engine."""
+
+    context: ServingContext
+    caller: Caller = field(default_factory=Caller)

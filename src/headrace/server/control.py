@@ -1,13 +1,10 @@
-"""Health, information and control routes.
+"""Health, information and control routes, timelines of requests, and LoRA adapters. Runs in the event loop that serves HTTP."""
 
-Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
-"""
-
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from headrace.checkpoint.pooling import PoolingConfig
+from headrace.config.server_args import spellings
 from headrace.errors import AuthError, MethodError, RequestError
 from headrace.frontend.server_info import (
     describe_load,
@@ -19,9 +16,8 @@ from headrace.frontend.server_info import (
 from headrace.media_kinds import MediaKind
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE
-from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
-from headrace.server.origin_gate import is_browsers
+from headrace.server.middleware import is_browsers
 from headrace.server.request_frontend import answer
 
 
@@ -61,148 +57,204 @@ class FaultBody(msgspec.Struct, forbid_unknown_fields=True):
     seconds: float = 0.0
 
 
-_ABORT = msgspec.json.Decoder(AbortBody)
-_FAULT = msgspec.json.Decoder(FaultBody)
+class LatestQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """limit: how many to list at most."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
-class ControlAPI:
-    """Handlers of health, information and control routes."""
+class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+    """lora_path: a folder on the server's machine, as saved by peft. pinned: never evicted."""
 
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
+    lora_name: str
+    lora_path: str
+    pinned: bool = False
 
-    async def health(self, exchange: Exchange) -> None:
-        """Cheap liveness check: 200 while the engine's processes are alive, else 503."""
-        await self._answer_health(exchange, await self.context.frontend.health(generate=False))
 
-    async def health_generate(self, exchange: Exchange) -> None:
-        """200 if the engine can generate a token (or requests run, which proves it), else 503."""
-        async with exchange.until_client_leaves():
-            alive = await self.context.frontend.health(generate=True)
-        await self._answer_health(exchange, alive)
+class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which adapter to unload."""
 
-    async def ready(self, exchange: Exchange) -> None:
-        """200 if new requests are accepted: started, not draining, alive."""
-        alive = self.context.status.ready and await self.context.frontend.health(generate=False)
-        await self._answer_health(exchange, alive)
+    lora_name: str
 
-    async def ping(self, exchange: Exchange) -> None:
-        """200 while the HTTP server runs."""
+
+async def health(exchange: Exchange) -> None:
+    """Cheap liveness check: 200 while the engine's processes are alive, else 503."""
+    await _answer_health(exchange, await exchange.context.frontend.health(generate=False))
+
+
+async def health_generate(exchange: Exchange) -> None:
+    """200 if the engine can generate a token (or requests run, which proves it), else 503."""
+    async with exchange.until_client_leaves():
+        alive = await exchange.context.frontend.health(generate=True)
+    await _answer_health(exchange, alive)
+
+
+async def ready(exchange: Exchange) -> None:
+    """200 if new requests are accepted: started, not draining, alive."""
+    context = exchange.context
+    await _answer_health(exchange, context.status.ready and await context.frontend.health(generate=False))
+
+
+async def ping(exchange: Exchange) -> None:
+    """200 while the HTTP server runs."""
+    await _answer_health(exchange, True)
+
+
+async def _answer_health(exchange: Exchange, alive: bool) -> None:
+    if alive:
         await exchange.reply_json({"status": "ok"})
-
-    async def _answer_health(self, exchange: Exchange, alive: bool) -> None:
-        if alive:
-            await exchange.reply_json({"status": "ok"})
-        else:
-            await exchange.reply_json({"status": "unavailable"}, 503, [(b"retry-after", b"1")])
-
-    async def model_info(self, exchange: Exchange) -> None:
-        """The served model: name, type, sizes. The admin key sees the full path, other keys only its last part."""
-        model = self.context.model
-        path = self.context.frontend.weights.model_path or self.context.args.model_path
-        tokenizer_path = self.context.args.tokenizer_path or self.context.args.model_path
-        await exchange.reply_json(
-            {
-                "model_path": path if exchange.is_admin else model_name_of(path),
-                "tokenizer_path": tokenizer_path if exchange.is_admin else model_name_of(tokenizer_path),
-                "served_model_name": model.name,
-                "model_type": model.model_type,
-                "architectures": model.architectures,
-                "model_class": model.ready.model_class,
-                "is_generation": model.pooling is None,
-                **{f"has_{kind}_understanding": kind in model.media_support.tokens for kind in MediaKind},
-                **{f"{kind}_token": model.media_support.tokens.get(kind) for kind in MediaKind},
-                "pooling": None if model.pooling is None else _described(model.pooling, model.context_length),
-                "has_chat_template": model.chat_template is not None,
-                "output_format": None if model.output_format is None else model.output_format.name,
-                "context_length": model.context_length,
-                "vocab_size": model.ready.vocab_size,
-                "hidden_size": model.ready.hidden_size,
-                "dtype": model.ready.dtype,
-                "default_max_tokens": model.reply_limit or None,
-                "sampling_defaults": {**model.sampling_defaults.values(), "origin": model.sampling_defaults.origin},
-                "weight_version": self.context.frontend.weights.version,
-            }
-        )
-
-    async def server_info(self, exchange: Exchange) -> None:
-        """Options (keys masked, files by name only), the memory plan and the state of each replica, as one flat object."""
-        context, frontend = self.context, self.context.frontend
-        states = await frontend.control.internal_states()
-        info = describe_server(context.args, context.model.ready, frontend.adapters.names, states)
-        info["served_model_name"] = context.model.name
-        info["model_path"] = model_name_of(frontend.weights.model_path or context.args.model_path)
-        info["weight_version"] = frontend.weights.version
-        changed = await answer(frontend.settings.changed_options())
-        await exchange.reply_json(info | changed | {"frontend": await answer(frontend.counters())})
-
-    async def loads(self, exchange: Exchange) -> None:
-        """Load of each replica, for routers: requests, tokens, throughput."""
-        states = await self.context.frontend.control.internal_states()
-        await exchange.reply_json({"loads": [describe_load(state) for state in states]})
-
-    async def get_load(self, exchange: Exchange) -> None:
-        """The load in the form of SGLang's routers: a list with three counts per replica."""
-        states = await self.context.frontend.control.internal_states()
-        await exchange.reply_json([describe_short_load(state) for state in states])
-
-    async def internal_state(self, exchange: Exchange) -> None:
-        """Counters and pool accounting of the scheduler, and the counters of this process under `frontend`."""
-        await exchange.reply_json(await self._state())
-
-    async def _state(self) -> dict[str, object]:
-        frontend = self.context.frontend
-        states = await frontend.control.internal_states()
-        state = {**msgspec.to_builtins(sum_of_states(states)), "frontend": await answer(frontend.counters())}
-        if self.context.args.num_replicas > 1:
-            state["replicas"] = states
-        return state
-
-    async def flush_cache(self, exchange: Exchange) -> None:
-        """Empty the prefix cache; 409 with the reason if requests still run or wait after the timeout."""
-        options = exchange.read_query(FlushQuery)
-        await exchange.read_no_fields()
-        async with exchange.until_client_leaves():
-            reply = await self.context.frontend.control.flush_cache(options.timeout)
-        await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)
-
-    async def flush_cache_by_get(self, exchange: Exchange) -> None:
-        """The same for trainers, some of which ask with GET. An image or a link of a page can make a browser do that, so browsers are refused."""
-        if exchange.scope["method"] != "GET" or is_browsers(exchange.scope["headers"]):
-            raise MethodError("only clients that are no browsers may GET this: use POST", code="method_not_allowed")
-        await self.flush_cache(exchange)
-
-    async def abort_request(self, exchange: Exchange) -> None:
-        """Abort a request of the caller by its rid, or all requests (needs the admin key)."""
-        body = await exchange.read_json(_ABORT)
-        if body.abort_all:
-            if not exchange.is_admin:
-                raise AuthError("abort_all needs the admin key", "abort_all", "invalid_api_key")
-            self.context.frontend.abort_request(abort_all=True)
-        elif body.rid:
-            self.context.frontend.abort_request(body.rid, caller=exchange.caller)
-        else:
-            raise RequestError("name the request to abort by rid, or set abort_all", "rid")
-        await exchange.reply_json({"success": True, "message": "asked to abort"})
-
-    async def metrics(self, exchange: Exchange) -> None:
-        """The Prometheus text."""
-        text = await answer(self.context.frontend.metrics_text())
-        await send_response(exchange.send, 200, text, CONTENT_TYPE.encode())
-
-    async def inject_fault(self, exchange: Exchange) -> None:
-        """For tests; the route exists only with --enable-fault-injection."""
-        body = await exchange.read_json(_FAULT)
-        await self.context.frontend.control.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
-        await exchange.reply_json({"success": True, "message": "injected"})
+    else:
+        await exchange.reply_json({"status": "unavailable"}, 503, [(b"retry-after", b"1")])
 
 
-def _described(pooling: PoolingConfig, max_tokens: int) -> dict[str, object]:
-    """What clients may want to know of a model that does not generate. max_tokens: of an input."""
-    return {
-        "task": pooling.task,
-        "dimensions": pooling.dimensions,
-        "max_tokens": max_tokens,
-        "normalize": pooling.normalize,
-        "labels": pooling.labels,
-    }
+async def model_info(exchange: Exchange) -> None:
+    """The served model: name, type, sizes. The admin key sees the full path, other keys only its last part."""
+    context, model, pooling = exchange.context, exchange.context.model, exchange.context.model.pooling
+    path = context.frontend.weights.model_path or context.args.model_path
+    tokenizer_path = context.args.tokenizer_path or context.args.model_path
+    described = (
+        {
+            "task": pooling.task,
+            "dimensions": pooling.dimensions,
+            "max_tokens": model.context_length,
+            "normalize": pooling.normalize,
+            "labels": pooling.labels,
+        }
+        if pooling is not None
+        else None
+    )
+    await exchange.reply_json(
+        {
+            "model_path": path if exchange.is_admin else model_name_of(path),
+            "tokenizer_path": tokenizer_path if exchange.is_admin else model_name_of(tokenizer_path),
+            "served_model_name": model.name,
+            "model_type": model.model_type,
+            "architectures": model.architectures,
+            "model_class": model.ready.model_class,
+            "is_generation": pooling is None,
+            **{f"has_{kind}_understanding": kind in model.media_support.tokens for kind in MediaKind},
+            **{f"{kind}_token": model.media_support.tokens.get(kind) for kind in MediaKind},
+            "pooling": described,
+            "has_chat_template": model.chat_template is not None,
+            "output_format": None if model.output_format is None else model.output_format.name,
+            "context_length": model.context_length,
+            "vocab_size": model.ready.vocab_size,
+            "hidden_size": model.ready.hidden_size,
+            "dtype": model.ready.dtype,
+            "default_max_tokens": model.reply_limit or None,
+            "sampling_defaults": {**model.sampling_defaults.values(), "origin": model.sampling_defaults.origin},
+            "weight_version": context.frontend.weights.version,
+        }
+    )
+
+
+async def server_info(exchange: Exchange) -> None:
+    """Options (keys masked, files by name only), the memory plan and the state of each replica, as one flat object."""
+    context, frontend = exchange.context, exchange.context.frontend
+    states = await frontend.control.internal_states()
+    info = describe_server(context.args, context.model.ready, frontend.adapters.names, states)
+    info["served_model_name"] = context.model.name
+    info["model_path"] = model_name_of(frontend.weights.model_path or context.args.model_path)
+    info["weight_version"] = frontend.weights.version
+    changed = await answer(frontend.settings.changed_options())
+    await exchange.reply_json(info | changed | {"frontend": await answer(frontend.counters())})
+
+
+async def loads(exchange: Exchange) -> None:
+    """Load of each replica, for routers: requests, tokens, throughput."""
+    states = await exchange.context.frontend.control.internal_states()
+    await exchange.reply_json({"loads": [describe_load(state) for state in states]})
+
+
+async def get_load(exchange: Exchange) -> None:
+    """The load in the form of SGLang's routers: a list with three counts per replica."""
+    states = await exchange.context.frontend.control.internal_states()
+    await exchange.reply_json([describe_short_load(state) for state in states])
+
+
+async def internal_state(exchange: Exchange) -> None:
+    """Counters and pool accounting of the scheduler, and the counters of this process under `frontend`."""
+    frontend = exchange.context.frontend
+    states = await frontend.control.internal_states()
+    state = {**msgspec.to_builtins(sum_of_states(states)), "frontend": await answer(frontend.counters())}
+    if exchange.context.args.num_replicas > 1:
+        state["replicas"] = states
+    await exchange.reply_json(state)
+
+
+async def flush_cache(exchange: Exchange) -> None:
+    """Empty the prefix cache; 409 with the reason if requests still run or wait after the timeout."""
+    options = exchange.read_query(FlushQuery)
+    await exchange.read_no_fields()
+    async with exchange.until_client_leaves():
+        reply = await exchange.context.frontend.control.flush_cache(options.timeout)
+    await exchange.reply_json(Outcome(reply.success, reply.message), 200 if reply.success else 409)
+
+
+async def flush_cache_by_get(exchange: Exchange) -> None:
+    """The same for trainers, some of which ask with GET. An image or a link of a page can make a browser do that, so browsers are refused."""
+    if exchange.scope["method"] != "GET" or is_browsers(exchange.scope["headers"]):
+        raise MethodError("only clients that are no browsers may GET this: use POST", code="method_not_allowed")
+    await flush_cache(exchange)
+
+
+async def abort_request(exchange: Exchange) -> None:
+    """Abort a request of the caller by its rid, or all requests (needs the admin key)."""
+    body = await exchange.read_json(AbortBody)
+    if body.abort_all:
+        if not exchange.is_admin:
+            raise AuthError("abort_all needs the admin key", "abort_all", "invalid_api_key")
+        exchange.context.frontend.abort_request(abort_all=True)
+    elif body.rid:
+        exchange.context.frontend.abort_request(body.rid, caller=exchange.caller)
+    else:
+        raise RequestError("name the request to abort by rid, or set abort_all", "rid")
+    await exchange.reply_json(Outcome(True, "asked to abort"))
+
+
+async def metrics(exchange: Exchange) -> None:
+    """The Prometheus text."""
+    text = await answer(exchange.context.frontend.metrics_text())
+    await send_response(exchange.send, 200, text, CONTENT_TYPE.encode())
+
+
+async def inject_fault(exchange: Exchange) -> None:
+    """For tests; the route exists only with --enable-fault-injection."""
+    body = await exchange.read_json(FaultBody)
+    await exchange.context.frontend.control.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
+    await exchange.reply_json(Outcome(True, "injected"))
+
+
+async def explain_request(exchange: Exchange) -> None:
+    """The timeline of a recent request, without its text. The admin key sees all requests, other keys only their own."""
+    records = exchange.context.frontend.records
+    samples = await answer(records.timelines(exchange.path_param("id"), exchange.caller))
+    await exchange.reply_json({"object": "list", "data": samples})
+
+
+async def latest_requests(exchange: Exchange) -> None:
+    """Live requests and those that ended last, without their text. The admin key sees all, other keys only their own."""
+    limit = exchange.read_query(LatestQuery).limit
+    samples = await answer(exchange.context.frontend.records.latest(limit, exchange.caller))
+    await exchange.reply_json({"object": "list", "data": samples})
+
+
+async def load_adapter(exchange: Exchange) -> None:
+    """Load a LoRA adapter; 400 with the reason if it is refused, 503 if there is no room."""
+    body = await exchange.read_json(LoadLoraBody)
+    if any(name in exchange.context.model.names for name in spellings(body.lora_name)):
+        raise RequestError(f"{body.lora_name!r} is the model's own name", "lora_name")
+    adapters = exchange.context.frontend.adapters
+    async with exchange.until_client_leaves():
+        await adapters.load(body.lora_name, body.lora_path, body.pinned)
+    await exchange.reply_json({"success": True, "message": "the adapter is loaded", "loaded_adapters": adapters.names})
+
+
+async def unload_adapter(exchange: Exchange) -> None:
+    """Unload a LoRA adapter once the requests that use it have ended; 404 for an unknown name."""
+    body = await exchange.read_json(UnloadLoraBody)
+    adapters = exchange.context.frontend.adapters
+    async with exchange.until_client_leaves():
+        await adapters.unload(body.lora_name)
+    reply = {"success": True, "message": "the adapter is unloaded", "loaded_adapters": adapters.names}
+    await exchange.reply_json(reply)

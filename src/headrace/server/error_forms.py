@@ -3,10 +3,13 @@
 OpenAI's form is that of every path without one of its own.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 import msgspec
+
+from headrace.errors import RequestError
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -86,6 +89,18 @@ _FORMS: Final[tuple[tuple[str, ErrorForm, type], ...]] = (
     ("/messages", anthropic_error, AnthropicErrorReply),
     ("/api/", ollama_error, OllamaErrorReply),
 )
+
+
+def renaming(names: Mapping[str, str]) -> Callable[[RequestError], RequestError]:
+    """What puts an API's own names of fields into an error. names: by ours, which are replaced wherever they stand as words."""
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def renamed(error: RequestError) -> RequestError:
+        error.message = pattern.sub(lambda found: names[found[0]], error.message)
+        error.param = names.get(error.param, error.param) if error.param is not None else None
+        return error
+
+    return renamed
 
 
 def form_of(path: str) -> ErrorForm:

@@ -1,8 +1,11 @@
-"""`POST /infill` of llama.cpp's server, which editors' plug-ins ask for what belongs at the cursor. Runs in the event loop that serves HTTP."""
+"""Requests for what belongs between a prompt and a suffix, and `POST /infill` of llama.cpp's server, which editors' plug-ins ask for what belongs
+at the cursor. Runs in the event loop that serves HTTP.
+"""
 
-import re
 import uuid
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated
 
@@ -14,18 +17,58 @@ from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.context import ServingContext
-from headrace.server.fill_in_middle import fill_in_middle, stopping
+from headrace.server.error_forms import renaming
 from headrace.server.http import Exchange, Headers, encode_json
-from headrace.server.notes import noted_fields
-from headrace.server.output_limit import OutputLimit
+from headrace.server.notes import HeaderNotes, OutputLimit
 from headrace.server.sse import failure_frames, frame, stream_reply
+from headrace.text.fill_in_middle import FillInMiddle
+
+
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """How the model fills in the middle, and the tokens of the suffix."""
+
+    how: FillInMiddle
+    suffix: list[int]
+
+    def around(self, prefixes: Sequence[int | list[int]], begins: bool = True) -> list[int | list[int]]:
+        """The prompt of a prefix, or one for each of a list of prefixes. begins: as a text of this model begins."""
+        if prefixes and isinstance(prefixes[0], list):
+            return [self.how.prompt(prefix, self.suffix, begins) for prefix in prefixes if isinstance(prefix, list)]
+        return [*self.how.prompt([index for index in prefixes if isinstance(index, int)], self.suffix, begins)]
+
+
+def stopping(sampling: SamplingParams, how: FillInMiddle) -> SamplingParams:
+    """The same parameters, for an output that ends with the middle."""
+    if sampling.ignore_eos:
+        return sampling
+    return msgspec.structs.replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or []), *sorted(how.ends)])
+
+
+def fill_in_middle(context: ServingContext, param: str) -> FillInMiddle:
+    """How the served model does it. param: the field that asks for it. Raises RequestError if it does not."""
+    context.check_tokenizer(param)
+    found = FillInMiddle.of(context.model.tokenizer)
+    if found is None:
+        message = f"{param}: this model does not fill in the middle: its tokenizer has no tokens such as <|fim_prefix|>"
+        raise RequestError(message, param, "unsupported_parameter")
+    return found
+
+
+async def middle_of(context: ServingContext, suffix: str, param: str = "suffix") -> Middle:
+    """What a request with a suffix needs. Special tokens that the suffix spells out are text. Raises RequestError."""
+    how = fill_in_middle(context, param)
+    context.check_text_length(param, len(suffix))
+    return Middle(how, await context.in_text_thread(lambda: context.model.tokenizer.encode(suffix, False)))
+
 
 AS_MANY_AS_FIT = -1
 RESERVED_TOKENS = 256
 """Kept free for the output if the request gives no limit; the rest of the context may be filled with other files."""
 
-_OUR_NAMES = {"max_new_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "input_ids": "input_prefix"}
-_OUR_NAME = re.compile(rf"\b({'|'.join(_OUR_NAMES)})\b")
+_renamed = renaming(
+    {"max_new_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "input_ids": "input_prefix"}
+)
 
 
 class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,92 +125,82 @@ class InfillRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
-_DECODER = msgspec.json.Decoder(InfillRequest)
+async def infill(noted: HeaderNotes, exchange: Exchange) -> None:
+    """The text between prefix and suffix, in the shape of llama.cpp's completions."""
+    request = await exchange.read_json(InfillRequest)
+    context, rid = exchange.context, f"infill-{uuid.uuid4().hex}"
+    how = fill_in_middle(context, "input_suffix")
+    before, after, start = request.input_prefix, request.input_suffix, request.prompt or ""
+    files = [(one.filename, one.text) for one in request.input_extra or ()]
+    context.check_text_length("input_prefix", sum(map(len, (before, after, start, *chain(*files)))))
+    wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else RESERVED_TOKENS
+    length = context.model.context_length
+    room = max(1, length - min(wanted, length // 2))
+    tokenizer = context.model.tokenizer
+    ids = await context.in_text_thread(lambda: how.prompt_with_files(tokenizer, before, after, start, files, room))
+    exchange.name_request(rid)
+    asked = None if request.n_predict == AS_MANY_AS_FIT else request.n_predict
+    limit = OutputLimit(asked, length, length - len(ids))
+    notes = [f"n_predict={limit.least_room}"] if limit.may_be_lowered else []
+    call = GenerateReqInput(
+        input_ids=[*ids],
+        sampling_params=stopping(request.sampling_params(limit.strict), how),
+        rid=rid,
+        stream=bool(request.stream),
+        lora_path=context.adapter_of(request.model),
+    )
+    updates = context.frontend.generate_request(
+        call, default_max_new_tokens=limit.default(length), caller=exchange.caller
+    )
+
+    def shown(update: SampleUpdate) -> dict[str, object]:
+        return _chosen(request, _reply(context.model.name, update))
+
+    def frames(update: SampleUpdate) -> bytes:
+        return frame(encode_json(shown(update))) + (b"" if update.finish is None else failure_frames(update.finish))
+
+    def headers() -> Headers:
+        return noted.headers(notes)
+
+    try:
+        if request.stream:
+            await stream_reply(exchange, updates, frames, bytes, done=b"", renamed=_renamed, headers=headers)
+            return
+        async with exchange.until_client_leaves(), aclosing(updates):
+            (update,) = [update async for update in updates]
+        assert update.finish is not None, "it has ended"
+        if (failure := failure_of(update.finish)) is not None:
+            raise failure
+        await exchange.reply_json(shown(update), headers=headers())
+    except RequestError as error:
+        raise _renamed(error) from None
 
 
-class InfillAPI:
-    """The handler."""
-
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
-        self._noted = noted_fields()
-
-    async def infill(self, exchange: Exchange) -> None:
-        """The text between prefix and suffix, in the shape of llama.cpp's completions."""
-        request = await exchange.read_json(_DECODER)
-        context, rid = self.context, f"infill-{uuid.uuid4().hex}"
-        how = fill_in_middle(context, "input_suffix")
-        before, after, start = request.input_prefix, request.input_suffix, request.prompt or ""
-        files = [(one.filename, one.text) for one in request.input_extra or ()]
-        context.check_text_length("input_prefix", sum(map(len, (before, after, start, *chain(*files)))))
-        wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else RESERVED_TOKENS
-        length = context.model.context_length
-        room = max(1, length - min(wanted, length // 2))
-        tokenizer = context.model.tokenizer
-        ids = await context.in_text_thread(lambda: how.prompt_with_files(tokenizer, before, after, start, files, room))
-        exchange.name_request(rid)
-        asked = None if request.n_predict == AS_MANY_AS_FIT else request.n_predict
-        limit = OutputLimit(asked, length, length - len(ids))
-        notes = [f"n_predict={limit.least_room}"] if limit.may_be_lowered else []
-        call = GenerateReqInput(
-            input_ids=[*ids],
-            sampling_params=stopping(request.sampling_params(limit.strict), how),
-            rid=rid,
-            stream=bool(request.stream),
-            lora_path=context.adapter_of(request.model),
-        )
-        updates = context.frontend.generate_request(
-            call, default_max_new_tokens=limit.default(length), caller=exchange.caller
-        )
-
-        def frames(update: SampleUpdate) -> bytes:
-            return self._frames(request, update)
-
-        def headers() -> Headers:
-            return self._noted.headers(notes)
-
-        try:
-            if request.stream:
-                await stream_reply(exchange, updates, frames, bytes, done=b"", renamed=_renamed, headers=headers)
-                return
-            async with exchange.until_client_leaves(), aclosing(updates):
-                (update,) = [update async for update in updates]
-            assert update.finish is not None, "it has ended"
-            if (failure := failure_of(update.finish)) is not None:
-                raise failure
-            await exchange.reply_json(_chosen(request, self._reply(update)), headers=headers())
-        except RequestError as error:
-            raise _renamed(error) from None
-
-    def _frames(self, request: InfillRequest, update: SampleUpdate) -> bytes:
-        frames = frame(encode_json(_chosen(request, self._reply(update))))
-        return frames if update.finish is None else frames + failure_frames(update.finish)
-
-    def _reply(self, update: SampleUpdate) -> dict[str, object]:
-        """What is new, and after the last the counts and times."""
-        usage, finish = update.usage, update.finish
-        reply: dict[str, object] = {
-            "index": update.index,
-            "content": update.text,
-            "tokens": [],
-            "stop": finish is not None,
-            "id_slot": -1,
-            "tokens_predicted": usage.completion_tokens,
-            "tokens_evaluated": usage.prompt_tokens,
-        }
-        if finish is None:
-            return reply
-        word = finish.matched if isinstance(finish.matched, str) else ""
-        return reply | {
-            "model": self.context.model.name,
-            "prompt": "",
-            "has_new_line": "\n" in update.text,
-            "truncated": False,
-            "stop_type": "word" if word else "limit" if finish.type == "length" else "eos",
-            "stopping_word": word,
-            "tokens_cached": usage.cached_tokens,
-            "timings": _timings(update),
-        }
+def _reply(model: str, update: SampleUpdate) -> dict[str, object]:
+    """What is new, and after the last the counts and times."""
+    usage, finish = update.usage, update.finish
+    reply: dict[str, object] = {
+        "index": update.index,
+        "content": update.text,
+        "tokens": [],
+        "stop": finish is not None,
+        "id_slot": -1,
+        "tokens_predicted": usage.completion_tokens,
+        "tokens_evaluated": usage.prompt_tokens,
+    }
+    if finish is None:
+        return reply
+    word = finish.matched if isinstance(finish.matched, str) else ""
+    return reply | {
+        "model": model,
+        "prompt": "",
+        "has_new_line": "\n" in update.text,
+        "truncated": False,
+        "stop_type": "word" if word else "limit" if finish.type == "length" else "eos",
+        "stopping_word": word,
+        "tokens_cached": usage.cached_tokens,
+        "timings": _timings(update),
+    }
 
 
 def _timings(update: SampleUpdate) -> dict[str, float]:
@@ -200,10 +233,3 @@ def _chosen(request: InfillRequest, reply: dict[str, object]) -> dict[str, objec
         if value is not None:
             chosen[path] = value
     return chosen
-
-
-def _renamed(error: RequestError) -> RequestError:
-    """The error with our own names of the fields replaced by llama.cpp's."""
-    error.message = _OUR_NAME.sub(lambda found: _OUR_NAMES[found[0]], error.message)
-    error.param = _OUR_NAMES.get(error.param, error.param) if error.param is not None else None
-    return error

@@ -1,26 +1,248 @@
-"""The HTTP server: runs the application in uvicorn on a bound socket, until it is told to stop.
+"""The HTTP server: runs the application in uvicorn on a bound socket, until it is told to stop, with limits on each connection.
 
 The caller handles signals: uvicorn's own handlers are off. Runs in the thread that calls `Server.run`; `shutdown` may
-be called from any thread.
+be called from any thread. Owns the limits on the time that a request takes to arrive, the size of its headers, the number of connections, and
+clients that do not read. Does not look at bodies or routes.
+
+```
+ connected ──first byte──> headers ──> body ──> response ──> idle (keep-alive, timed by uvicorn) ──first byte──> headers
+     └────── HEADER_TIMEOUT_S ──┘       └ BODY_TIMEOUT_S          └ WRITE_STALL_S while the send buffer stays full
+```
 """
 
 import asyncio
 import logging
+import resource
 import socket
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
 from headrace.log import get_logger
-from headrace.server.address import bind, local_url
-from headrace.server.connection import LimitedProtocol
-from headrace.server.tls import check_certificate, uses_tls
+from headrace.server.address import bind, check_certificate, local_url, uses_tls
+from headrace.server.error_forms import ApiError, openai_error
+
+HEADER_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 30.0
+WRITE_STALL_S = 20.0
+"""A client that leaves the send buffer full for this long is disconnected, and its request aborted."""
+
+LINGER_S = 1.0
+"""After a refusal, discard what the client still sends for this long before closing the connection."""
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 128
+MAX_URL_BYTES = 16 << 10
+MAX_CONNECTIONS = 10_000
+MAX_LINGERING = 64
+"""Most refused connections that may linger."""
+MAX_PIPELINED = 16
+"""Most pipelined requests behind the one being answered; beyond this, the connection is not read."""
+
+_PHRASES = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    414: b"URI Too Long",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+def max_connections() -> int:
+    """Most open connections; leaves file descriptors for everything else."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = min(256, files // 4)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files - spare)
+
+
+class _Refused(Exception):
+    """The request exceeds a limit."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection with limits on slow, large and unread traffic."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_connections = max_connections()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []
+        self._receiving = False  # between the first byte of a request and its last
+        self._lingering = False
+        self._in_headers = True
+        self._header_bytes = 0
+        self._num_headers = 0
+        self._refusal = (400, "the request is not valid HTTP")
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected; beyond the limit it is refused and closed."""
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            self._refuse(503, "too many connections, try again later", b"retry-after: 1\r\n")
+        else:
+            self._expect(HEADER_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone: cancel all timers."""
+        self._cancel_deadline()
+        self._cancel_stall()
+        super().connection_lost(exc)
+        # uvicorn notifies only the newest request, but an earlier one may be the one being answered.
+        for cycle in self._cycles:
+            cycle.disconnected = cycle.disconnected or not cycle.response_complete
+            cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes of requests. The time limit of the headers starts with their first byte."""
+        if self.parser is None or self._lingering or self.transport.is_closing():
+            return
+        if not self._receiving and self._deadline is None:
+            self._expect(HEADER_TIMEOUT_S)
+        super().data_received(data)
+        if self._receiving and self._in_headers and not self._lingering and not self.transport.is_closing():
+            # The parser reports only complete headers, so incomplete ones are counted by the bytes read.
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+
+    def pause_writing(self) -> None:
+        """The send buffer is full: the client reads slower than tokens come."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(WRITE_STALL_S, self._abort_stalled)
+
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        self._cancel_stall()
+        super().resume_writing()
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._receiving = True
+        self._in_headers = True
+        self._header_bytes = 0
+        self._num_headers = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request target."""
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refusal = (414, f"the URL is longer than {MAX_URL_BYTES} bytes")
+            raise _Refused
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One complete header."""
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value)
+        if self._num_headers > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
+            limit = f"{MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes"
+            self._refusal = (431, f"more headers than the limit of {limit}")
+            raise _Refused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The body follows."""
+        self._in_headers = False
+        self._expect(BODY_TIMEOUT_S)
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            # uvicorn stops reading after a pipelined request and would then not notice a disconnect.
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self._receiving = False
+        self._cancel_deadline()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer invalid HTTP, or a request that exceeds a limit, and close."""
+        self._refuse(*self._refusal)
+
+    @property
+    def _before_body(self) -> bool:
+        """Whether `cycle` does not belong to the arriving request yet."""
+        return self._in_headers or not self._receiving
+
+    # Timers.
+
+    def _expect(self, seconds: float) -> None:
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(seconds, self._late, seconds)
+
+    def _late(self, seconds: float) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.flow.read_paused or self.pipeline or (self._before_body and answering):
+            # An earlier request of this connection is still being answered: this one is not late until that is done.
+            self._expect(seconds)
+            return
+        self._refuse(408, f"the request did not arrive within {seconds:g} s")
+
+    def _abort_stalled(self) -> None:
+        self._stall = None
+        self.transport.abort()
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _cancel_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
+        """Send an error unless a reply is in progress, and close."""
+        self._cancel_deadline()
+        self._unset_keepalive_if_required()
+        if self.cycle is None or (
+            self.cycle.response_complete if self._before_body else not self.cycle.response_started
+        ):
+            kind = "overloaded_error" if status == 503 else "invalid_request_error"
+            body = openai_error(int(status), ApiError(message, kind, None, None))
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
+                b"%bconnection: close\r\n\r\n%b"
+                % (status, _PHRASES[status], len(body), uuid.uuid4().hex.encode(), headers, body)
+            )
+            if len(self.connections) < self._max_connections + MAX_LINGERING:
+                self._linger()
+                return
+        self.transport.close()
+
+    def _linger(self) -> None:
+        """Close in two steps: closing while the client still sends would make it lose the reply."""
+        self._lingering = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application waits for the rest of the body, which will not be read.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+
 
 log = get_logger(__name__)
 

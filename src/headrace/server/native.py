@@ -1,7 +1,4 @@
-"""The native route: `POST | PUT /generate`.
-
-Runs in the event loop that serves HTTP. The TokenizerManager checks, tokenizes and applies sampling defaults.
-"""
+"""SGLang's own routes: `POST | PUT /generate`, and sessions. Runs in the event loop that serves HTTP."""
 
 import uuid
 from contextlib import aclosing
@@ -11,41 +8,45 @@ import msgspec
 from headrace.frontend.native_answer import NativeStream, whole_answer
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import ServingContext
-from headrace.server.embeds_body import embeds_to_base64
+from headrace.server.body import embeds_to_base64
 from headrace.server.http import Exchange, encode_json
+from headrace.server.request_frontend import answer
 from headrace.server.sse import failure_frames, frame, stream_reply
 
-_DECODER = msgspec.json.Decoder(GenerateReqInput)
+
+class OpenSessionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """session_id: a name chosen by the caller; default: random. See `Sessions.open` for the other fields."""
+
+    capacity_of_str_len: int = 0
+    session_id: str | None = None
+    timeout: float | None = None
 
 
-class NativeAPI:
-    """The handler of /generate."""
+class CloseSessionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which session to close."""
 
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
+    session_id: str
 
-    async def generate(self, exchange: Exchange) -> None:
-        """Answer one request for one prompt or a batch, streaming if requested."""
-        request = await exchange.read_json(_DECODER, self._shorten)
-        if request.rid is None:
-            request = msgspec.structs.replace(request, rid=uuid.uuid4().hex)
-        if isinstance(request.rid, str):
-            exchange.name_request(request.rid)
-        param = "text" if request.text is not None else "input_ids"
-        self.context.check_prompt_size(param, request.text, request.input_ids)
-        updates = self.context.frontend.generate_request(request, caller=exchange.caller)
-        if request.stream:
-            stream = NativeStream(self.context.args.incremental_streaming_output)
-            await stream_reply(exchange, updates, lambda update: render_update(stream, update), lambda: b"")
-            return
-        async with exchange.until_client_leaves(), aclosing(updates):
-            answer = whole_answer([update async for update in updates])
-        await exchange.reply_json(answer)
 
-    def _shorten(self, body: bytes) -> bytes:
-        """Convert embeddings given as rows of numbers, which may be millions."""
-        return embeds_to_base64(body, self.context.model.ready.hidden_size)
+async def generate(exchange: Exchange) -> None:
+    """Answer one request for one prompt or a batch, streaming if requested."""
+    context = exchange.context
+    hidden_size = context.model.ready.hidden_size
+    request = await exchange.read_json(GenerateReqInput, lambda body: embeds_to_base64(body, hidden_size))
+    if request.rid is None:
+        request = msgspec.structs.replace(request, rid=uuid.uuid4().hex)
+    if isinstance(request.rid, str):
+        exchange.name_request(request.rid)
+    param = "text" if request.text is not None else "input_ids"
+    context.check_prompt_size(param, request.text, request.input_ids)
+    updates = context.frontend.generate_request(request, caller=exchange.caller)
+    if request.stream:
+        stream = NativeStream(context.args.incremental_streaming_output)
+        await stream_reply(exchange, updates, lambda update: render_update(stream, update), bytes)
+        return
+    async with exchange.until_client_leaves(), aclosing(updates):
+        reply = whole_answer([update async for update in updates])
+    await exchange.reply_json(reply)
 
 
 def render_update(stream: NativeStream, update: SampleUpdate) -> bytes:
@@ -57,3 +58,17 @@ def render_update(stream: NativeStream, update: SampleUpdate) -> bytes:
     if update.finish is not None and not update.is_listed:
         frames += failure_frames(update.finish)
     return frames
+
+
+async def open_session(exchange: Exchange) -> None:
+    """Open a session for the caller. The reply is its id, a JSON string."""
+    body, open_one = await exchange.read_json(OpenSessionBody), exchange.context.frontend.open_session
+    session_id = open_one(body.capacity_of_str_len, body.session_id, body.timeout, exchange.caller)
+    await exchange.reply_json(await answer(session_id))
+
+
+async def close_session(exchange: Exchange) -> None:
+    """Close a session of the caller, or any session with the admin key; 404 for an unknown id."""
+    body = await exchange.read_json(CloseSessionBody)
+    await answer(exchange.context.frontend.close_session(body.session_id, exchange.caller))
+    await exchange.reply_json({"success": True, "message": "the session is closed"})

@@ -1,12 +1,15 @@
 """What a reply says in a header about how its request was read: fields without an effect or with another value, and tools that are not offered.
 
-Owns these headers and the lines of the log; the APIs say what is noted. Runs in the event loop that serves HTTP.
+Owns these headers, the lines of the log, and the limit of output tokens that is lowered to the room in the context; the APIs say what is noted.
+Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.log import get_logger
 from headrace.messages.bodies import asks_for_nothing
 from headrace.server.http import Headers
@@ -71,3 +74,41 @@ def header_value(names: Sequence[str]) -> bytes:
     """The names as printable ASCII, at most 1,000 characters."""
     shown = ", ".join(names).encode("ascii", "replace")[:1000]
     return bytes(byte if 32 <= byte < 127 else ord("?") for byte in shown)
+
+
+@dataclass(slots=True)
+class OutputLimit:
+    """asked: of a request; None = it gives none. least_room: tokens that its prompts leave for certain. lowered_to: the least room that a prompt
+    left, if that was less than asked for; None = none was seen to."""
+
+    asked: int | None
+    context_length: int
+    least_room: int = 0
+    lowered_to: int | None = None
+
+    @property
+    def strict(self) -> int | None:
+        """What the sampling parameters say; None if the limit may have to be lowered: then it is the call's default."""
+        return None if self.may_be_lowered else self.asked
+
+    @property
+    def may_be_lowered(self) -> bool:
+        """Whether the limit is given to the front end as the call's default, which it keeps within the room. 0 and less stays as it is."""
+        return self.asked is not None and self.asked > max(0, self.least_room)
+
+    def default(self, if_not_asked: int) -> int:
+        """`default_max_new_tokens` of the call."""
+        return self.asked if self.may_be_lowered and self.asked is not None else if_not_asked
+
+    def fit(self, room: int) -> None:
+        """Note the room that a prompt leaves."""
+        if self.may_be_lowered and self.asked is not None and self.asked > room:
+            self.lowered_to = room if self.lowered_to is None else min(room, self.lowered_to)
+
+    def watch(self, update: SampleUpdate) -> None:
+        """Look at an update of the reply, which knows the length of its prompt. A stream may begin before it, with a ping."""
+        self.fit(self.context_length - update.usage.prompt_tokens)
+
+    def notes(self, name: str) -> list[str]:
+        """For the header of a reply, see `server/notes.py`. name: of the field."""
+        return [] if self.lowered_to is None else [f"{name}={self.lowered_to}"]

@@ -10,45 +10,31 @@ from functools import partial
 from typing import Any
 
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
+from headrace.server import control, native
 from headrace.server.anthropic.messages import AnthropicErrorReply, MessagesServing
 from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from headrace.server.context import ServingContext
-from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
-from headrace.server.diagnostics import DiagnosticsAPI, LatestQuery
-from headrace.server.infill import InfillAPI, InfillRequest
-from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
-from headrace.server.native import NativeAPI
+from headrace.server.infill import InfillRequest, infill
 from headrace.server.notes import noted_fields
-from headrace.server.ollama.embed import OllamaEmbedAPI
-from headrace.server.ollama.generation import OllamaGenerationAPI
-from headrace.server.ollama.models import OllamaModelsAPI
-from headrace.server.ollama.protocol import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaPullRequest,
-    OllamaShowRequest,
-)
+from headrace.server.ollama import embed as ollama_embed
+from headrace.server.ollama import generation, protocol
+from headrace.server.ollama import models as ollama_models
 from headrace.server.openai.chat import ChatServing
 from headrace.server.openai.completions import CompletionServing
 from headrace.server.openai.embeddings import EmbeddingRequest, EmbeddingServing
 from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
-from headrace.server.openapi import OpenApi
-from headrace.server.pooling.classify import ClassifyAPI, ClassifyRequest
-from headrace.server.pooling.embed import CohereEmbedRequest, EmbedAPI, TeiEmbedRequest
-from headrace.server.pooling.encode import EncodeAPI
-from headrace.server.pooling.kinds import refusing_to_generate
-from headrace.server.pooling.rerank import RerankAPI, RerankRequest
-from headrace.server.pooling.score import ScoreAPI, ScoreRequest
+from headrace.server.pooling.embed import CohereEmbedRequest, TeiEmbedRequest, cohere, info, tei
+from headrace.server.pooling.encode import ClassifyRequest, classify, encode
+from headrace.server.pooling.protocol import refuse_to_generate
+from headrace.server.pooling.rerank import RerankRequest, rerank
+from headrace.server.pooling.score import ScoreRequest, score
 from headrace.server.responses.protocol import ResponsesRequest
 from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
-from headrace.server.routes import Examples, RouteSpec, aliases, operation_routes
-from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
-from headrace.server.ui.pages import UiPages
-from headrace.server.weights import WeightsAPI
+from headrace.server.routes import Examples, OpenApi, RouteSpec, aliases, operation_routes
+from headrace.server.ui.pages import ui_routes
+from headrace.server.weights import weight_routes
 
 _QUESTION = "What is the capital of France?"
 _ANSWER = "Paris is the capital of France."
@@ -71,32 +57,26 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *_anthropic_routes(context),
         *_native_routes(context),
         *_pooling_routes(context),
-        *_information_routes(context),
-        *_admin_routes(context),
+        *_information_routes(),
+        *_admin_routes(),
         *_ollama_routes(context),
-        *operation_routes(context),
-        *WeightsAPI(context).routes(),
+        *operation_routes(),
+        *weight_routes(),
     ]
     table += aliases(table)
-    control, args = ControlAPI(context), context.args
+    args = context.args
     if not args.disable_metrics:
         table.append(RouteSpec("/metrics", GET, "public", control.metrics, "Prometheus metrics"))
     if args.enable_fault_injection:
-        table.append(
-            RouteSpec("/inject_fault", POST, "admin", control.inject_fault, "Test hook", FaultBody, in_schema=False)
-        )
+        hook = partial(RouteSpec, summary="Test hook", body=control.FaultBody, in_schema=False)
+        table.append(hook("/inject_fault", POST, "admin", control.inject_fault))
     if not args.disable_openapi:
-        openapi = OpenApi(table)
-        table.append(
-            RouteSpec(
-                "/openapi.json", GET, "user", openapi.openapi_json, "This API", in_schema=False, with_replicas=True
-            )
-        )
+        hidden = partial(RouteSpec, in_schema=False, with_replicas=True)
+        table.append(hidden("/openapi.json", GET, "user", OpenApi(table).openapi_json, "This API"))
     if not args.disable_ui:
-        table += UiPages().routes(has_docs=not args.disable_openapi)
+        table += ui_routes(has_docs=not args.disable_openapi)
     if context.model.pooling is not None:
-        refuse = refusing_to_generate(context.model)
-        table = [replace(spec, handler=refuse) if spec.generates else spec for spec in table]
+        table = [replace(spec, handler=refuse_to_generate) if spec.generates else spec for spec in table]
     return table
 
 
@@ -105,16 +85,11 @@ def _openai_routes(context: ServingContext) -> list[RouteSpec]:
     chat = {**named, "messages": _ASKED, "max_tokens": 64}
     text = {**named, "prompt": _BEGINNING, "max_tokens": 16}
     response = {**named, "input": _QUESTION, "max_output_tokens": 64}
+    schema = {"name": "place", "strict": True, "schema": _CITY}
     chats = {
         "A question": chat,
         "Streamed": {**chat, "stream": True, "stream_options": {"include_usage": True}},
-        "A JSON schema": {
-            **chat,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "place", "strict": True, "schema": _CITY},
-            },
-        },
+        "A JSON schema": {**chat, "response_format": {"type": "json_schema", "json_schema": schema}},
         "A tool": {**chat, "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": _CITY}}]},
         "Probabilities of tokens": {**chat, "max_tokens": 8, "logprobs": True, "top_logprobs": 3},
     }
@@ -166,31 +141,25 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
         "Streamed": {**text, "stream": True},
         "Two texts at once": {**text, "text": [_BEGINNING, "The capital of Italy is"]},
     }
-    code = {
-        "Code": {
-            "input_prefix": "def is_even(n):\n    return ",
-            "input_suffix": "\n\nprint(is_even(4))\n",
-            "n_predict": 32,
-        }
-    }
+    before, after = "def is_even(n):\n    return ", "\n\nprint(is_even(4))\n"
+    code = {"Code": {"input_prefix": before, "input_suffix": after, "n_predict": 32}}
     prompts: Examples = {"A text": {"prompt": "Hello"}, "A conversation": {"messages": _ASKED}}
     chats = {"A conversation": {"messages": _ASKED}}
     ids = {"Token ids": {"tokens": [72, 105]}}
     session = {"A name of your own": {"session_id": "s1"}}
-    native, infill = NativeAPI(context), InfillAPI(context)
-    tokens, sessions = TokenizeAPI(context), SessionAPI(context)
+    tokens = TokenizeAPI(context)
     row = partial(RouteSpec, with_replicas=True)
     # fmt: off
     return [
         row("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput, generates=True, examples=texts),
-        row("/infill", POST, "user", infill.infill, "llama.cpp: fill in the middle", InfillRequest, generates=True, examples=code),
+        row("/infill", POST, "user", partial(infill, noted_fields()), "llama.cpp: fill in the middle", InfillRequest, generates=True, examples=code),
         row("/tokenize", POST, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody, examples=prompts),
         row("/detokenize", POST, "user", tokens.detokenize, "Token ids to text", DetokenizeBody, examples=ids),
         row("/apply-template", POST, "user", tokens.apply_template, "llama.cpp: the text of a prompt", ChatCompletionRequest, examples=chats),
         row("/v1/tokenize", POST, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody, examples=prompts),
         row("/v1/detokenize", POST, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody, examples=ids),
-        RouteSpec("/open_session", POST, "user", sessions.open, "Open a session", OpenSessionBody, generates=True, examples=session),
-        RouteSpec("/close_session", POST, "user", sessions.close, "Forget a session", CloseSessionBody, examples=session),
+        RouteSpec("/open_session", POST, "user", native.open_session, "Open a session", native.OpenSessionBody, generates=True, examples=session),
+        RouteSpec("/close_session", POST, "user", native.close_session, "Forget a session", native.CloseSessionBody, examples=session),
     ]
     # fmt: on
 
@@ -205,8 +174,8 @@ def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
         "label_token_ids": [3, 4],
         "apply_softmax": True,
     }
-    tei: Examples = {"A text": {"inputs": _QUESTION}, "Two texts at once": {"inputs": [_QUESTION, _BEGINNING]}}
-    cohere = {"Two texts": {**named, "texts": _FOUND, "input_type": "search_document", "embedding_types": ["float"]}}
+    inputs: Examples = {"A text": {"inputs": _QUESTION}, "Two texts at once": {"inputs": [_QUESTION, _BEGINNING]}}
+    texts = {"Two texts": {**named, "texts": _FOUND, "input_type": "search_document", "embedding_types": ["float"]}}
     ranked: Examples = {"Two documents": {**named, "query": _QUESTION, "documents": _FOUND}}
     scored: Examples = {
         "Pairs of texts": {**named, "text_1": _QUESTION, "text_2": _FOUND},
@@ -214,58 +183,55 @@ def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
     }
     native: Examples = {"A text": {"text": _QUESTION}, "Two texts at once": {"text": [_QUESTION, _BEGINNING]}}
     classified = {"A text": {**named, "input": _BEGINNING}}
-    classify, rerank, score = ClassifyAPI(context), RerankAPI(context), ScoreAPI(context)
-    embed, encode = EmbedAPI(context), EncodeAPI(context)
     row = partial(RouteSpec, with_replicas=True)
     # fmt: off
     return [
-        row("/embed", POST, "user", embed.tei, "TEI: embeddings", TeiEmbedRequest, examples=tei),
-        row("/v2/embed", POST, "user", embed.cohere_v2, "Cohere: embeddings", CohereEmbedRequest, examples=cohere),
-        row("/v1/embed", POST, "user", embed.cohere_v1, "Cohere: embeddings, in the older form", CohereEmbedRequest, examples=cohere),
-        row("/info", GET, "user", embed.info, "TEI: the served model"),
-        *(row(path, POST, "user", rerank.rerank, "Documents by their relevance", RerankRequest, examples=ranked)
+        row("/embed", POST, "user", tei, "TEI: embeddings", TeiEmbedRequest, examples=inputs),
+        row("/v2/embed", POST, "user", partial(cohere, "2"), "Cohere: embeddings", CohereEmbedRequest, examples=texts),
+        row("/v1/embed", POST, "user", partial(cohere, "1"), "Cohere: embeddings, in the older form", CohereEmbedRequest, examples=texts),
+        row("/info", GET, "user", info, "TEI: the served model"),
+        *(row(path, POST, "user", rerank, "Documents by their relevance", RerankRequest, examples=ranked)
           for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
-        *(row(path, POST, "user", score.score, "Scores of pairs, or of labels", ScoreRequest, examples=scored) for path in ("/v1/score", "/score")),
-        row("/encode", POST, "user", encode.encode, "Native embeddings", EmbeddingReqInput, examples=native),
-        *(row(path, POST, "user", classify.classify, "Classification", ClassifyRequest, examples=classified)
+        *(row(path, POST, "user", score, "Scores of pairs, or of labels", ScoreRequest, examples=scored) for path in ("/v1/score", "/score")),
+        row("/encode", POST, "user", encode, "Native embeddings", EmbeddingReqInput, examples=native),
+        *(row(path, POST, "user", classify, "Classification", ClassifyRequest, examples=classified)
           for path in ("/classify", "/v1/classify")),
     ]
     # fmt: on
 
 
-def _information_routes(context: ServingContext) -> list[RouteSpec]:
+def _information_routes() -> list[RouteSpec]:
     aborted: Examples = {"One request": {"rid": "my-request"}, "All": {"abort_all": True}}
-    control, diagnostics = ControlAPI(context), DiagnosticsAPI(context)
     row = partial(RouteSpec, with_replicas=True)
     # fmt: off
     return [
-        row("/health", GET, "public", control.health, "Liveness", failure=Liveness),
-        row("/ready", GET, "public", control.ready, "New requests are accepted", failure=Liveness),
+        row("/health", GET, "public", control.health, "Liveness", failure=control.Liveness),
+        row("/ready", GET, "public", control.ready, "New requests are accepted", failure=control.Liveness),
         row("/ping", GET, "public", control.ping, "The HTTP server answers"),
-        row("/health_generate", GET, "public", control.health_generate, "The engine can generate a token", failure=Liveness),
+        row("/health_generate", GET, "public", control.health_generate, "The engine can generate a token", failure=control.Liveness),
         row("/model_info", GET, "user", control.model_info, "The served model"),
         row("/get_model_info", GET, "user", control.model_info, "Alias of /model_info"),
         RouteSpec("/server_info", GET, "user", control.server_info, "Options, memory plan and state"),
         RouteSpec("/get_server_info", GET, "user", control.server_info, "Alias of /server_info"),
         RouteSpec("/v1/loads", GET, "user", control.loads, "Load of each replica"),
         RouteSpec("/get_load", GET, "user", control.get_load, "Load of each replica, for SGLang's routers"),
-        RouteSpec("/v1/requests", GET, "user", diagnostics.latest_requests, "Live requests, and the last ones", query=LatestQuery),
-        RouteSpec("/v1/requests/{id:path}", GET, "user", diagnostics.explain_request, "What happened to a request"),
-        RouteSpec("/abort_request", POST, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody, examples=aborted),
+        RouteSpec("/v1/requests", GET, "user", control.latest_requests, "Live requests, and the last ones", query=control.LatestQuery),
+        RouteSpec("/v1/requests/{id:path}", GET, "user", control.explain_request, "What happened to a request"),
+        RouteSpec("/abort_request", POST, "user", control.abort_request, "Abort by rid; all with the admin key", control.AbortBody, examples=aborted),
     ]
     # fmt: on
 
 
-def _admin_routes(context: ServingContext) -> list[RouteSpec]:
+def _admin_routes() -> list[RouteSpec]:
     loaded = {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}}
     unloaded = {"By its name": {"lora_name": "my-adapter"}}
-    control, loras = ControlAPI(context), LoraAPI(context)
     # fmt: off
     return [
-        RouteSpec("/flush_cache", POST, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),
-        RouteSpec("/flush_cache", GET, "admin", control.flush_cache_by_get, "The same, not for browsers", failure=Outcome, query=FlushQuery),
-        RouteSpec("/load_lora_adapter", POST, "admin", loras.load, "Load an adapter", LoadLoraBody, examples=loaded),
-        RouteSpec("/unload_lora_adapter", POST, "admin", loras.unload, "Forget an adapter", UnloadLoraBody, examples=unloaded),
+        RouteSpec("/flush_cache", POST, "admin", control.flush_cache, "Empty the prefix cache", failure=control.Outcome, query=control.FlushQuery),
+        RouteSpec("/flush_cache", GET, "admin", control.flush_cache_by_get, "The same, not for browsers",
+                  failure=control.Outcome, query=control.FlushQuery),
+        RouteSpec("/load_lora_adapter", POST, "admin", control.load_adapter, "Load an adapter", control.LoadLoraBody, examples=loaded),
+        RouteSpec("/unload_lora_adapter", POST, "admin", control.unload_adapter, "Forget an adapter", control.UnloadLoraBody, examples=unloaded),
         RouteSpec("/internal_state", GET, "admin", control.internal_state, "Scheduler counters and pool accounting"),
     ]
     # fmt: on
@@ -280,22 +246,23 @@ def _ollama_routes(context: ServingContext) -> list[RouteSpec]:
     texts: Examples = {"A text": {**named, "input": _QUESTION}, "Two texts": {**named, "input": _FOUND}}
     text, model = {"A text": {**named, "prompt": _QUESTION}}, {"The served model": named}
     noted = noted_fields()
-    generation, embed = OllamaGenerationAPI(context, noted), OllamaEmbedAPI(context, noted)
-    models = OllamaModelsAPI(context, noted)
     row = partial(RouteSpec, tag="Ollama", with_replicas=True)
-    refused = partial(RouteSpec, access="user", handler=models.refuse, summary="Not here", in_schema=False)
+    refused = partial(RouteSpec, access="user", handler=ollama_models.refuse, summary="Not here", in_schema=False)
     # fmt: off
     return [
-        row("/api/chat", POST, "user", generation.chat, "Ollama: chat", OllamaChatRequest, generates=True, examples=chats),
-        row("/api/generate", POST, "user", generation.generate, "Ollama: generate", OllamaGenerateRequest, generates=True, examples=prompts),
-        RouteSpec("/", GET, "public", models.root, "What runs here", with_replicas=True),
-        row("/api/version", GET, "user", models.version, "Ollama: version of the API"),
-        row("/api/tags", GET, "user", models.tags, "Ollama: served models"),
-        row("/api/ps", GET, "user", models.ps, "Ollama: loaded models"),
-        row("/api/show", POST, "user", models.show, "Ollama: one model", OllamaShowRequest, examples=model),
-        row("/api/pull", POST, "user", models.pull, "Ollama: success for a served model", OllamaPullRequest, examples=model),
-        row("/api/embed", POST, "user", embed.embed, "Ollama: embeddings", OllamaEmbedRequest, examples=texts),
-        row("/api/embeddings", POST, "user", embed.embeddings, "Ollama: one embedding", OllamaEmbeddingsRequest, examples=text),
+        row("/api/chat", POST, "user", partial(generation.chat, noted), "Ollama: chat", protocol.OllamaChatRequest, generates=True, examples=chats),
+        row("/api/generate", POST, "user", partial(generation.generate, noted), "Ollama: generate", protocol.OllamaGenerateRequest,
+            generates=True, examples=prompts),
+        RouteSpec("/", GET, "public", ollama_models.root, "What runs here", with_replicas=True),
+        row("/api/version", GET, "user", ollama_models.version, "Ollama: version of the API"),
+        row("/api/tags", GET, "user", ollama_models.tags, "Ollama: served models"),
+        row("/api/ps", GET, "user", ollama_models.ps, "Ollama: loaded models"),
+        row("/api/show", POST, "user", partial(ollama_models.show, noted), "Ollama: one model", protocol.OllamaShowRequest, examples=model),
+        row("/api/pull", POST, "user", partial(ollama_models.pull, noted), "Ollama: success for a served model",
+            protocol.OllamaPullRequest, examples=model),
+        row("/api/embed", POST, "user", partial(ollama_embed.embed, noted), "Ollama: embeddings", protocol.OllamaEmbedRequest, examples=texts),
+        row("/api/embeddings", POST, "user", partial(ollama_embed.embeddings, noted), "Ollama: one embedding",
+            protocol.OllamaEmbeddingsRequest, examples=text),
         *(refused(f"/api/{name}", POST) for name in ("create", "copy", "push")),
         refused("/api/delete", DELETE),
         refused("/api/blobs/{digest:path}", ("HEAD", "POST")),

@@ -1,6 +1,7 @@
-"""`RouteSpec`, a row of the route table: path, methods, access, handler and what the OpenAPI description says; and those of control operations."""
+"""`RouteSpec`, a row of the route table: path, methods, access, handler, and what the OpenAPI document says, which is made of the rows here."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,8 +9,9 @@ import msgspec
 
 from headrace.messages.operations import OPERATIONS, Operation, Route
 from headrace.server.auth import Access
-from headrace.server.context import ServingContext
+from headrace.server.error_forms import reply_type_of
 from headrace.server.http import Exchange, Handler
+from headrace.version import VERSION
 
 WITHOUT_V1 = ("OpenAI", "Anthropic")
 """APIs whose clients may take the address of the server for that of the API: they leave out `/v1`."""
@@ -56,24 +58,23 @@ def aliases(table: Iterable[RouteSpec]) -> list[RouteSpec]:
     ]
 
 
-def operation_routes(context: ServingContext) -> list[RouteSpec]:
+def operation_routes() -> list[RouteSpec]:
     """The rows of control operations that have a route: each decodes its request, asks for the replies, and answers with them."""
-    return [_row(context, row, row.route) for row in OPERATIONS.values() if row.route is not None]
+    return [_row(row, row.route) for row in OPERATIONS.values() if row.route is not None]
 
 
-def _row(context: ServingContext, operation: Operation[Any, Any], route: Route) -> RouteSpec:
+def _row(operation: Operation[Any, Any], route: Route) -> RouteSpec:
     kind, has_fields = operation.request, bool(operation.request.__struct_fields__)
-    decoder = msgspec.json.Decoder(kind)
 
     async def handle(exchange: Exchange) -> None:
         if route.method == "GET":
             request = exchange.read_query(kind)
         elif has_fields:
-            request = await exchange.read_json(decoder)
+            request = await exchange.read_json(kind)
         else:
             await exchange.read_no_fields()
             request = kind()
-        replies = await operation.ask(context.frontend.control, request)
+        replies = await operation.ask(exchange.context.frontend.control, request)
         await exchange.reply_json(operation.combine(replies))
 
     is_body, is_query = has_fields and route.method == "POST", has_fields and route.method == "GET"
@@ -87,3 +88,110 @@ def _row(context: ServingContext, operation: Operation[Any, Any], route: Route) 
         query=kind if is_query else None,
         examples=route.examples,
     )
+
+
+_TAGS = ("OpenAI", "Anthropic", "Ollama")
+"""Groups of routes that name theirs. All others are in `_OWN_TAGS`."""
+
+_OWN_TAGS = ("Headrace", "Information", "Administration")
+
+
+class OpenApi:
+    """The handler of /openapi.json."""
+
+    def __init__(self, routes: Sequence[RouteSpec]) -> None:
+        self.routes = [route for route in routes if route.in_schema]
+        self._document: dict[str, Any] | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The OpenAPI 3.1 document."""
+        if self._document is None:
+            self._document = self._build()
+        return self._document
+
+    def _build(self) -> dict[str, Any]:
+        kinds = {kind for route in self.routes for kind in (route.body, route.failure) if kind is not None}
+        kinds |= {reply_type_of(route.path) for route in self.routes}
+        in_order = sorted(kinds, key=lambda kind: kind.__name__)
+        schemas, components = msgspec.json.schema_components(
+            in_order, schema_hook=_any_value, ref_template="#/components/schemas/{name}"
+        )
+        _bound_numbers([schemas, components])
+        schema_of = dict(zip(in_order, schemas, strict=True))
+        paths: dict[str, Any] = {}
+        for route in self.routes:
+            path = route.path.replace(":path}", "}")
+            for method in route.methods:
+                paths.setdefault(path, {})[method.lower()] = self._operation(route, path, method, schema_of)
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "Headrace", "version": VERSION},
+            "tags": [{"name": tag} for tag in (*_TAGS, *_OWN_TAGS)],
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "admin": {"type": "http", "scheme": "bearer", "description": "the key of --admin-api-key"},
+                },
+            },
+        }
+
+    def _operation(self, route: RouteSpec, path: str, method: str, schema_of: Mapping[type, Any]) -> dict[str, Any]:
+        """One method of a route. schema_of: the schema of each type of a body or a reply."""
+        failures = [schema_of[kind] for kind in (route.failure, reply_type_of(path)) if kind is not None]
+        schema = {"anyOf": failures} if len(failures) > 1 else failures[0]
+        error = {"description": "error", "content": {"application/json": {"schema": schema}}}
+        operation: dict[str, Any] = {
+            "tags": [_tag_of(route)],
+            "summary": route.summary,
+            "operationId": method.lower() + "".join(c if c.isalnum() else "_" for c in path),
+            "responses": {"200": {"description": "success"}, "4XX": error, "5XX": error},
+            "security": {"public": [], "user": [{"bearer": []}], "admin": [{"admin": []}]}[route.access],
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in re.findall(r"{(\w+)}", path)
+            ],
+        }
+        if route.body is not None:
+            examples = {title: {"value": body} for title, body in route.examples.items()}
+            content: dict[str, Any] = {"application/json": {"schema": schema_of[route.body], "examples": examples}}
+            if route.octets is not None:
+                content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+            operation["requestBody"] = {"required": True, "content": content}
+        for query in filter(None, (route.octets, route.query)):
+            options = msgspec.json.schema_components([query])[1][query.__name__]
+            operation["parameters"] += [
+                {"name": name, "in": "query", "schema": schema} for name, schema in options["properties"].items()
+            ]
+        return operation
+
+    async def openapi_json(self, exchange: Exchange) -> None:
+        """The document."""
+        await exchange.reply_json(self.document())
+
+
+def _tag_of(route: RouteSpec) -> str:
+    """The group of a route, for people."""
+    if route.tag:
+        return route.tag
+    own, information, administration = _OWN_TAGS
+    if route.access == "admin":
+        return administration
+    return information if route.body is None else own
+
+
+def _bound_numbers(schema: Any) -> None:
+    """Add the bounds of 64-bit integers to every number that has none: larger integers are refused everywhere."""
+    for item in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(item, (dict, list)):
+            _bound_numbers(item)
+    if isinstance(schema, dict) and schema.get("type") in ("integer", "number"):
+        schema.setdefault("minimum", -(2**63))
+        schema.setdefault("maximum", 2**63 - 1)
+
+
+def _any_value(kind: type) -> dict[str, Any]:
+    """The schema of `object`: whatever JSON holds."""
+    assert kind is object, f"no schema for {kind}"
+    return {"description": "any JSON value"}

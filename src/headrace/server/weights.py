@@ -5,8 +5,9 @@ begun continues when its client disconnects; /cancel_weight_update cancels it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -44,7 +45,6 @@ from headrace.messages.weights import (
     WeightOperation,
     WeightOpReply,
 )
-from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Handler
 from headrace.server.routes import Examples, RouteSpec
 
@@ -69,7 +69,15 @@ class EmptyBody(msgspec.Struct, forbid_unknown_fields=True):
     """A body without fields."""
 
 
-class DiskBody(msgspec.Struct, forbid_unknown_fields=True):
+class UpdateFields(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields of all updates. flush_cache: see `DiskBody`."""
+
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class DiskBody(UpdateFields, kw_only=True, forbid_unknown_fields=True):
     """Which checkpoint. flush_cache: has no effect; the cache is always emptied, since old KV is never used with new weights.
 
     keep_pause, recapture_cuda_graph: have no effect; a pause always outlasts an update, and graphs are always captured again.
@@ -77,21 +85,20 @@ class DiskBody(msgspec.Struct, forbid_unknown_fields=True):
 
     model_path: str
     load_format: Literal["auto", "safetensors", "gguf"] | None = None
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
     keep_pause: bool = False
     recapture_cuda_graph: bool = False
 
 
-class TensorBody(msgspec.Struct, forbid_unknown_fields=True):
+class TensorQuery(UpdateFields, forbid_unknown_fields=True):
+    """Options of a body that is a file."""
+
+    load_format: Literal["safetensors", "flattened_bucket"] | None = None
+
+
+class TensorBody(TensorQuery, kw_only=True, forbid_unknown_fields=True):
     """A safetensors file in base64, in a list with one item. load_format flattened_bucket: the file is a bucket. flush_cache: as in `DiskBody`."""
 
     serialized_named_tensors: Annotated[list[bytes], msgspec.Meta(extra_json_schema={"minItems": 1, "maxItems": 1})]
-    load_format: Literal["safetensors", "flattened_bucket"] | None = None
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
 
 
 class GroupBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,7 +113,7 @@ class GroupBody(msgspec.Struct, forbid_unknown_fields=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=24 * 3600)] = GROUP_TIMEOUT_S
 
 
-class DistributedBody(msgspec.Struct, forbid_unknown_fields=True):
+class DistributedBody(UpdateFields, kw_only=True, forbid_unknown_fields=True):
     """The tensors that rank 0 will broadcast. bucketed, or load_format flattened_bucket: one uint8 tensor. flush_cache: as in `DiskBody`."""
 
     names: Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -115,9 +122,6 @@ class DistributedBody(msgspec.Struct, forbid_unknown_fields=True):
     group_name: str = GROUP_NAME
     bucketed: bool = False
     load_format: Literal["flattened_bucket"] | None = None
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
 
 
 class DestroyBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,22 +184,6 @@ class OperationReply(msgspec.Struct, frozen=True):
     weight_version: str
 
 
-_WEIGHT = "model.embed_tokens.weight"
-_NO_TENSORS = "AgAAAAAAAAB7fQ=="
-"""A safetensors file that holds nothing, in base64."""
-_NOTHING: Examples = {"Nothing to say": {}}
-_ONE_TENSOR: Examples = {"One tensor": {"names": [_WEIGHT], "dtypes": ["bfloat16"], "shapes": [[49152, 576]]}}
-_TWO_RANKS: Examples = {
-    "Two ranks": {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2}
-}
-
-_TENSOR = msgspec.json.Decoder(TensorBody)
-_GET = msgspec.json.Decoder(GetWeightBody)
-_CHECK = msgspec.json.Decoder(CheckBody)
-_POST_PROCESS = msgspec.json.Decoder(PostProcessBody)
-_MEMORY = msgspec.json.Decoder(MemoryBody)
-
-
 def _from_disk(body: DiskBody) -> UpdateFromDisk:
     load_format = checked_load_format(body.load_format)
     return UpdateFromDisk(body.model_path, load_format, body.abort_all_requests, body.weight_version)
@@ -219,145 +207,122 @@ def _from_distributed(body: DistributedBody) -> UpdateFromDistributed:
     )
 
 
-class WeightsAPI:
-    """Handlers of these routes."""
+def weight_routes() -> list[RouteSpec]:
+    """Their rows of the route table."""
+    weight, no_tensors = "model.embed_tokens.weight", "AgAAAAAAAAB7fQ=="
+    nothing: Examples = {"Nothing to say": {}}
+    kv_cache = {"The KV cache": {"tags": ["kv_cache"]}}
+    two_ranks = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2}
+    one_tensor = {"names": [weight], "dtypes": ["bfloat16"], "shapes": [[49152, 576]]}
+    checks = {"Checksums": {"action": "checksum"}, "Compare": {"action": "compare"}}
 
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
+    def row(path: str, handler: Handler, summary: str, body: type, examples: Examples, **more: Any) -> RouteSpec:
+        row = RouteSpec(path, ("POST",), "admin", handler, summary, body, failure=OperationReply, examples=examples)
+        return replace(row, **more)
 
-    def routes(self) -> list[RouteSpec]:
-        """Their rows of the route table."""
-        get, post = ("GET",), ("POST",)
-        row, ask = partial(RouteSpec, failure=OperationReply), self._asking
-        # fmt: off
-        return [
-            row("/pause_generation", post, "admin", ask(PauseBody, lambda body: PauseGeneration(body.mode)), "Plan no more steps", PauseBody,
-                examples={"Requests stay where they are": {"mode": "in_place"}}),
-            row("/continue_generation", post, "admin", ask(EmptyBody, lambda body: ContinueGeneration()), "Plan steps again", EmptyBody,
-                examples=_NOTHING),
-            row("/update_weights_from_disk", post, "admin", ask(DiskBody, _from_disk), "Weights from a checkpoint", DiskBody,
-                examples={"A folder": {"model_path": "/path/to/checkpoint"}}),
-            row("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody, octets=TensorQuery,
-                examples={"No tensors": {"serialized_named_tensors": [_NO_TENSORS]}}),
-            row("/cancel_weight_update", post, "admin", ask(EmptyBody, lambda body: CancelUpdate()), "Give up updates under way", EmptyBody,
-                examples=_NOTHING),
-            row("/init_weights_update_group", post, "admin", ask(GroupBody, _init_group), "Join a trainer's group", GroupBody,
-                examples=_TWO_RANKS),
-            row("/update_weights_from_distributed", post, "admin", ask(DistributedBody, _from_distributed), "From the group", DistributedBody,
-                examples=_ONE_TENSOR),
-            row("/destroy_weights_update_group", post, "admin", ask(DestroyBody, lambda body: DestroyGroup(body.group_name)),
-                "Leave a group", DestroyBody,
-                examples={"The usual group": {}}),
-            row("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody,
-                examples={"The first two rows": {"name": _WEIGHT, "truncate_size": 2}}),
-            row("/weights_checker", post, "admin", self.check, "Checksums of the weights", CheckBody,
-                examples={"Checksums": {"action": "checksum"}, "Compare": {"action": "compare"}}),
-            row("/post_process_weights", post, "admin", self.post_process, "Nothing: updates are complete", PostProcessBody,
-                examples={"After an update": {"post_process_quantization": True}}),
-            row("/update_weight_version", post, "admin", ask(VersionBody, lambda body: SetWeightVersion(body.new_version, body.abort_all_requests)),
-                "Name the weights", VersionBody,
-                examples={"A name": {"new_version": "2"}}),
-            row("/save_sharded_state", post, "admin", ask(SaveBody, lambda body: SaveWeights(body.path)),
-                "Weights to a folder of the operator", SaveBody,
-                examples={"A new folder": {"path": "weights-1"}}),
-            RouteSpec("/weight_version", get, "user", self.version, "What the weights are called"),
-            RouteSpec("/get_weight_version", get, "user", self.version, "Alias of /weight_version"),
-            row("/release_memory_occupation", post, "admin", self.release_memory, "Give memory back", MemoryBody,
-                examples={"The KV cache": {"tags": ["kv_cache"]}}),
-            row("/resume_memory_occupation", post, "admin", self.resume_memory, "Take memory again", MemoryBody,
-                examples={"The KV cache": {"tags": ["kv_cache"]}}),
-        ]
-        # fmt: on
-
-    async def from_tensor(self, exchange: Exchange) -> None:
-        """The body is a safetensors file (application/octet-stream, options in the query), or JSON with such files in base64."""
-        limit = BODY_BYTES_PER_WEIGHT_BYTE * self.context.model.ready.weight_bytes
-        exchange.max_body_bytes = max(exchange.max_body_bytes, limit)
-        content_type = (exchange.header(b"content-type") or b"").split(b";")[0].strip().lower()
-        options: TensorQuery | TensorBody
-        if content_type == b"application/octet-stream":
-            options = exchange.read_query(TensorQuery)
-            files = [await exchange.read_body()]
-        else:
-            options = body = await exchange.read_json(_TENSOR)
-            files = body.serialized_named_tensors
-        if len(files) != 1:
-            raise RequestError(
-                f"serialized_named_tensors holds {len(files)} files; there is one rank, so send one",
-                "serialized_named_tensors",
-            )
-        with TensorFile() as file:
-            file.write(files)
-            files.clear()
-            bucketed = options.load_format == "flattened_bucket"
-            update = UpdateFromTensors(file.path, options.abort_all_requests, options.weight_version, bucketed)
-            await self._operate(exchange, update)
-
-    async def get_weight(self, exchange: Exchange) -> None:
-        """Return a weight as nested lists."""
-        body = await exchange.read_json(_GET)
-        operation = GetWeight(body.name, checked_truncate_size(body.truncate_size))
-        reply = await self.context.frontend.weights.operate(operation)
-        if reply.success:
-            await exchange.reply_json(nested_values(reply))
-        else:
-            await self._answer(exchange, reply)
-
-    async def check(self, exchange: Exchange) -> None:
-        """Checksums of all weights; or keep them, compare with those that were kept, or give the weights random values."""
-        body = await exchange.read_json(_CHECK)
-        reply = await self.context.frontend.weights.operate(checking(body.action, body.skip_tensor_list))
-        await exchange.reply_json(check_result(reply), 200 if reply.success else 400)
-
-    async def post_process(self, exchange: Exchange) -> None:
-        """For trainers that ask other servers to quantise and pack what they have sent; here that is a part of an update."""
-        await exchange.read_json(_POST_PROCESS)
-        await self._answer(exchange, WeightOpReply(0, True, NOTHING_TO_PROCESS, self.context.frontend.weights.version))
-
-    async def version(self, exchange: Exchange) -> None:
-        """Return {weight_version}."""
-        await exchange.reply_json({"weight_version": self.context.frontend.weights.version})
-
-    async def release_memory(self, exchange: Exchange) -> None:
-        """Release memory; refused while requests run, unless generation is paused."""
-        body = await exchange.read_json(_MEMORY)
-        await self._on_memory(exchange, ReleaseMemory(checked_tags(body.tags)), note_on_tags(body.tags))
-
-    async def resume_memory(self, exchange: Exchange) -> None:
-        """Take released memory back; only the prefix cache is empty afterwards."""
-        body = await exchange.read_json(_MEMORY)
-        await self._on_memory(exchange, ResumeMemory(checked_tags(body.tags)), note_on_tags(body.tags))
-
-    async def _on_memory(self, exchange: Exchange, operation: ReleaseMemory | ResumeMemory, note: str) -> None:
-        weights = self.context.frontend.weights
-        if operation.tags:
-            reply = await weights.operate(operation)
-        else:
-            reply = WeightOpReply(0, True, "", weights.version)
-        message = "; ".join(filter(None, (reply.message, note)))
-        await self._answer(exchange, msgspec.structs.replace(reply, message=message))
-
-    def _asking(self, kind: type[B], operation_of: Callable[[B], WeightOperation]) -> Handler:
-        """The handler of a route whose body is an operation."""
-        decoder = msgspec.json.Decoder(kind)
-
+    def asks(
+        path: str, operation_of: Callable[[B], WeightOperation], summary: str, body: type[B], examples: Examples
+    ) -> RouteSpec:
         async def handle(exchange: Exchange) -> None:
-            await self._operate(exchange, operation_of(await exchange.read_json(decoder)))
+            await _operate(exchange, operation_of(await exchange.read_json(body)))
 
-        return handle
+        return row(path, handle, summary, body, examples)
 
-    async def _operate(self, exchange: Exchange, operation: WeightOperation) -> None:
-        await self._answer(exchange, await self.context.frontend.weights.operate(operation))
+    # fmt: off
+    return [
+        asks("/pause_generation", lambda body: PauseGeneration(body.mode), "Plan no more steps", PauseBody,
+             {"Requests stay where they are": {"mode": "in_place"}}),
+        asks("/continue_generation", lambda body: ContinueGeneration(), "Plan steps again", EmptyBody, nothing),
+        asks("/update_weights_from_disk", _from_disk, "Weights from a checkpoint", DiskBody, {"A folder": {"model_path": "/path/to/checkpoint"}}),
+        row("/update_weights_from_tensor", from_tensor, "Weights from the body", TensorBody,
+            {"No tensors": {"serialized_named_tensors": [no_tensors]}}, octets=TensorQuery),
+        asks("/cancel_weight_update", lambda body: CancelUpdate(), "Give up updates under way", EmptyBody, nothing),
+        asks("/init_weights_update_group", _init_group, "Join a trainer's group", GroupBody, {"Two ranks": two_ranks}),
+        asks("/update_weights_from_distributed", _from_distributed, "From the group", DistributedBody, {"One tensor": one_tensor}),
+        asks("/destroy_weights_update_group", lambda body: DestroyGroup(body.group_name), "Leave a group", DestroyBody, {"The usual group": {}}),
+        row("/get_weights_by_name", get_weight, "Rows of a weight", GetWeightBody,
+            {"The first two rows": {"name": weight, "truncate_size": 2}}, methods=("GET", "POST")),
+        row("/weights_checker", check, "Checksums of the weights", CheckBody, checks),
+        row("/post_process_weights", post_process, "Nothing: updates are complete", PostProcessBody,
+            {"After an update": {"post_process_quantization": True}}),
+        asks("/update_weight_version", lambda body: SetWeightVersion(body.new_version, body.abort_all_requests), "Name the weights", VersionBody,
+             {"A name": {"new_version": "2"}}),
+        asks("/save_sharded_state", lambda body: SaveWeights(body.path), "Weights to a folder of the operator", SaveBody,
+             {"A new folder": {"path": "weights-1"}}),
+        RouteSpec("/weight_version", ("GET",), "user", version, "What the weights are called"),
+        RouteSpec("/get_weight_version", ("GET",), "user", version, "Alias of /weight_version"),
+        row("/release_memory_occupation", partial(use_memory, ReleaseMemory), "Give memory back", MemoryBody, kv_cache),
+        row("/resume_memory_occupation", partial(use_memory, ResumeMemory), "Take memory again", MemoryBody, kv_cache),
+    ]
+    # fmt: on
 
-    async def _answer(self, exchange: Exchange, reply: WeightOpReply) -> None:
-        answer = OperationReply(reply.success, reply.message, reply.num_paused_requests, reply.weight_version)
-        await exchange.reply_json(answer, 200 if reply.success else 400)
+
+async def from_tensor(exchange: Exchange) -> None:
+    """The body is a safetensors file (application/octet-stream, options in the query), or JSON with such files in base64."""
+    limit = BODY_BYTES_PER_WEIGHT_BYTE * exchange.context.model.ready.weight_bytes
+    exchange.max_body_bytes = max(exchange.max_body_bytes, limit)
+    options: TensorQuery
+    if exchange.content_type == b"application/octet-stream":
+        options = exchange.read_query(TensorQuery)
+        files = [await exchange.read_body()]
+    else:
+        options = body = await exchange.read_json(TensorBody)
+        files = body.serialized_named_tensors
+    if len(files) != 1:
+        raise RequestError(
+            f"serialized_named_tensors holds {len(files)} files; there is one rank, so send one",
+            "serialized_named_tensors",
+        )
+    with TensorFile() as file:
+        file.write(files)
+        files.clear()
+        bucketed = options.load_format == "flattened_bucket"
+        update = UpdateFromTensors(file.path, options.abort_all_requests, options.weight_version, bucketed)
+        await _operate(exchange, update)
 
 
-class TensorQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a body that is a file."""
+async def get_weight(exchange: Exchange) -> None:
+    """Return a weight as nested lists."""
+    body = await exchange.read_json(GetWeightBody)
+    operation = GetWeight(body.name, checked_truncate_size(body.truncate_size))
+    reply = await exchange.context.frontend.weights.operate(operation)
+    if reply.success:
+        await exchange.reply_json(nested_values(reply))
+    else:
+        await _answer(exchange, reply)
 
-    load_format: Literal["safetensors", "flattened_bucket"] | None = None
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
+
+async def check(exchange: Exchange) -> None:
+    """Checksums of all weights; or keep them, compare with those that were kept, or give the weights random values."""
+    body = await exchange.read_json(CheckBody)
+    reply = await exchange.context.frontend.weights.operate(checking(body.action, body.skip_tensor_list))
+    await exchange.reply_json(check_result(reply), 200 if reply.success else 400)
+
+
+async def post_process(exchange: Exchange) -> None:
+    """For trainers that ask other servers to quantise and pack what they have sent; here that is a part of an update."""
+    await exchange.read_json(PostProcessBody)
+    await _answer(exchange, WeightOpReply(0, True, NOTHING_TO_PROCESS, exchange.context.frontend.weights.version))
+
+
+async def version(exchange: Exchange) -> None:
+    """The version name of the weights."""
+    await exchange.reply_json({"weight_version": exchange.context.frontend.weights.version})
+
+
+async def use_memory(operation: type[ReleaseMemory] | type[ResumeMemory], exchange: Exchange) -> None:
+    """Release memory, refused while requests run, unless generation is paused; or take it back: only the prefix cache is empty afterwards."""
+    body = await exchange.read_json(MemoryBody)
+    tags, weights = checked_tags(body.tags), exchange.context.frontend.weights
+    reply = await weights.operate(operation(tags)) if tags else WeightOpReply(0, True, "", weights.version)
+    message = "; ".join(filter(None, (reply.message, note_on_tags(body.tags))))
+    await _answer(exchange, msgspec.structs.replace(reply, message=message))
+
+
+async def _operate(exchange: Exchange, operation: WeightOperation) -> None:
+    await _answer(exchange, await exchange.context.frontend.weights.operate(operation))
+
+
+async def _answer(exchange: Exchange, reply: WeightOpReply) -> None:
+    answer = OperationReply(reply.success, reply.message, reply.num_paused_requests, reply.weight_version)
+    await exchange.reply_json(answer, 200 if reply.success else 400)

@@ -60,13 +60,11 @@ class MessagesServing:
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
-        self._messages: msgspec.json.Decoder[MessagesRequest] = msgspec.json.Decoder(MessagesRequest)
         self._skipped_tools, self._noted = skipped_tools(), noted_fields()
-        self._counts: msgspec.json.Decoder[CountTokensRequest] = msgspec.json.Decoder(CountTokensRequest)
 
     async def create(self, exchange: Exchange) -> None:
         """Answer one message. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(self._messages)
+        request = await exchange.read_json(MessagesRequest)
         try:
             adapter = self.context.adapter_of(request.model)
             conversation, skipped = self._conversation(request)
@@ -112,7 +110,7 @@ class MessagesServing:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """The number of tokens of a message's prompt: exactly what the message itself would count."""
-        request = await exchange.read_json(self._counts)
+        request = await exchange.read_json(CountTokensRequest)
         try:
             self.context.adapter_of(request.model)
             conversation, skipped = self._conversation(request)

@@ -16,8 +16,8 @@ from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarKind
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import CONTEXT_TOKENS, GenerateReqInput
-from headrace.parsers.base import OutputParser
 from headrace.parsers.call_grammar import CallGrammar, Named, binds_texts, call_grammar
+from headrace.parsers.engine import OutputParser
 from headrace.parsers.registry import OutputFormat, reasoning_tokens
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, json_value
 from headrace.sampling.params import SamplingParams, ThinkingBudget
@@ -25,7 +25,7 @@ from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation, refused
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt, media_renamed
 from headrace.server.context import Asker, ServingContext
-from headrace.server.output_limit import OutputLimit
+from headrace.server.notes import OutputLimit
 
 _BUDGET = "thinking_budget"
 

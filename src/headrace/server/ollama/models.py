@@ -3,18 +3,14 @@
 import hashlib
 from typing import Final
 
-import msgspec
-
-from headrace.config.server_args import LATEST
 from headrace.errors import NotFoundError, RequestError
 from headrace.media_kinds import MediaKind
-from headrace.server.context import ServingContext
+from headrace.server.context import ServedModel
 from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.notes import HeaderNotes
-from headrace.server.ollama.bodies import read_body
-from headrace.server.ollama.protocol import OllamaPullRequest, OllamaShowRequest
-from headrace.server.ollama.reply import NDJSON, timestamp
-from headrace.server.ui.pages import redirect_to_ui
+from headrace.server.ollama.generation import NDJSON, timestamp
+from headrace.server.ollama.protocol import OllamaPullRequest, OllamaShowRequest, full_name, read_body
+from headrace.server.ui.pages import redirect
 from headrace.text.fill_in_middle import FillInMiddle
 
 API_VERSION = "0.13.0"
@@ -22,18 +18,11 @@ API_VERSION = "0.13.0"
 
 _NEVER = "2318-01-01T00:00:00Z"
 _OPTIONS = {"repetition_penalty": "repeat_penalty"}
-_SHOW = msgspec.json.Decoder(OllamaShowRequest)
-_PULL = msgspec.json.Decoder(OllamaPullRequest)
 
 _PAGE: Final = (
     b"<!doctype html><meta charset=utf-8><title>Headrace</title><h1>Headrace is running</h1>"
     b"<p>This server speaks the APIs of OpenAI and Ollama.</p>"
 )
-
-
-def full_name(name: str) -> str:
-    """The name as Ollama writes names, with a tag."""
-    return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def human_number(count: int) -> str:
@@ -47,133 +36,130 @@ def human_number(count: int) -> str:
     return str(count) if count else ""
 
 
-class OllamaModelsAPI:
-    """Handlers that say what is served."""
+async def root(exchange: Exchange) -> None:
+    """The line by which Ollama's clients recognise a server; browsers are sent to the web pages."""
+    if b"text/html" not in (exchange.header(b"accept") or b""):
+        await send_response(exchange.send, 200, b"Ollama is running", b"text/plain; charset=utf-8")
+    elif exchange.context.args.disable_ui:
+        await send_response(exchange.send, 200, _PAGE, b"text/html; charset=utf-8")
+    else:
+        await redirect(b"ui/", exchange)
 
-    def __init__(self, context: ServingContext, noted: HeaderNotes) -> None:
-        self.context = context
-        self._noted = noted
 
-    async def root(self, exchange: Exchange) -> None:
-        """The line by which Ollama's clients recognise a server; browsers are sent to the web pages."""
-        if b"text/html" in (exchange.header(b"accept") or b""):
-            if self.context.args.disable_ui:
-                await send_response(exchange.send, 200, _PAGE, b"text/html; charset=utf-8")
-            else:
-                await redirect_to_ui(exchange)
-        else:
-            await send_response(exchange.send, 200, b"Ollama is running", b"text/plain; charset=utf-8")
+async def version(exchange: Exchange) -> None:
+    """The version of Ollama's API."""
+    await exchange.reply_json({"version": API_VERSION})
 
-    async def version(self, exchange: Exchange) -> None:
-        """The version of Ollama's API."""
-        await exchange.reply_json({"version": API_VERSION})
 
-    async def tags(self, exchange: Exchange) -> None:
-        """The served model and its adapters."""
-        await exchange.reply_json({"models": [self._card(name) for name in self.context.listed_names]})
+async def tags(exchange: Exchange) -> None:
+    """The served model and its adapters."""
+    context = exchange.context
+    await exchange.reply_json({"models": [_card(context.model, name) for name in context.listed_names]})
 
-    async def ps(self, exchange: Exchange) -> None:
-        """The same: they are all loaded, for ever."""
-        ready = self.context.model.ready
-        loaded = {
-            "expires_at": _NEVER,
-            "size_vram": 0 if ready.device == "cpu" else ready.weight_bytes + ready.kv_bytes,
-            "context_length": self.context.model.context_length,
-        }
-        cards = [self._card(name) for name in self.context.listed_names]
-        for card in cards:
-            del card["modified_at"]
-        await exchange.reply_json({"models": [card | loaded for card in cards]})
 
-    async def show(self, exchange: Exchange) -> None:
-        """What the model is and can do."""
-        body, unknown = await read_body(exchange, _SHOW)
-        context, model = self.context, self.context.model
-        adapter = context.adapter_of(_one_name(body.model, body.name))
-        defaults = model.sampling_defaults
-        brought = {name: value for name, value in defaults.values().items() if getattr(defaults, name) is not None}
-        template = "" if model.chat_template is None else model.chat_template.source
-        family = model.model_type
-        info: dict[str, object] = {
-            "general.architecture": family,
-            "general.basename": model.name,
-            f"{family}.context_length": model.context_length,
-            f"{family}.embedding_length": model.ready.hidden_size,
-            "general.parameter_count": model.ready.num_parameters,
-            f"{family}.vocab_size": model.ready.vocab_size,
-        }
-        await exchange.reply_json(
-            {
-                "license": "",
-                "modelfile": f"FROM {full_name(model.name)}\n",
-                "parameters": "\n".join(f"{_OPTIONS.get(name, name)} {value:g}" for name, value in brought.items()),
-                "template": template,
-                "details": self._details(adapter),
-                "model_info": info,
-                "capabilities": self._capabilities(),
-                "modified_at": timestamp(model.created),
-            },
-            headers=self._noted.headers(unknown),
-        )
+async def ps(exchange: Exchange) -> None:
+    """The same: they are all loaded, for ever."""
+    context, ready = exchange.context, exchange.context.model.ready
+    loaded = {
+        "expires_at": _NEVER,
+        "size_vram": 0 if ready.device == "cpu" else ready.weight_bytes + ready.kv_bytes,
+        "context_length": context.model.context_length,
+    }
+    cards = [_card(context.model, name) for name in context.listed_names]
+    for card in cards:
+        del card["modified_at"]
+    await exchange.reply_json({"models": [card | loaded for card in cards]})
 
-    async def pull(self, exchange: Exchange) -> None:
-        """Success for a model that is served; there is no other."""
-        body, unknown = await read_body(exchange, _PULL)
-        self.context.adapter_of(_one_name(body.model, body.name))
-        headers = self._noted.headers(unknown)
-        if body.stream is False:
-            await exchange.reply_json({"status": "success"}, headers=headers)
-            return
-        lines = [encode_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
-        await send_response(exchange.send, 200, b"".join(lines), NDJSON, headers)
 
-    async def refuse(self, exchange: Exchange) -> None:
-        """Refused: this server has the models that it was started with."""
-        raise NotFoundError(
-            "models cannot be created, copied, deleted or pushed here: this server has the models that it was started with",
-            code="unsupported_route",
-        )
-
-    def _card(self, name: str) -> dict[str, object]:
-        model = self.context.model
-        shown = full_name(name)
-        return {
-            "name": shown,
-            "model": shown,
+async def show(noted: HeaderNotes, exchange: Exchange) -> None:
+    """What the model is and can do."""
+    body, headers_of = await read_body(noted, exchange, OllamaShowRequest)
+    context, model = exchange.context, exchange.context.model
+    adapter = context.adapter_of(_one_name(body.model, body.name))
+    defaults = model.sampling_defaults
+    brought = {name: value for name, value in defaults.values().items() if getattr(defaults, name) is not None}
+    template = "" if model.chat_template is None else model.chat_template.source
+    family = model.model_type
+    info: dict[str, object] = {
+        "general.architecture": family,
+        "general.basename": model.name,
+        f"{family}.context_length": model.context_length,
+        f"{family}.embedding_length": model.ready.hidden_size,
+        "general.parameter_count": model.ready.num_parameters,
+        f"{family}.vocab_size": model.ready.vocab_size,
+    }
+    await exchange.reply_json(
+        {
+            "license": "",
+            "modelfile": f"FROM {full_name(model.name)}\n",
+            "parameters": "\n".join(f"{_OPTIONS.get(name, name)} {value:g}" for name, value in brought.items()),
+            "template": template,
+            "details": _details(model, adapter),
+            "model_info": info,
+            "capabilities": _capabilities(model),
             "modified_at": timestamp(model.created),
-            "size": model.ready.weight_bytes,
-            "digest": hashlib.sha256(f"{name}\n{model.ready.fingerprint}".encode()).hexdigest(),
-            "details": self._details(None if name in model.names else name),
-        }
+        },
+        headers=headers_of(()),
+    )
 
-    def _details(self, adapter: str | None) -> dict[str, object]:
-        model = self.context.model
-        ready = model.ready
-        precision = ready.quantization if ready.quantization != "none" else ready.dtype
-        return {
-            "parent_model": "" if adapter is None else full_name(model.name),
-            "format": ready.file_format,
-            "family": model.model_type,
-            "families": [model.model_type],
-            "parameter_size": human_number(ready.num_parameters),
-            "quantization_level": ready.stored_precision or precision,
-        }
 
-    def _capabilities(self) -> list[str]:
-        model, found = self.context.model, self.context.model.output_format
-        if model.pooling is not None:
-            return ["embedding"] if model.pooling.task == "embed" else []
-        has_chat = found is not None and model.chat_template is not None
-        tools = ["tools"] if has_chat and found is not None and found.has_tools else []
-        vision = ["vision"] if MediaKind.IMAGE in model.media_support.tokens else []
-        fills = FillInMiddle.of(model.tokenizer) is not None
-        return [
-            "completion",
-            *(["insert"] if fills else []),
-            *vision,
-            *tools,
-            *(["thinking"] if has_chat and found is not None and found.has_reasoning else []),
-        ]
+async def pull(noted: HeaderNotes, exchange: Exchange) -> None:
+    """Success for a model that is served; there is no other."""
+    body, headers_of = await read_body(noted, exchange, OllamaPullRequest)
+    exchange.context.adapter_of(_one_name(body.model, body.name))
+    headers = headers_of(())
+    if body.stream is False:
+        await exchange.reply_json({"status": "success"}, headers=headers)
+        return
+    lines = [encode_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
+    await send_response(exchange.send, 200, b"".join(lines), NDJSON, headers)
+
+
+async def refuse(exchange: Exchange) -> None:
+    """Refused: this server has the models that it was started with."""
+    raise NotFoundError(
+        "models cannot be created, copied, deleted or pushed here: this server has the models that it was started with",
+        code="unsupported_route",
+    )
+
+
+def _card(model: ServedModel, name: str) -> dict[str, object]:
+    shown = full_name(name)
+    return {
+        "name": shown,
+        "model": shown,
+        "modified_at": timestamp(model.created),
+        "size": model.ready.weight_bytes,
+        "digest": hashlib.sha256(f"{name}\n{model.ready.fingerprint}".encode()).hexdigest(),
+        "details": _details(model, None if name in model.names else name),
+    }
+
+
+def _details(model: ServedModel, adapter: str | None) -> dict[str, object]:
+    ready = model.ready
+    precision = ready.quantization if ready.quantization != "none" else ready.dtype
+    return {
+        "parent_model": "" if adapter is None else full_name(model.name),
+        "format": ready.file_format,
+        "family": model.model_type,
+        "families": [model.model_type],
+        "parameter_size": human_number(ready.num_parameters),
+        "quantization_level": ready.stored_precision or precision,
+    }
+
+
+def _capabilities(model: ServedModel) -> list[str]:
+    if model.pooling is not None:
+        return ["embedding"] if model.pooling.task == "embed" else []
+    form = model.output_format if model.chat_template is not None else None
+    found = {
+        "completion": True,
+        "insert": FillInMiddle.of(model.tokenizer) is not None,
+        "vision": MediaKind.IMAGE in model.media_support.tokens,
+        "tools": form is not None and form.has_tools,
+        "thinking": form is not None and form.has_reasoning,
+    }
+    return [name for name, has_it in found.items() if has_it]
 
 
 def _one_name(model: str, name: str) -> str:

@@ -22,10 +22,9 @@ from headrace.messages.outputs import SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Asker, ServingContext
 from headrace.server.http import Exchange, Headers, encode_json
-from headrace.server.notes import noted_fields
+from headrace.server.notes import OutputLimit, noted_fields
 from headrace.server.openai.fields import AskedGrammar
 from headrace.server.openai.protocol import GenerationRequest
-from headrace.server.output_limit import OutputLimit
 from headrace.server.sse import failure_frames, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -158,12 +157,11 @@ class OpenAIServingBase(ABC, Generic[R, G]):
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
-        self._decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(self.request_type)
         self._noted = noted_fields()
 
     async def handle_request(self, exchange: Exchange) -> None:
         """Answer one request. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(self._decoder)
+        request = await exchange.read_json(self.request_type)
         grammar = request.asked_grammar()
         try:
             generation = await self.prepare(request)

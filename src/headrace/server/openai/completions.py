@@ -16,13 +16,13 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.chat.conversation import refused
 from headrace.server.context import Asker
-from headrace.server.fill_in_middle import middle_of
 from headrace.server.http import encode_json
+from headrace.server.infill import middle_of, stopping
+from headrace.server.notes import OutputLimit
 from headrace.server.openai.base import NOT_ENDED, ChunkWriter, Generation, OpenAIServingBase, Usage
 from headrace.server.openai.fields import AskedGrammar, check_num_logprobs
 from headrace.server.openai.logprobs import LegacyLogprobs, new_logprobs, prompt_logprobs
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, CompletionRequest
-from headrace.server.output_limit import OutputLimit
 from headrace.text.tokenizers import Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -133,7 +133,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, CompletionGeneratio
             limit.fit(limit.least_room)
         sampling = request.sampling_params(limit.strict)
         if middle is not None:
-            sampling = middle.ending(sampling)
+            sampling = stopping(sampling, middle.how)
         fields = request.call_fields(whole_prompt=bool(request.echo))
         if request.num_candidates > request.num_samples:
             fields["return_logprob"] = True

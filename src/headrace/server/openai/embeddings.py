@@ -12,11 +12,19 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
-from headrace.server.pooling.calls import results_of
-from headrace.server.pooling.encode import check_num_numbers
-from headrace.server.pooling.kinds import check_normalize, embedding_of
-from headrace.server.pooling.protocol import GivenInput, PooledRequest, given_input, renamed, usage_of
-from headrace.server.pooling.replies import object_pieces, reply_in_pieces, vector_json
+from headrace.server.pooling.calls import check_num_numbers, results_of
+from headrace.server.pooling.protocol import (
+    GivenInput,
+    PooledRequest,
+    check_normalize,
+    given_input,
+    object_pieces,
+    pooling_of,
+    renamed,
+    reply_in_pieces,
+    usage_of,
+    vector_json,
+)
 
 
 class EmbeddingRequest(PooledRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,17 +42,14 @@ class EmbeddingItem(msgspec.Struct, frozen=True):
     embedding: str | list[float]
 
 
-_DECODER = msgspec.json.Decoder(EmbeddingRequest)
-
-
 class EmbeddingServing:
     def __init__(self, context: ServingContext) -> None:
         self.context = context
 
     async def handle_request(self, exchange: Exchange) -> None:
         """The embedding of each input. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(_DECODER)
-        check_normalize(request.normalize, embedding_of(self.context.model))
+        request = await exchange.read_json(EmbeddingRequest)
+        check_normalize(request.normalize, pooling_of(self.context.model, "embed"))
         request_id = request.rid or f"embd-{uuid.uuid4().hex}"
         exchange.name_request(request_id)
         try:
@@ -55,14 +60,14 @@ class EmbeddingServing:
             )
             check_num_numbers(self.context, call, "input")
             async with exchange.until_client_leaves():
-                updates = await results_of(self.context, exchange, call)
+                updates = await results_of(exchange, call)
                 await reply_in_pieces(exchange, self._reply(request, updates))
         except RequestError as error:
             raise renamed(error, "input") from None
 
     def _reply(self, request: EmbeddingRequest, updates: list[SampleUpdate]) -> Iterator[bytes]:
         as_base64 = request.encoding_format == "base64"
-        head: dict[str, object] = {"object": "list", "model": request.shown_model(self.context)}
+        head: dict[str, object] = {"object": "list", "model": self.context.shown_model(request.model)}
         items = (
             EmbeddingItem("embedding", index, vector_json(update.pooled or b"", as_base64))
             for index, update in enumerate(updates)

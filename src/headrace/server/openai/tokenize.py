@@ -39,9 +39,6 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 _PIECE_IDS = 64 << 10
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
-_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenizeAPI:
@@ -53,7 +50,7 @@ class TokenizeAPI:
     async def tokenize(self, exchange: Exchange) -> None:
         """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
         self.context.check_tokenizer("prompt")
-        body = await exchange.read_json(_TOKENIZE)
+        body = await exchange.read_json(TokenizeBody)
         self.context.adapter_of(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
@@ -105,7 +102,7 @@ class TokenizeAPI:
     async def apply_template(self, exchange: Exchange) -> None:
         """`{prompt}`: what the chat template makes of the body of a chat, as text."""
         self.context.check_tokenizer("messages")
-        body = await exchange.read_json(_CHAT)
+        body = await exchange.read_json(ChatCompletionRequest)
         self.context.adapter_of(body.model)
         limit = self.context.model.context_length
         chat = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation_of(body, limit)))
@@ -114,7 +111,7 @@ class TokenizeAPI:
     async def detokenize(self, exchange: Exchange) -> None:
         """`{text}`; a list when `tokens` was a list of lists."""
         self.context.check_tokenizer("tokens")
-        body = await exchange.read_json(_DETOKENIZE)
+        body = await exchange.read_json(DetokenizeBody)
         self.context.adapter_of(body.model or "")
         texts = await self.context.in_text_thread(lambda: self._texts(body.tokens, body.skip_special_tokens))
         await exchange.reply_json({"text": texts})

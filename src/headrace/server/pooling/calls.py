@@ -8,16 +8,17 @@ waits. Runs in the event loop that serves HTTP.
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
 import msgspec
 
-from headrace.errors import CapacityError, ContextLengthError, HeadraceError, RequestError
+from headrace.errors import CapacityError, ContextLengthError, RequestError
 from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.messages.requests import CallInput, EmbeddingReqInput
 from headrace.server.context import Asker, ServingContext
+from headrace.server.pooling.protocol import pooling_of, renamed
 
 MAX_NUMBERS = 1 << 24
 """Most numbers in a reply: 64 MiB of float32."""
@@ -51,41 +52,62 @@ def check_num_inputs(context: ServingContext, param: str, count: int) -> None:
         )
 
 
-async def answered(
-    context: ServingContext, asker: Asker, sizes: Sequence[int], make: MakeCall
-) -> AsyncGenerator[list[SampleUpdate], None]:
-    """The results of all inputs in order, a list for each chunk.
+def check_num_numbers(context: ServingContext, call: EmbeddingReqInput, param: str | None = None) -> None:
+    """Raises RequestError when the reply would hold too many numbers. param: what the client calls the inputs; None = as we do."""
+    pooling = pooling_of(context.model)
+    dimensions = max(1, min(call.dimensions or pooling.dimensions, pooling.dimensions))
+    param = param or ("text" if call.text is not None else "input_ids")
+    count = len(embedding_sizes(context, call))
+    if count * dimensions > MAX_NUMBERS:
+        most = MAX_NUMBERS // dimensions
+        message = f"{param}: {count} vectors of {dimensions} numbers are too many for one reply; at most {most}"
+        raise RequestError(message, param)
 
-    sizes: characters of each input, see `ID_SIZE`. Raises the errors of the front end, in which inputs are numbered as in the request; a refusal
-    because the queue is full if the first input finds no room, or a later one none for PATIENCE_S. Closing the generator aborts what is in flight.
+
+async def answered(asker: Asker, sizes: Sequence[int], make: MakeCall, partial: bool = False) -> list[SampleUpdate]:
+    """The results of all inputs in order.
+
+    sizes: characters of each input, see `ID_SIZE`. partial: inputs may fail; else the first failure is raised. Raises the errors of the front end, in
+    which inputs are numbered as in the request; a refusal because the queue is full if the first input finds no room, or a later one none for
+    PATIENCE_S. Being cancelled aborts what is in flight.
     """
-    runner = _Chunks(context, asker, make)
     tasks: deque[asyncio.Task[list[SampleUpdate]]] = deque()
+    results: list[SampleUpdate] = []
+
+    async def take() -> None:
+        chunk = await tasks.popleft()
+        if not partial:
+            check_ended_well(chunk)
+        results.extend(chunk)
+
     try:
-        for start, stop in _bounds(sizes, _most_at_once(context)):
-            tasks.append(asyncio.create_task(runner.answer(start, stop, 0.0 if start == 0 else PATIENCE_S)))
+        for start, stop in _bounds(sizes, _most_at_once(asker.context)):
+            tasks.append(asyncio.create_task(_answer(asker, make, start, stop, 0.0 if start == 0 else PATIENCE_S)))
             if len(tasks) == CHUNKS_IN_FLIGHT:
-                yield await tasks.popleft()
+                await take()
         while tasks:
-            yield await tasks.popleft()
+            await take()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def results_of(
-    context: ServingContext, asker: Asker, call: EmbeddingReqInput, partial: bool = False
-) -> list[SampleUpdate]:
-    """The results of all inputs of a call, in order. partial: inputs may fail; else the first failure is raised. Raises the errors of `answered`."""
-    call = _of_bounded_length(context, call)
-    results: list[SampleUpdate] = []
-    async with aclosing(answered(context, asker, embedding_sizes(context, call), slices_of(call))) as chunks:
-        async for chunk in chunks:
-            if not partial:
-                check_ended_well(chunk)
-            results += chunk
     return results
+
+
+async def results_of(asker: Asker, call: EmbeddingReqInput, partial: bool = False) -> list[SampleUpdate]:
+    """The results of all inputs of a call, see `answered`."""
+    call = _of_bounded_length(asker.context, call)
+    return await answered(asker, embedding_sizes(asker.context, call), slices_of(call), partial)
+
+
+async def embedded(asker: Asker, param: str, call: EmbeddingReqInput) -> list[SampleUpdate]:
+    """The results of all inputs of texts, as vectors. param: what the client calls them, also in the errors, which are those of `answered`."""
+    try:
+        asker.context.check_tokenizer(param)
+        check_num_numbers(asker.context, call, param)
+        return await results_of(asker, call)
+    except RequestError as error:
+        raise renamed(error, param) from None
 
 
 def _most_at_once(context: ServingContext) -> int:
@@ -104,48 +126,39 @@ def _bounds(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
             start, size = index + 1, 0
 
 
-class _Chunks:
-    """Sends the chunks of one request."""
-
-    def __init__(self, context: ServingContext, asker: Asker, make: MakeCall) -> None:
-        self._context = context
-        self._asker = asker
-        self._make = make
-
-    async def answer(self, start: int, stop: int, patience_s: float) -> list[SampleUpdate]:
-        """The results of these inputs. patience_s: how long a single input waits for room. Raises the errors of the front end."""
-        waited_s = 0.0
-        while True:
-            try:
-                return await self._once(start, stop)
-            except CapacityError as error:
-                if stop - start > 1:
-                    break
-                pause_s = max(0.05, error.retry_after_s)
-                if waited_s + pause_s > patience_s or self._context.status.draining:
-                    raise
-                waited_s += pause_s
-                await asyncio.sleep(pause_s)
-        middle = (start + stop) // 2
-        # What has been computed is not thrown away: from here on the rest waits.
-        first = await self.answer(start, middle, patience_s)
-        return first + await self.answer(middle, stop, PATIENCE_S)
-
-    async def _once(self, start: int, stop: int) -> list[SampleUpdate]:
+async def _answer(asker: Asker, make: MakeCall, start: int, stop: int, patience_s: float) -> list[SampleUpdate]:
+    """The results of these inputs. patience_s: how long a single input waits for room. Raises the errors of the front end."""
+    waited_s = 0.0
+    while True:
         try:
-            call = await self._make(start, stop)
-            async with aclosing(self._updates(call)) as updates:
-                return [update async for update in updates]
-        except HeadraceError as error:
-            if start and isinstance(error, RequestError):
-                error.message = _NUMBERED.sub(lambda found: f"input {int(found[1]) + start}", error.message)
-            raise
+            return await _answer_once(asker, make, start, stop)
+        except CapacityError as error:
+            if stop - start > 1:
+                break
+            pause_s = max(0.05, error.retry_after_s)
+            if waited_s + pause_s > patience_s or asker.context.status.draining:
+                raise
+            waited_s += pause_s
+            await asyncio.sleep(pause_s)
+    middle = (start + stop) // 2
+    # What has been computed is not thrown away: from here on the rest waits.
+    first = await _answer(asker, make, start, middle, patience_s)
+    return first + await _answer(asker, make, middle, stop, PATIENCE_S)
 
-    def _updates(self, call: CallInput) -> AsyncGenerator[SampleUpdate, None]:
-        frontend, caller = self._context.frontend, self._asker.caller
+
+async def _answer_once(asker: Asker, make: MakeCall, start: int, stop: int) -> list[SampleUpdate]:
+    frontend = asker.context.frontend
+    try:
+        call = await make(start, stop)
         if isinstance(call, EmbeddingReqInput):
-            return frontend.encode_request(call, caller=caller)
-        return frontend.generate_request(call, caller=caller)
+            updates = frontend.encode_request(call, caller=asker.caller)
+        else:
+            updates = frontend.generate_request(call, caller=asker.caller)
+        async with aclosing(updates):
+            return [update async for update in updates]
+    except RequestError as error:
+        error.message = _NUMBERED.sub(lambda found: f"input {int(found[1]) + start}", error.message)
+        raise
 
 
 def embedding_sizes(context: ServingContext, call: EmbeddingReqInput) -> list[int]:

@@ -15,13 +15,20 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.packing import unpack_float32
 from headrace.messages.requests import EmbeddingReqInput
-from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json
-from headrace.server.pooling.calls import results_of
-from headrace.server.pooling.encode import check_num_numbers
-from headrace.server.pooling.kinds import check_normalize, embedding_of, scores_pairs
-from headrace.server.pooling.protocol import GivenInput, PooledRequest, given_input, renamed
-from headrace.server.pooling.replies import list_pieces, normalized, reply_in_pieces, vector_json
+from headrace.server.pooling.calls import embedded
+from headrace.server.pooling.protocol import (
+    GivenInput,
+    PooledRequest,
+    check_normalize,
+    given_input,
+    list_pieces,
+    normalized,
+    pooling_of,
+    reply_in_pieces,
+    scores_pairs,
+    vector_json,
+)
 from headrace.version import VERSION
 
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -84,124 +91,104 @@ class CohereEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         )
 
 
-_TEI = msgspec.json.Decoder(TeiEmbedRequest)
-_COHERE = msgspec.json.Decoder(CohereEmbedRequest)
+async def tei(exchange: Exchange) -> None:
+    """A list with the vector of each input."""
+    request = await exchange.read_json(TeiEmbedRequest)
+    pooling = pooling_of(exchange.context.model, "embed")
+    if request.normalize is False:
+        check_normalize(False, pooling)
+    if request.prompt_name is not None:
+        message = "prompt_name: no prompts are kept here; write the prompt before the text"
+        raise RequestError(message, "prompt_name", "unsupported_parameter")
+    rid = request.rid or f"embd-{uuid.uuid4().hex}"
+    fields = given_input("inputs", request.inputs) | request.call_fields(exchange.context, rid, truncates=True)
+    async with exchange.until_client_leaves():
+        updates = await _embedded(exchange, "inputs", dimensions=request.dimensions, **fields)
+        lengths_are_one = pooling.normalize or request.normalize is False
+        vectors = (update.pooled or b"" for update in updates)
+        items = (vector_json(vector if lengths_are_one else normalized(vector)) for vector in vectors)
+        await reply_in_pieces(exchange, list_pieces(items))
 
 
-class EmbedAPI:
-    """The handlers."""
-
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
-
-    async def tei(self, exchange: Exchange) -> None:
-        """A list with the vector of each input."""
-        request = await exchange.read_json(_TEI)
-        pooling = embedding_of(self.context.model)
-        if request.normalize is False:
-            check_normalize(False, pooling)
-        if request.prompt_name is not None:
-            message = "prompt_name: no prompts are kept here; write the prompt before the text"
-            raise RequestError(message, "prompt_name", "unsupported_parameter")
-        rid = request.rid or f"embd-{uuid.uuid4().hex}"
-        fields = given_input("inputs", request.inputs) | request.call_fields(self.context, rid, truncates=True)
-        async with exchange.until_client_leaves():
-            updates = await self._embedded(exchange, "inputs", dimensions=request.dimensions, **fields)
-            lengths_are_one = pooling.normalize or request.normalize is False
-            vectors = (update.pooled or b"" for update in updates)
-            items = (vector_json(vector if lengths_are_one else normalized(vector)) for vector in vectors)
-            await reply_in_pieces(exchange, list_pieces(items))
-
-    async def cohere_v1(self, exchange: Exchange) -> None:
-        """The vectors, or with `embedding_types` as `cohere_v2`."""
-        await self._cohere(exchange, "1")
-
-    async def cohere_v2(self, exchange: Exchange) -> None:
-        """The vectors in each of the types that were asked for."""
-        await self._cohere(exchange, "2")
-
-    async def _cohere(self, exchange: Exchange, version: str) -> None:
-        request = await exchange.read_json(_COHERE)
-        embedding_of(self.context.model)
-        texts, rid = request.given_texts(), str(uuid.uuid4())
-        types = list(dict.fromkeys(request.embedding_types or ("float",)))
-        for name in types:
-            if name in ("int8", "uint8"):
-                raise RequestError(
-                    f"embedding_types: {name} is not supported; float, base64, binary and ubinary are",
-                    "embedding_types",
-                    "unsupported_parameter",
-                )
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
-        is_limit = request.max_tokens is not None and request.max_tokens < self.context.model.context_length
-        most = request.max_tokens if is_limit else -1
-        async with exchange.until_client_leaves():
-            updates = await self._embedded(
-                exchange,
-                "texts",
-                text=texts,
-                rid=rid,
-                dimensions=request.output_dimension,
-                truncate_prompt_tokens=None if request.truncate == "NONE" else most,
-                truncation_side="left" if request.truncate == "START" else "right",
-                lora_path=self.context.adapter_of(request.model),
-                priority=request.priority,
+async def cohere(version: Literal["1", "2"], exchange: Exchange) -> None:
+    """The vectors in each of the types that were asked for; in the older version as plain lists if none was."""
+    request, context = await exchange.read_json(CohereEmbedRequest), exchange.context
+    pooling_of(context.model, "embed")
+    texts, rid = request.given_texts(), str(uuid.uuid4())
+    types = list(dict.fromkeys(request.embedding_types or ("float",)))
+    for name in types:
+        if name in ("int8", "uint8"):
+            raise RequestError(
+                f"embedding_types: {name} is not supported; float, base64, binary and ubinary are",
+                "embedding_types",
+                "unsupported_parameter",
             )
-            is_plain = version == "1" and request.embedding_types is None
-            num_tokens = sum(update.usage.prompt_tokens for update in updates)
-            head: dict[str, object] = {
-                "id": rid,
-                "texts": texts,
-                "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
-                "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
-            }
-            await reply_in_pieces(exchange, _cohere_pieces(head, updates, types, is_plain))
-
-    async def info(self, exchange: Exchange) -> None:
-        """The model and the limits of a request."""
-        model, args = self.context.model, self.context.args
-        pooling = model.pooling
-        labels = {} if pooling is None else {str(index): label for index, label in enumerate(pooling.labels)}
-        names = {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
-        kind: dict[str, object] | None = None
-        if pooling is not None and pooling.task == "embed":
-            kind = {"embedding": {"pooling": "last_token" if pooling.pooling == "last" else pooling.pooling}}
-        elif pooling is not None:
-            kind = {"reranker" if scores_pairs(pooling) else "classifier": names}
-        await exchange.reply_json(
-            {
-                "model_id": model.name,
-                "model_sha": None,
-                "model_dtype": model.ready.dtype,
-                "model_type": kind,
-                "max_concurrent_requests": model.ready.max_running_requests * args.num_replicas
-                + args.max_queued_requests,
-                "max_input_length": model.context_length,
-                "max_batch_tokens": model.ready.chunked_prefill_size,
-                "max_batch_requests": model.ready.max_running_requests,
-                "max_client_batch_size": args.max_inputs,
-                "auto_truncate": True,
-                "tokenization_workers": args.tokenizer_worker_num,
-                "version": VERSION,
-            }
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
+    is_limit = request.max_tokens is not None and request.max_tokens < context.model.context_length
+    most = request.max_tokens if is_limit else -1
+    async with exchange.until_client_leaves():
+        updates = await _embedded(
+            exchange,
+            "texts",
+            text=texts,
+            rid=rid,
+            dimensions=request.output_dimension,
+            truncate_prompt_tokens=None if request.truncate == "NONE" else most,
+            truncation_side="left" if request.truncate == "START" else "right",
+            lora_path=context.adapter_of(request.model),
+            priority=request.priority,
         )
+        is_plain = version == "1" and request.embedding_types is None
+        num_tokens = sum(update.usage.prompt_tokens for update in updates)
+        head: dict[str, object] = {
+            "id": rid,
+            "texts": texts,
+            "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
+            "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+        }
+        await reply_in_pieces(exchange, _cohere_pieces(head, updates, types, is_plain))
 
-    async def _embedded(self, exchange: Exchange, param: str, **fields: Any) -> list[SampleUpdate]:
-        """param: what the client calls the inputs. Raises RequestError with its names."""
-        exchange.name_request(fields["rid"])
-        try:
-            call = EmbeddingReqInput(**fields)
-            self.context.check_tokenizer(param)
-            check_num_numbers(self.context, call, param)
-            return await results_of(self.context, exchange, call)
-        except RequestError as error:
-            if error.param == "dimensions" and param == "texts":
-                error.param, error.message = (
-                    "output_dimension",
-                    f"output_{error.message}".replace("dimensions", "dimension", 1),
-                )
-            raise renamed(error, param) from None
+
+async def info(exchange: Exchange) -> None:
+    """The model and the limits of a request."""
+    model, args = exchange.context.model, exchange.context.args
+    pooling, ready = model.pooling, model.ready
+    labels = {} if pooling is None else {str(index): label for index, label in enumerate(pooling.labels)}
+    names = {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
+    kind: dict[str, object] | None = None
+    if pooling is not None and pooling.task == "embed":
+        kind = {"embedding": {"pooling": "last_token" if pooling.pooling == "last" else pooling.pooling}}
+    elif pooling is not None:
+        kind = {"reranker" if scores_pairs(pooling) else "classifier": names}
+    await exchange.reply_json(
+        {
+            "model_id": model.name,
+            "model_sha": None,
+            "model_dtype": ready.dtype,
+            "model_type": kind,
+            "max_concurrent_requests": ready.max_running_requests * args.num_replicas + args.max_queued_requests,
+            "max_input_length": model.context_length,
+            "max_batch_tokens": ready.chunked_prefill_size,
+            "max_batch_requests": ready.max_running_requests,
+            "max_client_batch_size": args.max_inputs,
+            "auto_truncate": True,
+            "tokenization_workers": args.tokenizer_worker_num,
+            "version": VERSION,
+        }
+    )
+
+
+async def _embedded(exchange: Exchange, param: str, **fields: Any) -> list[SampleUpdate]:
+    """param: what the client calls the inputs. Raises RequestError with its names."""
+    exchange.name_request(fields["rid"])
+    try:
+        return await embedded(exchange, param, EmbeddingReqInput(**fields))
+    except RequestError as error:
+        if error.param == "dimensions" and param == "texts":
+            error.param = "output_dimension"
+            error.message = f"output_{error.message}".replace("dimensions", "dimension", 1)
+        raise
 
 
 def _joined(place: int, given: CohereInput) -> str:

@@ -1,16 +1,79 @@
-"""What the requests and replies of these routes share. Runs in the event loop that serves HTTP."""
+"""What the routes of this folder share: fields of requests, what the served model can do, vectors as JSON, long replies in pieces.
 
+Runs in the event loop that serves HTTP.
+"""
+
+import base64
+import math
 import re
-from collections.abc import Iterable
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
-from headrace.server.context import ServingContext
+from headrace.frontend.tokenize import WRONG_KIND
+from headrace.messages.packing import unpack_float32
+from headrace.server.context import ServedModel, ServingContext
+from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.openai.base import PromptTokensDetails
+
+_CANNOT = {
+    "embed": "makes no embeddings",
+    "classify": "does not classify",
+    None: "makes no embeddings and does not classify",
+}
+
+
+def _kind_and_routes(pooling: PoolingConfig | None) -> tuple[str, str]:
+    if pooling is None:
+        return "a model that generates text", "/v1/chat/completions or /v1/completions"
+    if pooling.task == "embed":
+        return "an embedding model", "/v1/embeddings"
+    kind = "a cross-encoder" if pooling.is_pair else "a reward model" if pooling.dimensions == 1 else "a classifier"
+    return kind, "/v1/rerank or /v1/score" if scores_pairs(pooling) else "/classify"
+
+
+def described(model: ServedModel) -> str:
+    """The kind of a model, with the name of its architecture: "an embedding model (BertModel)"."""
+    shown = f" ({model.architectures[0]})" if model.architectures else ""
+    return f"{_kind_and_routes(model.pooling)[0]}{shown}"
+
+
+def wrong_kind(model: ServedModel, cannot: str) -> RequestError:
+    """The error for a request that the model cannot serve. cannot: what it does not do, such as "does not generate text"."""
+    message = f"this model {cannot}: it is {described(model)}; use {_kind_and_routes(model.pooling)[1]}"
+    return RequestError(message, "model", WRONG_KIND)
+
+
+def pooling_of(model: ServedModel, task: Literal["embed", "classify"] | None = None) -> PoolingConfig:
+    """What it makes of a text. Raises RequestError if that is more text, or not what `task` says."""
+    if model.pooling is None or task not in (None, model.pooling.task):
+        raise wrong_kind(model, _CANNOT[task])
+    return model.pooling
+
+
+async def refuse_to_generate(exchange: Exchange) -> None:
+    """The handler of routes that generate, for a model that does not."""
+    raise wrong_kind(exchange.context.model, "does not generate text")
+
+
+def check_normalize(asked: bool | None, pooling: PoolingConfig) -> None:
+    """Raises RequestError unless the embeddings are as asked; None = as they are."""
+    if asked not in (None, pooling.normalize):
+        always = "always" if pooling.normalize else "never"
+        raise RequestError(f"normalize: the embeddings of this model are {always} normalized", "normalize")
+
+
+def scores_pairs(pooling: PoolingConfig | None) -> bool:
+    """Whether it gives one score to a query and a document."""
+    return pooling is not None and pooling.task == "classify" and pooling.is_pair and pooling.dimensions == 1
+
 
 _OUR_NAME = re.compile(r"^(text|input_ids)\b")
 
@@ -70,10 +133,6 @@ class PooledRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise RequestError("truncation_side and truncation_direction differ: give one of them", "truncation_side")
         return sides.pop() if sides else "right"
 
-    def shown_model(self, context: ServingContext) -> str:
-        """The model's name in the reply: that of the request, or of the served model if it gives none."""
-        return context.shown_model(self.model)
-
 
 class PooledUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token counts of a reply; special tokens count. prompt_tokens_details: if any were found in the prefix cache."""
@@ -112,3 +171,82 @@ def renamed(error: RequestError, param: str) -> RequestError:
         error.message = _OUR_NAME.sub(param, error.message)
         error.param = param
     return error
+
+
+PIECE_BYTES = 1 << 18
+"""How much JSON is made and written at a time, about a millisecond's work."""
+
+_JSON = b"application/json"
+
+
+def vector_json(pooled: bytes, as_base64: bool = False) -> str | list[float]:
+    """float32[n] bytes as JSON holds them: a list of numbers, or base64 of the little-endian bytes."""
+    return base64.b64encode(pooled).decode() if as_base64 else unpack_float32(pooled)
+
+
+def normalized(pooled: bytes) -> bytes:
+    """The vector with length 1; one of length 0 stays as it is."""
+    values = unpack_float32(pooled)
+    length = math.sqrt(math.fsum(value * value for value in values))
+    if length == 0.0:
+        return pooled
+    unit = array("f", [value / length for value in values])
+    if sys.byteorder == "big":
+        unit.byteswap()
+    return unit.tobytes()
+
+
+async def reply_in_pieces(
+    exchange: Exchange, pieces: Iterator[bytes], headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    """One JSON reply. pieces: not empty; each is made when the one before it is written. One that is a single piece has its length in the header."""
+    first, second = next(pieces), next(pieces, None)
+    if second is None:
+        await send_response(exchange.send, 200, first, _JSON, [*headers])
+        return
+    await exchange.send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", _JSON), *headers]})
+    await exchange.write(first)
+    while second is not None:
+        await exchange.write(second)
+        second = next(pieces, None)
+    await exchange.send({"type": "http.response.body", "body": b""})
+
+
+def object_pieces(
+    head: dict[str, object], name: str, items: Iterator[object], tail: dict[str, object]
+) -> Iterator[bytes]:
+    """An object of JSON as pieces: the fields of `head`, then the list `items` as the field `name`, then those of `tail`."""
+    begin = encode_json(head)[:-1] + (b"," if head else b"")
+    rest = encode_json(tail)[1:]
+    end = b"]" + (b"," if tail else b"") + rest
+    return list_pieces(items, begin + encode_json(name) + b":[", end)
+
+
+def list_pieces(items: Iterator[object], begin: bytes = b"[", end: bytes = b"]") -> Iterator[bytes]:
+    """A list of JSON as pieces, between `begin` and `end`."""
+    parts, size, separator = [begin], 0, b""
+    for item in items:
+        part = encode_json(item)
+        parts += [separator, part]
+        size += len(part)
+        separator = b","
+        if size >= PIECE_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join([*parts, end])
+
+
+def sigmoid(logit: float) -> float:
+    """1 / (1 + e^-x), without an overflow for a large |x|."""
+    if logit >= 0:
+        return 1.0 / (1.0 + math.exp(-logit))
+    power = math.exp(logit)
+    return power / (1.0 + power)
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    """Probabilities that add up to 1."""
+    top = max(logits)
+    powers = [math.exp(logit - top) for logit in logits]
+    total = math.fsum(powers)
+    return [power / total for power in powers]

@@ -12,12 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
-from headrace.server.context import Asker, ServingContext
+from headrace.server.context import Asker
 from headrace.server.http import Exchange
 from headrace.server.pooling.calls import check_num_inputs
 from headrace.server.pooling.pairs import PairRequest, score_pairs
-from headrace.server.pooling.protocol import PooledUsage
-from headrace.server.pooling.replies import list_pieces, object_pieces, reply_in_pieces
+from headrace.server.pooling.protocol import PooledUsage, list_pieces, object_pieces, reply_in_pieces
 
 
 class RerankRequest(PairRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,29 +55,20 @@ class TeiRank(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str | None = None
 
 
-_DECODER = msgspec.json.Decoder(RerankRequest)
-
-
-class RerankAPI:
-    """The handler."""
-
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
-
-    async def rerank(self, exchange: Exchange) -> None:
-        """The documents by their relevance, the best first."""
-        request = await exchange.read_json(_DECODER)
-        rid = request.rid or f"rerank-{uuid.uuid4().hex}"
-        exchange.name_request(rid)
-        async with exchange.until_client_leaves():
-            found = await ranked(self.context, exchange, request, rid)
-            if request.texts is not None:
-                await reply_in_pieces(exchange, list_pieces(found.in_tei()))
-                return
-            head: dict[str, object] = {"id": rid, "model": request.shown_model(self.context)}
-            tokens = {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0}
-            tail: dict[str, object] = {"usage": found.usage, "meta": {"tokens": tokens}}
-            await reply_in_pieces(exchange, object_pieces(head, "results", found.results(), tail))
+async def rerank(exchange: Exchange) -> None:
+    """The documents by their relevance, the best first."""
+    request = await exchange.read_json(RerankRequest)
+    rid = request.rid or f"rerank-{uuid.uuid4().hex}"
+    exchange.name_request(rid)
+    async with exchange.until_client_leaves():
+        found = await ranked(exchange, request, rid)
+        if request.texts is not None:
+            await reply_in_pieces(exchange, list_pieces(found.in_tei()))
+            return
+        head: dict[str, object] = {"id": rid, "model": exchange.context.shown_model(request.model)}
+        tokens = {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0}
+        tail: dict[str, object] = {"usage": found.usage, "meta": {"tokens": tokens}}
+        await reply_in_pieces(exchange, object_pieces(head, "results", found.results(), tail))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +85,9 @@ class Ranking:
         """The best first."""
         shows = self.request.return_documents is not False
         for place in self.best:
-            yield RerankResult(place, self.scores[place], _shown(self.documents[place]) if shows else None)
+            document = self.documents[place]
+            shown: dict[str, object] = {"text": document} if isinstance(document, str) else document
+            yield RerankResult(place, self.scores[place], shown if shows else None)
 
     def in_tei(self) -> Iterator[TeiRank]:
         """The same in TEI's form."""
@@ -104,8 +96,9 @@ class Ranking:
             yield TeiRank(place, self.scores[place], texts[place] if texts else None)
 
 
-async def ranked(context: ServingContext, asker: Asker, request: RerankRequest, rid: str) -> Ranking:
+async def ranked(asker: Asker, request: RerankRequest, rid: str) -> Ranking:
     """Score and sort the documents; equal ones stay in their order. Raises RequestError, and the errors of `score_pairs`."""
+    context = asker.context
     top_n = _top_n(request)
     _check_cohere(request)
     documents, param = _given(request)
@@ -117,12 +110,9 @@ async def ranked(context: ServingContext, asker: Asker, request: RerankRequest, 
             context.check_text_length(param, len(text))
         texts = await context.in_text_thread(lambda: context.model.tokenizer.beginnings(texts, most))
     pairs = [(request.query, text) for text in texts]
-    found = await score_pairs(
-        context, asker, request, pairs, rid, param=param, cannot="does not rerank", truncates=True
-    )
-    scores = found.scores
-    order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
-    return Ranking(request, documents, scores, order[:top_n], found.usage)
+    found = await score_pairs(asker, request, pairs, rid, param=param, cannot="does not rerank", truncates=True)
+    order = sorted(range(len(found.scores)), key=lambda place: (-found.scores[place], place))
+    return Ranking(request, documents, found.scores, order[:top_n], found.usage)
 
 
 def _given(request: RerankRequest) -> tuple[Sequence[str | dict[str, object]], str]:
@@ -168,7 +158,3 @@ def _text_of(place: int, document: str | dict[str, Any]) -> str:
             f"documents[{place}] must be a string, or an object with a string text", f"documents[{place}].text"
         )
     return text
-
-
-def _shown(document: str | dict[str, object]) -> dict[str, object]:
-    return {"text": document} if isinstance(document, str) else document

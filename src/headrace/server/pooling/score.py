@@ -16,15 +16,20 @@ import numpy as np
 from msgspec import Meta
 
 from headrace.errors import RequestError
-from headrace.messages.requests import CallInput, EmbeddingReqInput, GenerateReqInput
-from headrace.server.context import Asker, ServingContext
+from headrace.messages.requests import EmbeddingReqInput
+from headrace.server.context import Asker
 from headrace.server.http import Exchange
 from headrace.server.pooling.calls import ID_SIZE, check_num_inputs, results_of
-from headrace.server.pooling.judge import picked_logprobs
-from headrace.server.pooling.kinds import wrong_kind
-from headrace.server.pooling.pairs import ONE_TOKEN, PairRequest, PairScores, generated, score_pairs
-from headrace.server.pooling.protocol import PooledUsage, renamed, usage_of
-from headrace.server.pooling.replies import object_pieces, reply_in_pieces, softmax
+from headrace.server.pooling.pairs import PairRequest, PairScores, next_tokens, picked_logprobs, score_pairs
+from headrace.server.pooling.protocol import (
+    PooledUsage,
+    object_pieces,
+    renamed,
+    reply_in_pieces,
+    softmax,
+    usage_of,
+    wrong_kind,
+)
 
 Texts = str | list[str]
 
@@ -64,37 +69,24 @@ class Score(msgspec.Struct, frozen=True):
     score: float
 
 
-_DECODER = msgspec.json.Decoder(ScoreRequest)
-
-
-class ScoreAPI:
-    """The handler."""
-
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
-
-    async def score(self, exchange: Exchange) -> None:
-        """A score for each pair, or probabilities of labels for each item."""
-        request = await exchange.read_json(_DECODER)
-        rid = request.rid or f"score-{uuid.uuid4().hex}"
-        exchange.name_request(rid)
-        wants_labels = asks_for_labels(request)
-        async with exchange.until_client_leaves():
-            if wants_labels:
-                labels = await label_scores(self.context, exchange, request, rid)
-                pieces = object_pieces({}, "scores", iter(labels.scores), self._label_tail(request, labels))
-            else:
-                texts = await text_scores(self.context, exchange, request, rid)
-                items = (Score(index, "score", score) for index, score in enumerate(texts.scores))
-                pieces = object_pieces(self._text_head(request, rid), "data", items, {"usage": texts.usage})
-            await reply_in_pieces(exchange, pieces)
-
-    def _label_tail(self, request: ScoreRequest, found: "LabelScores") -> dict[str, object]:
-        return {"model": request.shown_model(self.context), "usage": found.usage, "object": "scoring"}
-
-    def _text_head(self, request: ScoreRequest, rid: str) -> dict[str, object]:
-        model = request.shown_model(self.context)
-        return {"id": rid, "object": "list", "created": int(time.time()), "model": model}
+async def score(exchange: Exchange) -> None:
+    """A score for each pair, or probabilities of labels for each item."""
+    request = await exchange.read_json(ScoreRequest)
+    rid = request.rid or f"score-{uuid.uuid4().hex}"
+    exchange.name_request(rid)
+    wants_labels = asks_for_labels(request)
+    async with exchange.until_client_leaves():
+        if wants_labels:
+            labels = await label_scores(exchange, request, rid)
+            tail = {"model": exchange.context.shown_model(request.model), "usage": labels.usage, "object": "scoring"}
+            pieces = object_pieces({}, "scores", iter(labels.scores), tail)
+        else:
+            texts = await text_scores(exchange, request, rid)
+            items = (Score(index, "score", score) for index, score in enumerate(texts.scores))
+            model = exchange.context.shown_model(request.model)
+            head = {"id": rid, "object": "list", "created": int(time.time()), "model": model}
+            pieces = object_pieces(head, "data", items, {"usage": texts.usage})
+        await reply_in_pieces(exchange, pieces)
 
 
 def asks_for_labels(request: ScoreRequest) -> bool:
@@ -112,28 +104,21 @@ def asks_for_labels(request: ScoreRequest) -> bool:
 # -- vLLM's
 
 
-async def text_scores(context: ServingContext, asker: Asker, request: ScoreRequest, rid: str) -> PairScores:
+async def text_scores(asker: Asker, request: ScoreRequest, rid: str) -> PairScores:
     """A score for each pair of texts. Raises RequestError, and the errors of `score_pairs`."""
-    names, first, second = _sides(request)
-    pooling = context.model.pooling
+    (_, param), first, second = _sides(request)
+    pooling = asker.context.model.pooling
     if pooling is not None and pooling.task == "embed":
-        return await _cosines(context, asker, request, rid, names[1], first, second)
-    pairs = list(zip(_repeated(first, len(second)), second, strict=True))
-    return await score_pairs(
-        context, asker, request, pairs, rid, param=names[1], cannot="does not score pairs of texts"
-    )
+        return await _cosines(asker, request, rid, param, first, second)
+    pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+    return await score_pairs(asker, request, pairs, rid, param=param, cannot="does not score pairs of texts")
 
 
 async def _cosines(
-    context: ServingContext,
-    asker: Asker,
-    request: ScoreRequest,
-    rid: str,
-    param: str,
-    first: list[str],
-    second: list[str],
+    asker: Asker, request: ScoreRequest, rid: str, param: str, first: list[str], second: list[str]
 ) -> PairScores:
     """The cosines of the embeddings; each text is embedded once. param: what the client calls the second ones. Raises the errors of `results_of`."""
+    context = asker.context
     if request.given_instruction() is not None:
         raise RequestError("instruction: an embedding model reads the texts only", "instruction")
     if request.is_raw:
@@ -141,7 +126,7 @@ async def _cosines(
     check_num_inputs(context, param, len(second))
     call = EmbeddingReqInput(text=[*first, *second], **request.call_fields(context, rid))
     try:
-        updates = await results_of(context, asker, call)
+        updates = await results_of(asker, call)
     except RequestError as error:
         raise renamed(error, param) from None
     vectors = [update.pooled or b"" for update in updates]
@@ -160,8 +145,9 @@ class LabelScores:
     usage: PooledUsage
 
 
-async def label_scores(context: ServingContext, asker: Asker, request: ScoreRequest, rid: str) -> LabelScores:
-    """How likely the labels are after each item. Raises RequestError, and the errors of `generated`."""
+async def label_scores(asker: Asker, request: ScoreRequest, rid: str) -> LabelScores:
+    """How likely the labels are after each item. Raises RequestError, and the errors of `next_tokens`."""
+    context = asker.context
     for name in ("query", "items", "label_token_ids"):
         if getattr(request, name) is None:
             raise RequestError(f"missing field {name!r}", name, "missing_field")
@@ -175,27 +161,16 @@ async def label_scores(context: ServingContext, asker: Asker, request: ScoreRequ
     if request.truncate or request.truncate_prompt_tokens is not None:
         raise RequestError("truncate: a model that generates reads a prompt whole, or not at all", "truncate")
     check_num_inputs(context, "items", len(prompts))
-    is_text = isinstance(prompts[0], str)
-    texts, ids = (prompts, None) if is_text else (None, prompts)
-    context.check_prompt_size("items", cast("list[str] | None", texts), cast(Any, ids))
+    field, size = ("text", 1) if isinstance(prompts[0], str) else ("input_ids", ID_SIZE)
+    context.check_prompt_size("items", **{"text": None, "input_ids": None, field: cast(Any, prompts)})
     routing = request.routing_fields(context)
 
-    async def make(start: int, stop: int) -> CallInput:
-        part: Any = prompts[start:stop]
-        return GenerateReqInput(
-            text=part if is_text else None,
-            input_ids=None if is_text else part,
-            sampling_params=ONE_TOKEN,
-            return_logprob=True,
-            token_ids_logprob=[*labels],
-            rid=[f"{rid}/{place}" for place in range(start, stop)],
-            **routing,
-        )
+    async def part(start: int, stop: int) -> dict[str, Any]:
+        return {field: prompts[start:stop]}
 
     try:
-        updates = await generated(
-            context, asker, [len(prompt) * (1 if is_text else ID_SIZE) for prompt in prompts], make
-        )
+        sizes = [len(prompt) * size for prompt in prompts]
+        updates = await next_tokens(asker, sizes, part, labels, rid, routing)
     except RequestError as error:
         if error.param == "token_ids_logprob":
             error.message = error.message.replace("token_ids_logprob", "label_token_ids")
@@ -235,10 +210,6 @@ def _list(name: str, given: object) -> list[str]:
     if not all(isinstance(text, str) for text in texts):
         raise RequestError(f"{name} must be a string or a list of strings", name)
     return texts
-
-
-def _repeated(items: Sequence[Any], count: int) -> Sequence[Any]:
-    return [items[0]] * count if len(items) == 1 else items
 
 
 def _prompts(request: ScoreRequest) -> list[str] | list[list[int]]:

@@ -56,11 +56,10 @@ class ResponsesAPI:
     def __init__(self, context: ServingContext) -> None:
         self.context = context
         self.store = ResponseStore(context.args.max_stored_responses)
-        self._decoder = msgspec.json.Decoder(ResponsesRequest)
         self._skipped_tools, self._noted = skipped_tools(), noted_fields()
 
     async def create(self, exchange: Exchange) -> None:
-        request = await exchange.read_json(self._decoder)
+        request = await exchange.read_json(ResponsesRequest)
         try:
             await self._answer(exchange, request)
         except RequestError as exc:
