@@ -99,7 +99,6 @@ class Reporter:
 
 
 def main() -> None:
-    """Entry of a child."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
