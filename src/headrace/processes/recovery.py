@@ -128,7 +128,7 @@ class Recovery:
     children: list[ChildProcess]
     budget: RestartBudget
     respawn: Callable[[ChildProcess], ChildProcess]
-    on_down: Callable[[ChildProcess], None]
+    on_down: Callable[[ChildProcess], object]
     on_up: Callable[[ChildProcess], None]
     on_failure: Callable[[ChildProcess, str], None]
     on_refused: Callable[[ChildProcess, str], None]
