@@ -14,9 +14,7 @@ from msgspec.structs import replace
 
 from headrace.errors import RequestError
 
-DEFAULT_FILE_BYTES = 20_000_000
-"""Most bytes of one file, unless the options say another number."""
-
+DEFAULT_FILE_BYTES = 20_000_000  # most bytes of one file, unless the options say another number
 ImageDetail = Literal["auto", "low", "high"]
 
 
@@ -141,15 +139,9 @@ class AudioRef(FileRef, frozen=True):
     kind = MediaKind.AUDIO
 
 
-DEFAULT_FPS = 2.0
-"""Frames of a second of a video whose client does not say it."""
-
-FRAMES_URL = "data:video/jpeg;base64,"
-"""Before the frames of a video that is given as a text."""
-
-MAX_FRAMES = 10_000
-"""Of a video that is given as one text, whatever the options allow."""
-
+DEFAULT_FPS = 2.0  # frames of a second of a video whose client does not say it
+FRAMES_URL = "data:video/jpeg;base64,"  # before the frames of a video that is given as a text
+MAX_FRAMES = 10_000  # of a video that is given as one text, whatever the options allow
 _MIN_FPS, _MAX_FPS = 0.001, 240.0
 
 

@@ -37,7 +37,7 @@ def test_no_value_is_asked_for(folder: Path, sampling: ResolvedSamplingParams) -
         stack.enter_context(kernels.prefer("torch"))
         device, where = Elsewhere(), torch.device("meta")
         driver, runner, _ = device_driver(folder, sizes=(1, 2), verifying=(4, 8), device=device, on="meta")
-        stack.callback(runner.runner.sampler.close)
+        stack.callback(runner.runner.sampler.grammars.close)
         model, table, graphs = runner.runner.model, runner.runner.table, runner.graphs
         assert isinstance(model, DecoderLM)
         assert graphs is not None

@@ -1,7 +1,6 @@
-"""The common interface of checkpoints: a config, and named torch tensors.
+"""The common interface of checkpoints: a config, and named torch tensors, with the checks of weights that are read.
 
-Owns the checks of weights that are read, whatever their format. torch is imported when the first tensor is requested, so reading a
-config stays cheap. Runs in the process that loads the model.
+torch is imported when the first tensor is requested, so reading a config stays cheap. Runs in the process that loads the model.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
-"""Which model types can be served, as far as it is known without importing torch and transformers, which takes seconds.
-
-Finds the families of `headrace.families` by the names of their modules. Owns the names of those that need what Headrace does not do, and reads
-transformers' own list of names from its source. What else a model must fulfil is checked when it is built (`models.registry`). Used in any process.
+"""Finds the families of `headrace.families` by the names of their modules, and says which model types cannot be served, in milliseconds and without
+importing torch or transformers. What else a model must fulfil is checked when it is built (`models.registry`). Used in any process.
 """
 
 import ast
@@ -17,9 +15,7 @@ from typing import Any, Literal
 from headrace.checkpoint.family import Audio, Decoder, Encoder, Family, Gguf, Vision
 from headrace.errors import ModelError
 
-_FAMILIES = "headrace.families"
-"""The package of the families: above this room, so they are imported by name."""
-
+_FAMILIES = "headrace.families"  # the package of the families: above this room, so they are imported by name
 _STATE = "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)"
 _NEEDS: dict[str, str] = {
     _STATE: (

@@ -1,7 +1,4 @@
-"""What a family of models says of itself: `Family`, which each module of `headrace.families` makes.
-
-Owns the types of these facts, not the facts. Imports neither torch nor transformers, and no family: `families.py` finds them.
-"""
+"""What a family of models says of itself: `Family`, which each module of `headrace.families` makes. Imports neither torch nor transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

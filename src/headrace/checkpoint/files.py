@@ -6,6 +6,7 @@ and a client may name a path: an error must not be a way to read a file. No torc
 
 import json
 import math
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -34,6 +35,17 @@ def open_regular(path: Path) -> BinaryIO:
     except BaseException:
         os.close(fd)
         raise
+
+
+def map_regular(path: Path, access: int) -> mmap.mmap:
+    """A regular file, mapped. access: of `mmap`. Raises ModelError."""
+    try:
+        with open_regular(path) as file:
+            return mmap.mmap(file.fileno(), 0, access=access)
+    except ValueError:
+        raise ModelError(f"{path.name} is empty") from None
+    except OSError as err:
+        raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
 
 
 _SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}

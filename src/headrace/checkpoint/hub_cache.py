@@ -1,9 +1,6 @@
-"""Models of the Hugging Face cache by name: `org/name`, `org/name@revision`, `org/name:FILE.gguf`, `org/name:Q4_K_M`.
+"""Models of the Hugging Face cache by name: `org/name`, `org/name@revision`, `org/name:FILE.gguf`, `org/name:Q4_K_M`. No network, no torch.
 
-Owns the layout of the cache (`models--org--name/{blobs,refs,snapshots}`), which Hugging Face's own tools share, the
-choice of a GGUF file by its name, and the list of what is in the cache. No network (hub_download.py has it), no torch.
-
-Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
+Layout (`models--org--name/{blobs,refs,snapshots}`): https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
 """
 
 import os

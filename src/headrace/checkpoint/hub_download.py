@@ -1,13 +1,11 @@
 """Brings a model from the Hugging Face Hub into the cache that Hugging Face's tools share. `headrace pull` runs it; serving never does.
 
-Requests go through huggingface_hub: its HTTP client, proxies, token, headers and addresses. Reading the answers is ours, since
-the library neither continues a file that an earlier process began, nor bounds what it reads, nor checks a digest:
-here a file is written beside its place (`blobs/DIGEST.headrace.incomplete`), continued after an interruption, at most as long
-as the Hub says, checked against the digest that the Hub states, and only then given its name. The revision is entered last, so
-that a model is found by its name only when it is whole.
+Requests go through huggingface_hub: its HTTP client, proxies, token, headers and addresses. Reading the answers is ours, since the library neither
+continues a file that an earlier process began, nor bounds what it reads, nor checks a digest: here a file is written beside its place
+(`blobs/DIGEST.headrace.incomplete`), continued after an interruption, at most as long as the Hub says, checked against the digest that the Hub
+states, and only then given its name. The revision is entered last, so that a model is found by its name only when it is whole.
 
-API: https://huggingface.co/docs/hub/api; errors are told by the header X-Error-Code. The client leaves the token out where it is
-redirected to another host (where large files are).
+API: https://huggingface.co/docs/hub/api; errors are told by the header X-Error-Code.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -35,9 +33,6 @@ from headrace.errors import ModelError
 from headrace.log import get_logger
 from headrace.plain_types import plain_reason
 from headrace.version import VERSION
-
-if TYPE_CHECKING:
-    import _hashlib
 
 log = get_logger(__name__)
 
@@ -325,7 +320,9 @@ class _Pull:
 
     def _digest_of(self, path: Path, file: HubFile, quiet: bool = False) -> str:
         """The digest of a file on disk, of the kind that `file` has."""
-        digest = hashlib.sha256() if len(file.digest) == 64 else _git_sha1(path.stat().st_size)
+        digest = hashlib.sha256()
+        if len(file.digest) != 64:  # git's: of a header with the file's size, and of the file
+            digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
         with path.open("rb") as data:
             while chunk := data.read(_CHUNK_BYTES):
                 digest.update(chunk)
@@ -355,11 +352,6 @@ def _lock(name: HubName) -> Iterator[None]:
         except BlockingIOError:
             raise ModelError(f"another `headrace pull` of {name.repo} is running; wait for it") from None
         yield
-
-
-def _git_sha1(num_bytes: int) -> "_hashlib.HASH":
-    """git's digest of a file: that of a header with its size, and of the file."""
-    return hashlib.sha1(f"blob {num_bytes}\0".encode(), usedforsecurity=False)
 
 
 def _range_start(response: Any) -> int:
@@ -416,14 +408,11 @@ def _file(sibling: _Sibling) -> HubFile | None:
     if not sound or "\0" in sibling.rfilename or "\\" in sibling.rfilename:
         return None
     if sibling.lfs is not None:
-        return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256) if _good(sibling.lfs) else None
+        sound = sibling.lfs.size >= 0 and _SHA256.fullmatch(sibling.lfs.sha256) is not None
+        return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256) if sound else None
     if sibling.size is None or sibling.size < 0 or sibling.blobId is None or not _SHA1.fullmatch(sibling.blobId):
         return None
     return HubFile(sibling.rfilename, sibling.size, sibling.blobId)
-
-
-def _good(lfs: _Lfs) -> bool:
-    return lfs.size >= 0 and _SHA256.fullmatch(lfs.sha256) is not None
 
 
 def weight_map(index: Any) -> list[str] | None:

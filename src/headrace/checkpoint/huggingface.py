@@ -1,7 +1,4 @@
-"""Folders with config.json and safetensors files, including quantised ones.
-
-Owns the choice of the files to read, and the check that an index and its files agree. Runs in the process that loads the model.
-"""
+"""Folders with config.json and safetensors files, including quantised ones. Runs in the process that loads the model."""
 
 import math
 import mmap

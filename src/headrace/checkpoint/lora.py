@@ -1,10 +1,7 @@
-"""LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in peft's format: which features are supported, and the names of tensors. Does not know the model (`headrace.execution.lora`).
 
-Owns the format: its config, which features are supported, the names of its tensors. Does not know the model (`headrace.execution.lora`
-fits one to it). Runs in the thread that loads an adapter; torch is imported when the first tensor is requested.
-
-Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
-LoRA: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685. rsLoRA: D. Kalajdzievski, 2023, arXiv:2312.03732.
+Runs in the thread that loads an adapter. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. LoRA: E. Hu et al., 2021,
+arXiv:2106.09685. rsLoRA: D. Kalajdzievski, 2023, arXiv:2312.03732.
 """
 
 import math

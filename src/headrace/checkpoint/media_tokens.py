@@ -1,7 +1,6 @@
-"""The tokens that stand for an item of media in a prompt, and which of them are rows of the encoder's output.
+"""The tokens that stand for an item of media in a prompt, and which of them are rows of the encoder's output: what a family needs to say so.
 
-Owns what a family needs to say which they are: the vocabulary, and checks that the processor's sizes are those of the encoder. Imports no numpy,
-which reading a config does not need.
+Imports no numpy, which reading a config does not need.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""What a model that does not generate makes of its hidden states: `PoolingConfig`, read from the files beside the weights.
-
-Imports neither torch nor transformers: any process may use it.
-"""
+"""What an embedding model, classifier or reward model makes of its hidden states: `PoolingConfig`, read from the files of a checkpoint. No torch."""
 
 import re
 from collections.abc import Mapping

@@ -1,9 +1,6 @@
 """Formats of quantised safetensors checkpoints: how GPTQ, AWQ and our own store a matrix (docs/quantization.md).
 
-Does not own which settings are served (`weight_formats`) nor files (`source`). Runs in whichever process loads the model.
-
-GPTQ: E. Frantar et al., "GPTQ" (2022), stored as AutoGPTQ and GPTQModel do. AWQ: J. Lin et al., "AWQ" (2023), stored as AutoAWQ's
-"gemm" version does.
+GPTQ: E. Frantar et al., "GPTQ" (2022), stored as AutoGPTQ and GPTQModel do. AWQ: J. Lin et al., "AWQ" (2023), stored as AutoAWQ's "gemm" version.
 """
 
 from abc import ABC, abstractmethod

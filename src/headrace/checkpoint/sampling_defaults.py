@@ -1,8 +1,5 @@
-"""The sampling values that a model brings along, for requests that name none.
-
-Owns where they come from (`generation_config.json`, the `general.sampling.*` keys of a GGUF file, the cards of known models, and what holds
-for a GGUF file of which nothing is known), their bounds, and the list of wishes that are not followed. Does not decide whether they are used
-(`--sampling-defaults`) and does not merge them into a request (`sampling.params`). No torch; used in any process.
+"""The sampling values that a model brings along: from `generation_config.json`, the `general.sampling.*` keys of a GGUF file, or the cards of known
+models. Whether they are used says `--sampling-defaults`. No torch; used in any process.
 """
 
 import math

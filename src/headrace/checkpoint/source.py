@@ -1,7 +1,4 @@
-"""What a path is: a Hugging Face folder, a GGUF file, or a config alone.
-
-Runs in whichever process loads the model.
-"""
+"""What a path is: a Hugging Face folder, a GGUF file, or a config alone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,12 +1,9 @@
 """The folder of packed weights: files that hold a model's weights as the kernels want them, so that a second start need not convert.
 
-Owns the format of a file, where files live, what names them, and which go when there are too many. Does not own what is in them
-(`execution.weight_cache`). No torch. Used by the process that loads a model, and by `headrace cache`.
-
-A file: 8 bytes of magic, the length of the header (uint64) and its CRC-32 (uint64), little-endian; the header, JSON; zeros up to a
-multiple of 4096; the tensors, each at a multiple of 64. Every tensor has a CRC-32, so a file that was cut off, or damaged on disk, is
-found out and replaced. A file appears under its name only when it is complete, so readers and writers need no locks, and any file may
-be deleted at any time.
+A file: 8 bytes of magic, the length of the header (uint64) and its CRC-32 (uint64), little-endian; the header, JSON; zeros up to a multiple of 4096;
+the tensors, each at a multiple of 64. Every tensor has a CRC-32, so a file that was cut off, or damaged on disk, is found out and replaced. A file
+appears under its name only when it is complete, so readers and writers need no locks, and any file may be deleted at any time. No torch. Used by the
+process that loads a model (`execution.weight_cache`), and by `headrace cache`.
 """
 
 import contextlib

@@ -1,9 +1,6 @@
-"""The weight formats: a table with one row for each, and everything about them that needs no torch; which quantised checkpoints are served.
+"""The weight formats, a row of a table each, and which quantised checkpoints are served: everything about them that needs no torch.
 
-Owns the names and the facts that the command line, `config.resolve`, readers of checkpoints and kernels ask for, and what is refused of a
-`quantization_config`. Does not own the
-arithmetic (`layers.quantization`, one class for each format) nor the kernels. Pure; used in any process. How to add a format:
-docs/adding/weight-format.md.
+The arithmetic is in `layers.quantization`, one class a format. Used in any process. How to add a format: docs/adding/weight-format.md.
 """
 
 from dataclasses import dataclass
@@ -14,24 +11,16 @@ from headrace.errors import ModelError
 Quantization = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
 """The name of a weight format that `--quantization` takes."""
 
-Scheme = Literal[Quantization, "bfloat16", "int8-rotated"]
-"""The name of a weight format."""
-
-StoredScheme = Literal["int8", "int4"]
-"""The name of a format in which `headrace quantize` writes checkpoints."""
-
+Scheme = Literal[Quantization, "bfloat16", "int8-rotated"]  # the name of a weight format
+StoredScheme = Literal["int8", "int4"]  # the name of a format in which `headrace quantize` writes checkpoints
 STORED: tuple[StoredScheme, ...] = get_args(StoredScheme)
 """Every format in which `headrace quantize` writes checkpoints."""
 
 FINEST_STORED: StoredScheme = "int8"
 """The most exact of them. When the parts of one product are stored in different formats, all of them are converted to it."""
 
-KERNEL_GROUP = 32
-"""Elements that share a scale in the kernels; a checkpoint's groups are multiples of it."""
-
-WIDE_GROUP = 128
-"""Elements of a row of activations that share a scale where weights have one scale a row."""
-
+KERNEL_GROUP = 32  # elements that share a scale in the kernels; a checkpoint's groups are multiples of it
+WIDE_GROUP = 128  # elements of a row of activations that share a scale where weights have one scale a row
 MAX_WORDS_NORM = 23170
 """Of 128 weights as 16-bit integers: sqrt(sum of squares). Sums of their products with activations fit 32 bits."""
 
@@ -216,8 +205,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
     ),
 )
 
-FORMATS: dict[Scheme, FormatFacts] = {facts.name: facts for facts in _FORMATS}
-"""Every weight format by its name."""
+FORMATS: dict[Scheme, FormatFacts] = {facts.name: facts for facts in _FORMATS}  # every weight format by its name
 
 
 def codes_of(scheme: Scheme) -> Codes:

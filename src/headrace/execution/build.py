@@ -250,7 +250,7 @@ def _build(
     penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
     make_sampler = FaultySampler if args.enable_fault_injection else Sampler
     sampler = make_sampler(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
-    resources.callback(sampler.close)
+    resources.callback(sampler.grammars.close)
     rename = setup.spec.renaming(setup.model_config)
     weights = updatable_weights(setup, model, memory.attention, memory.pool, memory.draft)
     if rank.leads:
@@ -289,14 +289,14 @@ def _drafts(
 
 def _media(setup: Setup, model: CausalLM, attention: AttentionBackend, rank: Rank) -> MediaRows | None:
     """What keeps the encoder's outputs; None of a model that has none, where several ranks run it, and with attention that is not made for it."""
-    if rank.group is not None or not isinstance(model, DecoderLM) or model.encoder is None:
+    if rank.group is not None or not isinstance(model, DecoderLM) or model.media_encoder is None:
         return None
-    if model.encoder.sees_ahead and not attention.sees_ahead:
+    if model.media_encoder.sees_ahead and not attention.sees_ahead:
         return None
     synchronize = (lambda: None) if setup.is_cpu else torch.cuda.synchronize
     media = setup.model_config.media
     return MediaRows(
-        model.encoder,
+        model.media_encoder,
         setup.placement.device,
         synchronize,
         model.sectioned,
@@ -319,7 +319,7 @@ def _allocate(
     reserved = reserved_bytes(config, model_config, graph_sizes, verifying, gathers=rank.devices is not None)
     if setup.is_cpu and guesses_by_text(setup.args):
         reserved += index_bytes(config.max_running_requests, config.context_length)
-    if isinstance(model, DecoderLM) and model.encoder is not None:
+    if isinstance(model, DecoderLM) and model.media_encoder is not None:
         reserved += setup.args.encoder_cache_bytes + WORK_BYTES
     needs = _needs(setup, model, rank)
     if draft is not None:

@@ -83,8 +83,8 @@ def make_drafts(args: ServerArgs, sampler: Sampler, on_host: bool) -> Drafts | N
     ngram = NgramDrafter(most, SharedOutputs(shared) if shared else None)
     if args.speculative_algorithm == "ngram" or not on_host:
         return Drafts([ngram])
-    sampler.note_demands()
-    return Drafts([ForcedDrafter(sampler.demanded, most), ngram])
+    sampler.grammars.notes_demands = True
+    return Drafts([ForcedDrafter(sampler.grammars.demanded, most), ngram])
 
 
 def load_draft(

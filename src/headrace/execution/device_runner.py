@@ -167,7 +167,7 @@ class DeviceRunner:
         if runner.needs_host(plan):
             return self._launch_waiting(plan, begin)
         rows = np.flatnonzero(plan.num_logits).astype(np.int32)
-        constrained = runner.sampler.constrained_rows(plan.seqs[rows])
+        constrained = runner.sampler.grammars.rows_of(plan.seqs[rows])
         kind = self._kind(plan, rows, constrained)
         self._followers.begin(plan, kind)
         if runner.drafts is not None:

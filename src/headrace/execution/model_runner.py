@@ -170,8 +170,8 @@ class ModelRunner:
 
     def _leave(self, left: Iterable[int]) -> None:
         for seq in left:
-            self._has_freed |= self.drafts is not None or self.sampler.has_grammars
-            self.sampler.forget_grammar(seq)
+            self._has_freed |= self.drafts is not None or len(self.sampler.grammars) > 0
+            self.sampler.grammars.discard(seq)
             if self.drafts is not None:
                 self.drafts.leave(seq)
             if self._pools is not None:
@@ -326,7 +326,7 @@ class ModelRunner:
             pooled=outcome.pooled,
             drafts=outcome.drafts,
             forward_s=self._finished_s - since_s,
-            masks_s=self.sampler.take_masks_s(),
+            masks_s=self.sampler.grammars.take_masks_s(),
         )
 
     def _reads(self, plan: ModelWorkerBatch, seqs: list[int], special: list[int]) -> ReadTokens | None:
@@ -405,10 +405,10 @@ class ModelRunner:
 
     def begin_masks(self, plan: ModelWorkerBatch) -> None:
         """Let the sampler fill the masks of grammars while the layers run."""
-        if self.sampler.has_grammars:
+        if self.sampler.grammars:
             sampled = np.flatnonzero(plan.num_logits)
             positions = (plan.starts + plan.counts - plan.num_logits)[sampled] + 1
-            self.sampler.begin(plan.seqs[sampled].tolist(), positions.tolist())
+            self.sampler.grammars.begin(plan.seqs[sampled].tolist(), positions.tolist())
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, vocab_size] of hidden [rows, hidden_size]; on the CPU only until the next call."""
@@ -431,7 +431,7 @@ class ModelRunner:
     def _sample_places(self, rows: Sequence[SampledRow], pick: Picker, outcome: Outcome) -> None:
         for number, places in enumerate(waves(rows, self.sampler.depends_on_ids)):
             if number:  # the masks of the first positions have been begun before the layers
-                self.sampler.begin([place.row.seq for place in places], [place.position for place in places])
+                self.sampler.grammars.begin([place.row.seq for place in places], [place.position for place in places])
             self._take(places, pick(places), outcome)
         for row in rows:
             outcome.token_ids[row.row] = row.ids

@@ -262,7 +262,7 @@ class ConstrainedStep:
         if self._unmasked is None:
             return
         try:
-            self._sampler.begin(self._unmasked.seqs.tolist(), self._unmasked.positions.tolist())
+            self._sampler.grammars.begin(self._unmasked.seqs.tolist(), self._unmasked.positions.tolist())
         except Exception as error:
             self._fail(error)
 
@@ -286,7 +286,9 @@ class ConstrainedStep:
         self._unmasked = None
 
     def _sample(self, unmasked: Unmasked) -> None:
-        masks = self._sampler.ready_masks(unmasked.seqs, unmasked.positions, lambda: not self._computed.is_done())
+        masks = self._sampler.grammars.ready(
+            unmasked.seqs.tolist(), unmasked.positions.tolist(), lambda: not self._computed.is_done()
+        )
         if masks.tokens is not None:
             rows = np.flatnonzero(masks.tokens.rows >= 0)
             seqs, positions = unmasked.seqs[rows], unmasked.positions[rows]
@@ -298,7 +300,7 @@ class ConstrainedStep:
             unmasked.ids.index_put_((at_rows,), ids)
             self._table.tokens.index_put_((at_seqs, at_positions), ids.clamp(min=0))
             self._followers.share_late(ids, seqs, positions)
-            self._acceptors = dict(zip(rows.tolist(), self._sampler.acceptors(seqs), strict=True))
+            self._acceptors = dict(zip(rows.tolist(), self._sampler.grammars.acceptors(seqs.tolist()), strict=True))
         self._step.ids = self._device.download(unmasked.ids)
         self._masks = masks
         unmasked.follow()
@@ -330,4 +332,4 @@ class ConstrainedStep:
         if self._error is not None:
             raise self._error
         assert self._ids is not None, self._step.step
-        return self._step.result_of(self._ids, self._masks, self._sampler.take_masks_s())
+        return self._step.result_of(self._ids, self._masks, self._sampler.grammars.take_masks_s())

@@ -72,24 +72,17 @@ def _gguf_name(file: "GgufFile", name: str) -> str:
 def _gguf_config(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
     types = file.tensors.get("token_types.weight")
     return {
-        "vocab_size": _rows(file, "token_embd.weight"),
+        "vocab_size": file.rows("token_embd.weight"),
         "hidden_size": file.count("bert.embedding_length"),
         "num_hidden_layers": file.count("bert.block_count"),
         "num_attention_heads": file.count("bert.attention.head_count"),
         "intermediate_size": file.count("bert.feed_forward_length"),
-        "max_position_embeddings": _rows(file, "position_embd.weight"),
+        "max_position_embeddings": file.rows("position_embd.weight"),
         "type_vocab_size": 0 if types is None else types.shape[0],
         "layer_norm_eps": file.decimal("bert.attention.layer_norm_epsilon"),
         "hidden_act": "gelu",
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
     }
-
-
-def _rows(file: "GgufFile", name: str) -> int:
-    tensor = file.tensors.get(name)
-    if tensor is None:
-        raise ModelError(f"{file.path.name}: tensor {name} is missing")
-    return tensor.shape[0]
 
 
 _ROBERTA: dict[str, Any] = DEFAULTS | {"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}

@@ -116,7 +116,6 @@ def serve(frames: Frames) -> None:
 
 
 def main() -> None:
-    """Entry of the child."""
     run(serve, STACK_BYTES, "grammars")
 
 

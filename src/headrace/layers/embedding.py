@@ -11,8 +11,7 @@ from headrace.distributed.base import length
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 
-VOCABULARY_UNIT = 64
-"""Ids in a unit of `vocabulary_part`: ranks' parts end where the kernels' blocks of columns do."""
+VOCABULARY_UNIT = 64  # ids in a unit of `vocabulary_part`: ranks' parts end where the kernels' blocks of columns do
 
 
 class Embedding:

@@ -1,8 +1,6 @@
-"""Linear layers: one product for all projections that share an input.
+"""Linear layers: one product for all projections that share an input (q, k, v; gate, up), and the adapters on it.
 
-Owns the fusing of Hugging Face projections (q, k, v; gate, up), and the adapters on a layer. Does not own the storage of weights
-(`layers.quantization`), the product (`headrace.kernels`), or the loading of adapters (`headrace.execution.lora`). Runs in the thread that runs the
-model; parts are loaded in any thread, and other threads add and remove adapters, one at a time.
+Runs in the thread that runs the model; parts are loaded in any thread, and other threads add and remove adapters, one at a time.
 """
 
 import threading

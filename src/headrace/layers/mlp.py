@@ -20,6 +20,7 @@ from headrace.checkpoint.model_config import MoeConfig
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP
 from headrace.errors import ModelError
 from headrace.kernels import PackedExperts
+from headrace.kernels.encoder import Activation
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight, elsewhere
 
@@ -61,10 +62,27 @@ class ExpertCounts:
             self._counts.index_add_(0, experts, torch.ones_like(experts))
 
 
-Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+"""Names of the kernels by Hugging Face's."""
+FUNCTIONS: dict[tuple[Activation | None, bool], Callable[[torch.Tensor], torch.Tensor]] = {
+    ("gelu", False): kernels.gelu,
+    ("gelu_tanh", False): kernels.gelu_tanh,
+    ("relu", False): torch.relu,
+    ("gelu", True): kernels.gelu_mul,
+    ("gelu_tanh", True): kernels.gelu_tanh_mul,
+    ("silu", True): kernels.silu_mul,
+}
+"""By name, and whether the layer is gated: then they take what is activated, and the factor on it."""
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_GATES = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
+GatedActivation = Literal["silu", "gelu_tanh"]
+
+_GATED: dict[str, GatedActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class GatedMlp:
@@ -76,10 +94,10 @@ class GatedMlp:
     def __init__(
         self, hidden_size: int, intermediate_size: int, act: str, placement: Placement, *, bias: bool = False
     ) -> None:
-        if act not in _ACTIVATIONS:
-            raise ModelError(f"activation {act!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
-        self.activation = _ACTIVATIONS[act]
-        self._gate = _GATES[self.activation]
+        if act not in _GATED:
+            raise ModelError(f"activation {act!r} is not supported; known: {', '.join(_GATED)}")
+        self.activation = _GATED[act]
+        self._gate = FUNCTIONS[self.activation, True]
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         own = _own_part(intermediate_size, placement)
         self.gate_up = Linear(hidden_size, sizes, placement, bias=bias, own_outputs=dict.fromkeys(sizes, own))

@@ -1,8 +1,4 @@
-"""How layers name, load and return their weights.
-
-Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (device and precision of a model). The layers make
-`Weight`s; the loader fills them. Used by the thread that loads the model.
-"""
+"""How layers name, load and return their weights: `Weight`, one Hugging Face tensor of one layer, and `Placement`, device and precision of models."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,11 +13,8 @@ from headrace.checkpoint.weight_formats import Scheme
 from headrace.distributed.base import ALL_LAYERS, WHOLE, Shard, Stage, length
 from headrace.layers.quantization import WeightFormat, weight_format
 
-Kept = Mapping[str, torch.Tensor | int | str | None]
-"""The converted weights that a layer keeps, by field."""
-
-Parts = Mapping[str, torch.Tensor | QuantizedMatrix]
-"""New tensors of one layer, by `Weight.part`."""
+Kept = Mapping[str, torch.Tensor | int | str | None]  # the converted weights that a layer keeps, by field
+Parts = Mapping[str, torch.Tensor | QuantizedMatrix]  # new tensors of one layer, by `Weight.part`
 
 
 class Keeper(Protocol):

@@ -1,7 +1,6 @@
 """The decoder of most families: blocks of attention and a gated feed-forward layer around one residual stream.
 
-Owns the blocks and the order of their parts. Differences between families are in `DecoderOptions`, which each family fills in
-(`headrace.families`). Runs in the thread that runs the model.
+Differences between families are in `DecoderOptions`, which each fills in (`headrace.families`). Runs in the thread that runs the model.
 """
 
 from collections.abc import Iterator
@@ -262,14 +261,14 @@ class Block:
 class DecoderLM:
     """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights.
 
-    encoder: of a multimodal model, set before weights are loaded. sectioned: the rotation, where image tokens have three positions each.
+    media_encoder: of a multimodal model, set before weights are loaded. sectioned: the rotation, where image tokens have three positions each.
     deep: what images add after the first layers, in a step by layer.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, placement: Placement) -> None:
         self._config = config
         self._options, self._placement = options, placement
-        self.encoder: MediaEncoder | None = None
+        self.media_encoder: MediaEncoder | None = None
         self.sectioned: SectionedRotary | None = None
         self.deep = DeepRows()
         self._fused: tuple[list[FusedDecoder], PagedKv] | None = None
@@ -337,8 +336,8 @@ class DecoderLM:
         yield from _here(last, self._norm.weights("model.norm"))
         if self._head is not None:
             yield from _here(first, self._head.weights(""))
-        if self.encoder is not None:
-            yield from self.encoder.weights()
+        if self.media_encoder is not None:
+            yield from self.media_encoder.weights()
 
     def expert_counts(self) -> dict[int, ExpertCounts]:
         found = ((layer, block.expert_counts) for layer, block in zip(self._layers, self._blocks, strict=True))
@@ -425,8 +424,8 @@ class DecoderLM:
 
     def fuse(self, attention: StepAttention) -> str:
         self._fused = None
-        if self.encoder is not None:
-            self.encoder.fuse(attention.name.startswith("cpu"))
+        if self.media_encoder is not None:
+            self.media_encoder.fuse(attention.name.startswith("cpu"))
         for block in self._blocks:
             block.weights_changed()
         if self._pieces is not None:

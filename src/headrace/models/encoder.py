@@ -1,14 +1,11 @@
 """The encoder of the BERT family: blocks of attention in both directions and a feed-forward layer, over texts packed without padding.
 
-Owns the blocks and the order of their parts. Differences between families, among them the names of the tensors, are in the `Encoder`
-of `checkpoint/family.py` that each fills in. Runs in the thread that runs the model.
-
-Sources: J. Devlin et al., "BERT" (2018), with norms after each part; B. Warner et al., "Smarter, Better, Faster, Longer" (ModernBERT, 2024), with
-norms before each part, rotary positions, sliding windows and a gated feed-forward layer.
+Differences between families, among them the names of the tensors, are in the `Encoder` of `checkpoint/family.py` that each fills in. Runs in the
+thread that runs the model. Sources: J. Devlin et al., "BERT" (2018), with norms after each part; B. Warner et al., "Smarter, Better, Faster, Longer"
+(ModernBERT, 2024), with norms before each part, rotary positions, sliding windows and a gated feed-forward layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
 
 import torch
 
@@ -21,35 +18,15 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.errors import ModelError
 from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
-from headrace.kernels.encoder import why_not
+from headrace.kernels.encoder import Activation, why_not
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
-from headrace.layers.mlp import ExpertCounts
+from headrace.layers.mlp import ACTIVATIONS, FUNCTIONS, ExpertCounts
 from headrace.layers.norm import LayerNorm
 from headrace.layers.pooler import Activation as HeadActivation
 from headrace.layers.pooler import HeadLayer, HeadLinear, Pooler
 from headrace.layers.rotary import Rotary
 from headrace.layers.weight import Placement, Weight
-
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-}
-"""Ours by Hugging Face name."""
-_FUNCTIONS: dict[tuple[Activation, bool], Callable[[torch.Tensor], torch.Tensor]] = {
-    ("gelu", False): kernels.gelu,
-    ("gelu_tanh", False): kernels.gelu_tanh,
-    ("relu", False): torch.relu,
-    ("gelu", True): kernels.gelu_mul,
-    ("gelu_tanh", True): kernels.gelu_tanh_mul,
-    ("silu", True): kernels.silu_mul,
-}
-"""By activation, and whether the feed-forward layer is gated."""
 
 
 class Block:
@@ -69,7 +46,7 @@ class Block:
         without = options.pre_norm and layer == 0
         self._attention_norm = None if without else norm(config, placement)
         self._mlp_norm = norm(config, placement)
-        self._activate = _FUNCTIONS[activation(config, options), options.gated]
+        self._activate = FUNCTIONS[activation(config, options), options.gated]
         self._rotary = rotary
         self._options = options
         self._num_heads, self._head_dim, self._scale = config.num_q_heads, config.head_dim, config.attention_scale
@@ -283,9 +260,9 @@ def norm(config: ModelConfig, placement: Placement) -> LayerNorm:
 
 def activation(config: ModelConfig, options: EncoderOptions) -> Activation:
     """Our name of the feed-forward layers' activation. Raises ModelError for one that is not known."""
-    ours = _ACTIVATIONS.get(config.hidden_act)
-    if ours is None or (ours, options.gated) not in _FUNCTIONS:
-        known = [name for name, act in _ACTIVATIONS.items() if (act, options.gated) in _FUNCTIONS]
+    ours = ACTIVATIONS.get(config.hidden_act)
+    if ours is None or (ours, options.gated) not in FUNCTIONS:
+        known = [name for name, act in ACTIVATIONS.items() if (act, options.gated) in FUNCTIONS]
         raise ModelError(f"activation {config.hidden_act!r:.80} is not supported; known: {', '.join(known)}")
     return ours
 

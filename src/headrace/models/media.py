@@ -13,7 +13,7 @@ import torch
 
 from headrace.layers.weight import Weight
 from headrace.media_kinds import MediaKind
-from headrace.messages.media import MediaItem, time_places
+from headrace.messages.media import time_places
 from headrace.messages.requests import PromptContent
 
 
@@ -44,9 +44,7 @@ class DeepRows:
             hidden[self.tokens] += own.to(hidden.dtype)
 
 
-WORK_BYTES = 256 << 20
-"""Memory that encoding takes, about: measured with 25 tiles of 729 patches and 1,152 elements."""
-
+WORK_BYTES = 256 << 20  # memory that encoding takes, about: measured with 25 tiles of 729 patches and 1,152 elements
 Slices = Generator[None, None, list[torch.Tensor]]
 """Work that stops after each slice of it, and returns the rows of each item at the end."""
 
@@ -89,8 +87,7 @@ def encode(encoder: MediaEncoder, items: Sequence[MediaInput]) -> list[torch.Ten
         return rows
 
 
-Places = npt.NDArray[np.int32]
-"""int32[3, num_tokens]: in time, height and width."""
+Places = npt.NDArray[np.int32]  # int32[3, num_tokens]: in time, height and width
 
 
 def places_of(content: PromptContent, merge_size: int, places_per_second: float = 0.0) -> tuple[Places, int]:
@@ -111,15 +108,12 @@ def places_of(content: PromptContent, merge_size: int, places_per_second: float 
         first = span.start + shift
         index = np.arange(span.length)
         inside = places[:, span.start : span.end]
-        inside[0] = first + _in_time(index // (rows * columns), item, places_per_second)
+        steps = index // (rows * columns)
+        if item.kind == MediaKind.VIDEO and places_per_second:
+            steps = time_places(steps, places_per_second * item.step_s)
+        inside[0] = first + steps
         inside[1] = first + index // columns % rows
         inside[2] = first + index % columns
         shift += int(inside.max()) + 1 - first - span.length
         places[:, span.end :] = np.arange(span.end, content.num_tokens, dtype=np.int32) + shift
     return places, shift
-
-
-def _in_time(steps: npt.NDArray[np.int64], item: MediaItem, places_per_second: float) -> npt.NDArray[np.int64]:
-    if item.kind != MediaKind.VIDEO or not places_per_second:
-        return steps
-    return time_places(steps, places_per_second * item.step_s)

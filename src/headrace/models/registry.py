@@ -131,7 +131,7 @@ def multimodal_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
         if has_media and placement.shard.is_whole and placement.stage.is_whole:
             assert isinstance(model, DecoderLM), spec.name
             # In as many bits as the output projection: towers are small, and many tokens depend on what they give.
-            model.encoder = make_encoder(config, placement.head)
+            model.media_encoder = make_encoder(config, placement.head)
         return model
 
     return replace(

@@ -1,8 +1,4 @@
-"""What a model is to the runner, and what a family of models says of itself.
-
-Owns `CausalLM`, `PooledCausalLM` and `EncoderModel` (the protocols), and `FamilySpec`, which a family's file makes. Used by the thread that
-loads the model.
-"""
+"""What a model is to the runner: `CausalLM`, `PooledCausalLM` and `EncoderModel`, and how a family's is built: `FamilySpec`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -71,7 +67,7 @@ class CausalLM(Model, Protocol):
 
 
 class PooledCausalLM(CausalLM, Protocol):
-    """A decoder that does not write: it has a `pooler` for its hidden states, and no logits."""
+    """A decoder with a `pooler` for its hidden states, and without logits."""
 
     pooler: Pooler
 

@@ -1,11 +1,8 @@
-"""Encoders of images and of sounds: their layers, over the tokens of several items that are packed one after the other without padding.
+"""Encoders of images and of sounds: their layers, over the tokens of several items that are packed one after the other without padding, where work
+stops between them, and the whole of a CLIP or SigLIP tower. What else is before the first layer and after the last one has each family's file.
 
-Owns the blocks, their order, where work stops between them, and the whole of a CLIP or SigLIP tower. Differences between towers, among them the names
-of the tensors, are in `BlockOptions`. Does not own what else is before the first layer and after the last one (each family's file, `tower_parts.py`).
-Runs in the thread that runs the model.
-
-Sources: A. Dosovitskiy et al., "An Image is Worth 16x16 Words" (ViT, 2020); A. Radford et al., "Learning Transferable Visual Models From Natural
-Language Supervision" (CLIP, 2021); X. Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (SigLIP, 2023).
+Runs in the thread that runs the model. Sources: A. Dosovitskiy et al., "An Image is Worth 16x16 Words" (ViT, 2020); A. Radford et al., "Learning
+Transferable Visual Models From Natural Language Supervision" (CLIP, 2021); X. Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (2023).
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,10 +13,10 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.media_config import MediaConfig, TowerConfig
-from headrace.errors import ModelError
 from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
-from headrace.kernels.encoder import Activation, why_not
+from headrace.kernels.encoder import why_not
 from headrace.layers.linear import Linear
+from headrace.layers.mlp import ACTIVATIONS, FUNCTIONS
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
@@ -43,34 +40,10 @@ of SigLIP's larger tower."""
 _ROWS = 1024
 """That the feed-forward layer of a large item takes at a time, so that what lies between its products stays in the cache."""
 
-_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": kernels.gelu,
-    "gelu_pytorch_tanh": kernels.gelu_tanh,
-    "gelu_new": kernels.gelu_tanh,
-    "quick_gelu": quick_gelu,
-    "relu": torch.relu,
-}
-_GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": kernels.gelu_mul,
-    "gelu_pytorch_tanh": kernels.gelu_tanh_mul,
-    "silu": kernels.silu_mul,
-}
-"""By the Hugging Face name; those of gated layers take what is activated, and the factor on it."""
-_FUSED: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "relu": "relu",
-}
-"""Those that the fused encoder has."""
-
 
 def activation(name: str, gated: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[rows, size] -> the same; gated: [rows, 2 * size] -> [rows, size]. Raises ModelError for one that is not known."""
-    known = _GATED if gated else _PLAIN
-    if name not in known:
-        raise ModelError(f"activation {name!r:.80} of the encoder is not supported; known: {', '.join(known)}")
-    return known[name]
+    """[rows, size] -> the same; gated: [rows, 2 * size] -> [rows, size]. name: one of `config_keys.ACTIVATIONS`, or of those of gated layers."""
+    return quick_gelu if name == "quick_gelu" else FUNCTIONS[ACTIVATIONS.get(name), gated]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +92,8 @@ class TowerBlock:
         self._out = Linear(width, {options.out: size}, placement, bias=options.bias)
         self._up = Linear(size, dict.fromkeys(options.up, config.intermediate_size), placement, bias=options.bias)
         self._down = Linear(config.intermediate_size, {options.down: size}, placement, bias=options.bias)
-        self._attention_norm, self._mlp_norm = (tower_norm(config, options.rms, placement) for _ in range(2))
+        norm = RMSNorm if options.rms else LayerNorm
+        self._attention_norm, self._mlp_norm = (norm(size, config.norm_eps, placement) for _ in range(2))
         self._activate = activation(config.hidden_act, gated=len(options.up) > 1)
         self._scales = [Table((size,), placement) for name in options.scales if name]
         self._options = options
@@ -181,7 +155,8 @@ class TowerBlock:
             return "its norms are RMSNorms"
         if self._scales:
             return "it has factors on what its parts give"
-        if len(options.up) > 1 or config.hidden_act not in _FUSED:
+        act = ACTIVATIONS.get(config.hidden_act)
+        if len(options.up) > 1 or act is None:
             return f"there is no kernel for {config.hidden_act}"
         layer = EncoderLayerSpec(
             qkv=self._qkv.packed,
@@ -199,7 +174,7 @@ class TowerBlock:
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            activation=_FUSED[config.hidden_act],
+            activation=act,
             gated=False,
         )
         if reason := why_not(spec):
@@ -223,12 +198,6 @@ def _cut(length: int, num_parts: int) -> list[slice]:
     """0 .. length - 1 in so many parts that are about equal, or in fewer, none of them empty."""
     num_parts = min(num_parts, length)
     return [slice(length * i // num_parts, length * (i + 1) // num_parts) for i in range(num_parts)]
-
-
-def tower_norm(config: TowerConfig, rms: bool, placement: Placement) -> LayerNorm | RMSNorm:
-    if rms:
-        return RMSNorm(config.hidden_size, config.norm_eps, placement)
-    return LayerNorm(config.hidden_size, config.norm_eps, placement)
 
 
 MAX_TOKENS = 4096

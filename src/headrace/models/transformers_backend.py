@@ -1,12 +1,9 @@
 """Any other causal language model: the transformers implementation with our attention and our linear layers.
 
-Owns the plug into transformers' attention interface, through which a model hands us q, k and v of each layer. All tokens of a step go
-through the model as one sequence of batch size 1; positions tell them apart. Architectures whose attention does not go through the
-interface, or does something that our attention does not, are refused. transformers is imported when a model is built. Runs in the
-thread that runs the model.
-
-Attention and linear layers are batch-invariant here too, but what transformers computes between them is plain torch: the last bits
-of a row may depend on the rows beside it.
+Plugs into transformers' attention interface, through which a model hands us q, k and v of each layer. All tokens of a step go through the model as
+one sequence of batch size 1; positions tell them apart. Architectures whose attention does not go through the interface, or does something that ours
+does not, are refused. Attention and linear layers are batch-invariant here too, but what transformers computes between them is plain torch: the last
+bits of a row may depend on the rows beside it. transformers is imported when a model is built. Runs in the thread that runs the model.
 """
 
 import copy

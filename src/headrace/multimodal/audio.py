@@ -235,12 +235,8 @@ def _too_long(file: _Stream, settings: AudioSettings) -> MediaRefusedError:
 Floats: TypeAlias = npt.NDArray[np.float32]
 Doubles: TypeAlias = npt.NDArray[np.float64]
 
-_FLOOR = 1e-10
-"""Of the power of a mel bin: what silence has."""
-
-_RANGE = 8.0
-"""Powers of ten below the loudest value of the audio, below which nothing differs."""
-
+_FLOOR = 1e-10  # of the power of a mel bin: what silence has
+_RANGE = 8.0  # powers of ten below the loudest value of the audio, below which nothing differs
 _MAX_HZ = 8000.0
 _SPECTRUM_FRAMES = 512
 

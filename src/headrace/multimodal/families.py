@@ -1,8 +1,4 @@
-"""What stands for one image, sound or video in a prompt: the tokens that transformers' processors write.
-
-Which they are, a family says (`headrace.families`, with `checkpoint/media_tokens.py`). Owns how they join the tokens of the text around them. Does
-not prepare values (`processors`), and knows no prompts.
-"""
+"""The tokens of a model's media, which its family says (`checkpoint/media_tokens.py`), and how they join those of the text around them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,8 +55,7 @@ class Joints:
         return start
 
 
-PLAIN = Joints({}, lambda count: ())
-"""Of layouts that begin and end with special tokens."""
+PLAIN = Joints({}, lambda count: ())  # of layouts that begin and end with special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +98,7 @@ def make_family(
     return _family(media.family, kinds, tokens, why, joints, own.several_are_squares), settings
 
 
-def make_hearing_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Mapping[MediaKind, str]) -> Family:
+def make_audio_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Mapping[MediaKind, str]) -> Family:
     """The family of an audio checkpoint. reasons: why it does not take other kinds. Raises ModelError."""
     tokens = Tokens(vocabulary, audio.audio_token_id)
     kinds: dict[MediaKind, KindTokens] = {MediaKind.AUDIO: audio_families()[audio.family].tokens(audio, tokens)}

@@ -1,11 +1,8 @@
 """Loads the media of prompts: from what clients give to items for the model's encoder and their tokens.
 
-Owns `MediaLoader`, the cache of prepared items, and how many files are fetched and decoded at a time. Does not own the steps: `sources` and
-`fetch` get the bytes, children (`child_pool`, `media_child`) decode and prepare them, `families` says what stands for them. Runs in the main
-process's event loop; what takes time is done by threads and children.
-
-A request's items wait for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one
-with a single image. Work for a request that has gone is cancelled, unless another one waits for the same item.
+Runs in the main process's event loop; what takes time is done by threads (`sources`, `fetch`) and children (`media_child`). A request's items wait
+for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one with a single image. Work
+for a request that has gone is cancelled, unless another one waits for the same item.
 """
 
 import asyncio
@@ -37,7 +34,7 @@ from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
-from headrace.multimodal.families import Family, LoadedItem, make_family, make_hearing_family
+from headrace.multimodal.families import Family, LoadedItem, make_audio_family, make_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.limits import (
     CHILD_MEMORY_BYTES,
@@ -107,20 +104,11 @@ class MediaPool(ChildPool[Verdict]):
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VIDEO_PATCHES = 4
-"""A video may have so many times the patches of an image."""
-
-_AT_A_TIME = 4
-"""Files of one request that are fetched or decoded at a time."""
-
-_FILES = 8
-"""Files that have been read and are yet to be prepared, at a time."""
-
-_VIDEOS = 4
-"""Videos whose frames are being fetched, or have been and are yet to be prepared, at a time."""
-
-_THREADS = 2
-"""That decode base64 and hash files."""
+VIDEO_PATCHES = 4  # A video may have so many times the patches of an image
+_AT_A_TIME = 4  # files of one request that are fetched or decoded at a time
+_FILES = 8  # files that have been read and are yet to be prepared, at a time
+_VIDEOS = 4  # videos whose frames are being fetched, or have been and are yet to be prepared, at a time
+_THREADS = 2  # that decode base64 and hash files
 
 
 class MediaLoader:
@@ -143,7 +131,9 @@ class MediaLoader:
         self._fetcher = Fetcher(args)
         self._files = asyncio.Semaphore(_FILES)
         self._videos = asyncio.Semaphore(_VIDEOS)
-        self._cache: PreparedCache[LoadedItem] = PreparedCache(args.cache_bytes, _num_bytes)
+        self._cache: PreparedCache[LoadedItem] = PreparedCache(
+            args.cache_bytes, lambda loaded: loaded.item.num_bytes + 64 * len(loaded.layout.tokens)
+        )
         self._flights: Flights[LoadedItem] = Flights()
         self._costly = RecentRefusals()
         self._loaded: Counter[MediaKind] = Counter()
@@ -356,7 +346,7 @@ def make_loader(
     config = read_json_object(folder / "config.json")
     audio, audio_unsupported_reason = read_audio(config)
     if audio is not None:
-        family = make_hearing_family(audio, tokenizer, reasons or {})
+        family = make_audio_family(audio, tokenizer, reasons or {})
         features = read_audio_settings(folder)
         _check_features(audio, features)
         return MediaLoader(family, MediaSettings(audio=features), args)
@@ -403,7 +393,3 @@ def _content_key(job: MediaJob, owner: str) -> bytes:
 
 def _owned(key: bytes, owner: str, num_bytes: int) -> bytes:
     return hashlib.blake2b(key + owner.encode(), digest_size=num_bytes).digest()
-
-
-def _num_bytes(loaded: LoadedItem) -> int:
-    return loaded.item.num_bytes + 64 * len(loaded.layout.tokens)

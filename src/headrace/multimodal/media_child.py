@@ -1,7 +1,6 @@
 """A child that decodes and prepares media: `python -m headrace.multimodal.media_child`. What costs too much costs it its life, not the server's.
 
-Owns the child's work; `media_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each
-job with a `Verdict` (`media_messages`).
+The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each job with a `Verdict` (`media_messages`).
 """
 
 import hashlib
@@ -31,9 +30,7 @@ from headrace.multimodal.processors import Prepared, prepare, prepare_video
 
 STACK_BYTES = 8 * MIB
 
-NICE = 5
-"""A request waits for its media, and others for the steps of the model."""
-
+NICE = 5  # A request waits for its media, and others for the steps of the model
 _SETUPS = msgspec.msgpack.Decoder(Setup)
 _JOBS: msgspec.msgpack.Decoder[MediaJob] = msgspec.msgpack.Decoder(MediaJob)
 

@@ -1,7 +1,4 @@
-"""Prepared items by the content of their files, bounded in bytes, and work that several requests share.
-
-Owns `PreparedCache`, `Flights` and `RecentRefusals`. Knows nothing of how items are prepared. Runs in the main process's event loop.
-"""
+"""Prepared items by the content of their files, bounded in bytes, and work that several requests share. Runs in the main process's event loop."""
 
 import asyncio
 import time

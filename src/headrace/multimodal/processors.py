@@ -1,8 +1,7 @@
 """From the pixels of an image to the values that a model's encoder takes, bit by bit those of transformers' image processors (with Pillow).
 
-Owns the steps of each recipe of `ImageSettings`, for one image. Does not read files (`images`) or settings (`checkpoint`). Runs in
-a child process. Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, LLaVA-OneVision, Gemma 3, Pixtral, Idefics3, SmolVLM, Qwen2-VL
-and GOT-OCR2 (InternVL), in their variants for Pillow and NumPy.
+Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, LLaVA-OneVision, Gemma 3, Pixtral, Idefics3, SmolVLM, Qwen2-VL and GOT-OCR2
+(InternVL), in their variants for Pillow and NumPy. Runs in a child process.
 """
 
 import hashlib
@@ -33,11 +32,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 NO_GRID = (0, 0, 0)
 
-LOW_TOKENS = 256
-"""Tokens of an image with `detail: low`, at most, where its size decides."""
-
-_MOST_ASPECT = 200
-"""Qwen refuses images that are longer than wide, or wider than long, by more than this factor."""
+LOW_TOKENS = 256  # tokens of an image with `detail: low`, at most, where its size decides
+_MOST_ASPECT = 200  # qwen refuses images that are longer than wide, or wider than long, by more than this factor
 
 
 Grid: TypeAlias = tuple[int, int, int]

@@ -1,7 +1,4 @@
-"""To which size an image is made, and into how many tiles it is cut, by the rules of transformers' image processors.
-
-Owns numbers only, of height and width in this order. Pixels are resized by `processors`.
-"""
+"""To which size an image is made, and into how many tiles it is cut, by the rules of transformers' image processors: (height, width), always."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +7,7 @@ from msgspec.structs import replace
 
 from headrace.checkpoint.preprocessor_config import ImageSettings, Size
 
-MOST_OF_A_SIDE = 4096
-"""Idefics3 makes no image larger than this."""
+MOST_OF_A_SIDE = 4096  # idefics3 makes no image larger than this
 
 
 def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:

@@ -1,8 +1,4 @@
-"""The bytes of a file of media as a client gives it: in the request, or in a file below the folder that the operator allows.
-
-Owns the forms of `FileRef.url` and their limits. Does not own fetching over a network (`fetch`). Runs in threads of the main process: it only
-decodes base64 and reads files.
-"""
+"""The bytes of a file of media as a client gives it: in the request, or in a file below the folder that the operator allows. Runs in threads."""
 
 import base64
 import binascii
@@ -24,9 +20,7 @@ class FileLimit(NamedTuple):
     option: str
 
 
-_LEAST_BYTES = 26
-"""No file of media is smaller."""
-
+_LEAST_BYTES = 26  # no file of media is smaller
 _PIECE = 1 << 20
 _WHITESPACE = b" \t\r\n"
 _ESCAPED = (

@@ -1,7 +1,5 @@
 """Aya Vision: a SigLIP tower over square tiles of an image, whose neighbouring patches become one row, a norm, and a gated layer.
 
-Owns the family's order of parts and their names. Runs in the thread that runs the model.
-
 Source: S. Dash et al., "Aya Vision: Advancing the Frontier of Multilingual Multimodality" (2025).
 """
 

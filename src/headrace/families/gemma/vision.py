@@ -1,7 +1,5 @@
 """Gemma 3: a SigLIP tower, means over squares of patches, a norm, and a product to the size of the text model.
 
-Owns the family's order of parts and their names. Runs in the thread that runs the model.
-
 Source: Gemma Team, "Gemma 3 Technical Report" (2025).
 """
 

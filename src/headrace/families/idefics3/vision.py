@@ -1,7 +1,5 @@
 """Idefics3 and SmolVLM: a SigLIP tower over square tiles of an image, whose neighbouring patches become one row, and a linear layer.
 
-Owns the families' order of parts and their names. Runs in the thread that runs the model.
-
 Sources: H. Laurençon et al., "Building and better understanding vision-language models" (Idefics3, 2024); A. Marafioti et al., "SmolVLM" (2025).
 """
 

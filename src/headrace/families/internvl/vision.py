@@ -1,7 +1,5 @@
 """InternVL: a tower over square tiles of an image, whose neighbouring patches become one row, and two linear layers.
 
-Owns the family's order of parts and their names. Runs in the thread that runs the model.
-
 Source: Z. Chen et al., "InternVL" (2023), and "Expanding Performance Boundaries" (InternVL 2.5, 2024).
 """
 

@@ -1,8 +1,6 @@
 """LLaVA, Pixtral and Mistral 3: a CLIP, SigLIP or Pixtral tower, and two linear layers to the size of the text model. LLaVA-NeXT and
 LLaVA-OneVision: the same over an image and over tiles of a larger one, whose rows are put together without the border around it.
 
-Owns the families' order of parts and their names. Runs in the thread that runs the model.
-
 Sources: H. Liu et al., "Visual Instruction Tuning" (2023); P. Agrawal et al., "Pixtral 12B" (2024); H. Liu et al., "LLaVA-NeXT"
 (2024); B. Li et al., "LLaVA-OneVision" (2024).
 """

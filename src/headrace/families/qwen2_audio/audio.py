@@ -1,7 +1,5 @@
 """Qwen2-Audio: two convolutions over log-mel frames, Whisper's layers, means over pairs of positions, and a product to the size of the text model.
 
-Owns the family's order of parts and their names. Runs in the thread that runs the model.
-
 Sources: A. Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022); Y. Chu et al., "Qwen2-Audio Technical Report" (2024).
 """
 

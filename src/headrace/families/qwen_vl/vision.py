@@ -1,6 +1,6 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a tower over patches of images of any size, with rotary positions, and a layer that merges squares of patches.
 
-Owns the families' order of parts and their names. Patches come in the order of the squares that are merged. Runs in the thread that runs the model.
+Patches come in the order of the squares that are merged.
 
 Sources: P. Wang et al., "Qwen2-VL" (2024); S. Bai et al., "Qwen2.5-VL Technical Report" (2025), with attention in windows;
 Qwen Team, "Qwen3-VL Technical Report" (2025), with learnt positions besides, and with rows for the text model's first layers.

@@ -1,8 +1,6 @@
-"""The base classes of weight formats, and the registry of formats.
+"""The base classes of weight formats, their registry, and the joining of parts that are stored in different formats.
 
-Owns the interface between linear layers and formats, and the joining of parts that are stored in different formats. The facts about a format that
-need no torch are a row of `headrace.checkpoint.weight_formats`. Does not own layouts or products (`headrace.kernels`). Runs in the thread that loads
-the model.
+The facts about a format that need no torch are a row of `headrace.checkpoint.weight_formats`. Runs in the thread that loads the model.
 """
 
 from abc import ABC, abstractmethod
@@ -20,9 +18,7 @@ from headrace.kernels import PackedLinear
 _CHUNK_ELEMENTS = 1 << 18
 _ROWS_ON_A_GPU = 4096
 
-Part = torch.Tensor | QuantizedMatrix
-"""Rows of a weight, or a bias, as they are loaded."""
-
+Part = torch.Tensor | QuantizedMatrix  # rows of a weight, or a bias, as they are loaded
 Calibrator = Callable[[torch.Tensor, torch.Tensor], QuantizedMatrix]
 """Rounds a weight float32[n, k] so that its products change least for the inputs seen: the second argument is the sum of x x^T over those
 inputs, float32[k, k]. k is a multiple of 32."""

@@ -53,8 +53,7 @@ class Fp8(WeightFormat):
         return pack_fp8(weight, bias, fp8_per_row(weight.device))
 
 
-_ROUNDING = WIDE_GROUP**0.5 / 2
-"""What rounding to nearest adds to the norm of a group, at most."""
+_ROUNDING = WIDE_GROUP**0.5 / 2  # what rounding to nearest adds to the norm of a group, at most
 
 
 @register
