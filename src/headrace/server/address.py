@@ -31,15 +31,11 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """URL for clients on this machine of a server bound to `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+def local_url(args: ServerArgs, port: int) -> str:
+    """URL for clients on this machine of a server bound to --host and `port`."""
+    scheme = "https" if args.ssl_certfile is not None else "http"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(args.host, args.host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def uses_tls(args: ServerArgs) -> bool:
-    """Whether the server speaks HTTPS."""
-    return args.ssl_certfile is not None
 
 
 def check_certificate(args: ServerArgs) -> None:

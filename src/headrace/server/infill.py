@@ -4,7 +4,6 @@ at the cursor. Runs in the event loop that serves HTTP.
 
 import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated
@@ -166,8 +165,7 @@ async def infill(noted: HeaderNotes, exchange: Exchange) -> None:
         if request.stream:
             await stream_reply(exchange, updates, frames, bytes, done=b"", renamed=_renamed, headers=headers)
             return
-        async with exchange.until_client_leaves(), aclosing(updates):
-            (update,) = [update async for update in updates]
+        (update,) = await exchange.all_of(updates)
         assert update.finish is not None, "it has ended"
         if (failure := failure_of(update.finish)) is not None:
             raise failure

@@ -57,8 +57,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *_anthropic_routes(context),
         *_native_routes(context),
         *_pooling_routes(context),
-        *_information_routes(),
-        *_admin_routes(),
+        *_control_routes(),
         *_ollama_routes(context),
         *operation_routes(),
         *weight_routes(),
@@ -200,8 +199,10 @@ def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
     # fmt: on
 
 
-def _information_routes() -> list[RouteSpec]:
+def _control_routes() -> list[RouteSpec]:
     aborted: Examples = {"One request": {"rid": "my-request"}, "All": {"abort_all": True}}
+    loaded = {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}}
+    unloaded = {"By its name": {"lora_name": "my-adapter"}}
     row = partial(RouteSpec, with_replicas=True)
     # fmt: off
     return [
@@ -218,15 +219,6 @@ def _information_routes() -> list[RouteSpec]:
         RouteSpec("/v1/requests", GET, "user", control.latest_requests, "Live requests, and the last ones", query=control.LatestQuery),
         RouteSpec("/v1/requests/{id:path}", GET, "user", control.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", POST, "user", control.abort_request, "Abort by rid; all with the admin key", control.AbortBody, examples=aborted),
-    ]
-    # fmt: on
-
-
-def _admin_routes() -> list[RouteSpec]:
-    loaded = {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}}
-    unloaded = {"By its name": {"lora_name": "my-adapter"}}
-    # fmt: off
-    return [
         RouteSpec("/flush_cache", POST, "admin", control.flush_cache, "Empty the prefix cache", failure=control.Outcome, query=control.FlushQuery),
         RouteSpec("/flush_cache", GET, "admin", control.flush_cache_by_get, "The same, not for browsers",
                   failure=control.Outcome, query=control.FlushQuery),

@@ -104,7 +104,6 @@ class OpenApi:
         self._document: dict[str, Any] | None = None
 
     def document(self) -> dict[str, Any]:
-        """The OpenAPI 3.1 document."""
         if self._document is None:
             self._document = self._build()
         return self._document
@@ -167,12 +166,10 @@ class OpenApi:
         return operation
 
     async def openapi_json(self, exchange: Exchange) -> None:
-        """The document."""
         await exchange.reply_json(self.document())
 
 
 def _tag_of(route: RouteSpec) -> str:
-    """The group of a route, for people."""
     if route.tag:
         return route.tag
     own, information, administration = _OWN_TAGS

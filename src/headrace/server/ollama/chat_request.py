@@ -67,7 +67,6 @@ class _History:
         self._answered: set[str] = set()
 
     def add(self, calls: Sequence[Message]) -> None:
-        """A message has these calls."""
         self.num_calls += len(calls)
         self._waiting, self._answered = {"": deque()}, set()
         for call in calls:
@@ -77,7 +76,6 @@ class _History:
                 self._waiting.setdefault(name, deque()).append(str(call["id"]))
 
     def answer(self, call_id: str) -> None:
-        """A message is the result of this call."""
         self._answered.add(call_id)
 
     def next_call(self, name: str) -> str | None:

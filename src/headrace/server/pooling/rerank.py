@@ -82,7 +82,6 @@ class Ranking:
     usage: PooledUsage
 
     def results(self) -> Iterator[RerankResult]:
-        """The best first."""
         shows = self.request.return_documents is not False
         for place in self.best:
             document = self.documents[place]
@@ -110,9 +109,9 @@ async def ranked(asker: Asker, request: RerankRequest, rid: str) -> Ranking:
             context.check_text_length(param, len(text))
         texts = await context.in_text_thread(lambda: context.model.tokenizer.beginnings(texts, most))
     pairs = [(request.query, text) for text in texts]
-    found = await score_pairs(asker, request, pairs, rid, param=param, cannot="does not rerank", truncates=True)
-    order = sorted(range(len(found.scores)), key=lambda place: (-found.scores[place], place))
-    return Ranking(request, documents, found.scores, order[:top_n], found.usage)
+    scores, usage = await score_pairs(asker, request, pairs, rid, param=param, cannot="does not rerank", truncates=True)
+    order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
+    return Ranking(request, documents, scores, order[:top_n], usage)
 
 
 def _given(request: RerankRequest) -> tuple[Sequence[str | dict[str, object]], str]:
