@@ -281,7 +281,8 @@ def embeds_to_base64(body: bytes, hidden_size: int) -> bytes:
         embeds = bytes(_BODY.decode(body).input_embeds)
         if not embeds.lstrip(_BLANK).startswith(b"["):
             return body
-        _check_rest(body, embeds)
+        counts, own = count_body(body), count_body(embeds)
+        BodyCounts(counts.values - own.values, counts.lists - own.lists, counts.fields - own.fields).check()
         fields = _FIELDS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body
@@ -291,11 +292,6 @@ def embeds_to_base64(body: bytes, hidden_size: int) -> bytes:
     encoded = [base64.b64encode(prompt).decode() for prompt in prompts]
     fields[_NAME] = msgspec.Raw(msgspec.json.encode(encoded if is_batch else encoded[0]))
     return msgspec.json.encode(fields)
-
-
-def _check_rest(body: bytes, embeds: bytes) -> None:
-    counts, own = count_body(body), count_body(embeds)
-    BodyCounts(counts.values - own.values, counts.lists - own.lists, counts.fields - own.fields).check()
 
 
 def _read_prompts(embeds: bytes, hidden_size: int) -> tuple[list[bytes], bool]:

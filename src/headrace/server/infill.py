@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import renaming
 from headrace.server.http import Exchange, Headers, encode_json
@@ -50,7 +51,7 @@ def fill_in_middle(context: ServingContext, param: str) -> FillInMiddle:
     found = FillInMiddle.of(context.model.tokenizer)
     if found is None:
         message = f"{param}: this model does not fill in the middle: its tokenizer has no tokens such as <|fim_prefix|>"
-        raise RequestError(message, param, "unsupported_parameter")
+        raise unsupported(param, message)
     return found
 
 

@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -88,8 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_connections = max_connections()
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
+        self._timers: dict[Literal["deadline", "stall"], asyncio.TimerHandle] = {}
         self._cycles: list[RequestResponseCycle] = []
         self._receiving = False  # between the first byte of a request and its last
         self._lingering = False
@@ -110,8 +109,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone: cancel all timers."""
-        self._cancel_deadline()
-        self._cancel_stall()
+        self._cancel("deadline")
+        self._cancel("stall")
         super().connection_lost(exc)
         # uvicorn notifies only the newest request, but an earlier one may be the one being answered.
         for cycle in self._cycles:
@@ -122,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse bytes of requests. The time limit of the headers starts with their first byte."""
         if self.parser is None or self._lingering or self.transport.is_closing():
             return
-        if not self._receiving and self._deadline is None:
+        if not self._receiving and "deadline" not in self._timers:
             self._expect(HEADER_TIMEOUT_S)
         super().data_received(data)
         if self._receiving and self._in_headers and not self._lingering and not self.transport.is_closing():
@@ -134,11 +133,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The send buffer is full: the client reads slower than tokens come."""
         super().pause_writing()
-        if self._stall is None:
-            self._stall = self.loop.call_later(WRITE_STALL_S, self._abort_stalled)
+        if "stall" not in self._timers:
+            self._timers["stall"] = self.loop.call_later(WRITE_STALL_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._cancel_stall()
+        self._cancel("stall")
         super().resume_writing()
 
     # Called by the parser.
@@ -179,7 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._receiving = False
-        self._cancel_deadline()
+        self._cancel("deadline")
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -194,11 +193,11 @@ class LimitedProtocol(HttpToolsProtocol):
     # Timers.
 
     def _expect(self, seconds: float) -> None:
-        self._cancel_deadline()
-        self._deadline = self.loop.call_later(seconds, self._late, seconds)
+        self._cancel("deadline")
+        self._timers["deadline"] = self.loop.call_later(seconds, self._late, seconds)
 
     def _late(self, seconds: float) -> None:
-        self._deadline = None
+        self._cancel("deadline")
         if self.transport.is_closing():
             return
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -208,23 +207,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._refuse(408, f"the request did not arrive within {seconds:g} s")
 
-    def _abort_stalled(self) -> None:
-        self._stall = None
-        self.transport.abort()
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _cancel_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+    def _cancel(self, name: Literal["deadline", "stall"]) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
         """Send an error unless a reply is in progress, and close."""
-        self._cancel_deadline()
+        self._cancel("deadline")
         self._unset_keepalive_if_required()
         if self.cycle is None or (
             self.cycle.response_complete if self._before_body else not self.cycle.response_started
@@ -251,7 +240,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():  # TLS has no half-closed connections
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+        self._timers["deadline"] = self.loop.call_later(LINGER_S, self.transport.close)
 
 
 class Server:
@@ -310,8 +299,11 @@ class Server:
 
     @contextmanager
     def _own_errors(self) -> Generator[None, None, None]:
-        """uvicorn ends the process when the application cannot start; here its error is raised instead."""
-        _adopt_uvicorn_log()
+        """uvicorn ends the process when the application cannot start; here its error is raised instead. Its log becomes ours."""
+        logger = logging.getLogger("uvicorn")
+        logger.handlers[:] = [_Forward()]
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             yield
@@ -367,10 +359,3 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if log.isEnabledFor(record.levelno):
             log.handle(record)
-
-
-def _adopt_uvicorn_log() -> None:
-    logger = logging.getLogger("uvicorn")
-    logger.handlers[:] = [_Forward()]
-    logger.setLevel(logging.WARNING)
-    logger.propagate = False

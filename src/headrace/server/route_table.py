@@ -32,7 +32,7 @@ from headrace.server.pooling.rerank import RerankRequest, rerank
 from headrace.server.pooling.score import ScoreRequest, score
 from headrace.server.responses.protocol import ResponsesRequest
 from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
-from headrace.server.routes import Examples, OpenApi, RouteSpec, aliases, operation_routes
+from headrace.server.routes import Examples, OpenApi, RouteSpec, operation_routes
 from headrace.server.ui.pages import ui_routes
 from headrace.server.weights import weight_routes
 
@@ -47,6 +47,9 @@ _CITY: Mapping[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
+WITHOUT_V1 = ("OpenAI", "Anthropic")
+"""APIs whose clients may take the address of the server for that of the API: they leave out `/v1`."""
+
 GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
 
 
@@ -62,7 +65,11 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *operation_routes(),
         *weight_routes(),
     ]
-    table += aliases(table)
+    table += [
+        replace(spec, path=spec.path.removeprefix("/v1"), summary=f"Alias of {spec.path}")
+        for spec in table
+        if spec.tag in WITHOUT_V1
+    ]
     args = context.args
     if not args.disable_metrics:
         table.append(RouteSpec("/metrics", GET, "public", control.metrics, "Prometheus metrics"))

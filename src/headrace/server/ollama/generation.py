@@ -21,6 +21,7 @@ from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.choice_stream import ChoiceStream
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import ApiError, ollama_error, renaming
 from headrace.server.http import Exchange, Headers, describe_error, encode_json
@@ -256,8 +257,7 @@ async def generate(noted: HeaderNotes, exchange: Exchange) -> None:
     body, headers_of = await read_body(noted, exchange, OllamaGenerateRequest)
     for name in _NOT_SUPPORTED:
         if getattr(body, name) not in (None, "", [], 0):
-            message = f"{name} is not supported{_INSTEAD.get(name, '')}"
-            raise RequestError(message, name, "unsupported_parameter")
+            raise unsupported(name, f"{name} is not supported{_INSTEAD.get(name, '')}")
     if not body.prompt and not body.suffix:
         await _reply_unasked(exchange, body, "generate", headers_of)
         return

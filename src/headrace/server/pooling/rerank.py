@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import Asker
 from headrace.server.http import Exchange
 from headrace.server.pooling.calls import check_num_inputs
@@ -134,8 +135,7 @@ def _check_cohere(request: RerankRequest) -> None:
         if value is not None and value < 1:
             raise RequestError(f"{name} must be at least 1, got {value}", name)
     if request.rank_fields not in (None, [], ["text"]):
-        message = 'rank_fields must be ["text"]: no other field of a document is read'
-        raise RequestError(message, "rank_fields", "unsupported_parameter")
+        raise unsupported("rank_fields", 'rank_fields must be ["text"]: no other field of a document is read')
 
 
 def _top_n(request: RerankRequest) -> int | None:

@@ -167,8 +167,10 @@ async def label_scores(asker: Asker, request: ScoreRequest, rid: str) -> tuple[l
             error.message = error.message.replace("token_ids_logprob", "label_token_ids")
             error.param = "label_token_ids"
         raise renamed(error, "items") from None
-    among = bool(request.apply_softmax)
-    scores = [_of_labels(picked_logprobs(update), labels, among) for update in updates]
+    scores = []
+    for logprobs in map(picked_logprobs, updates):
+        values = [logprobs[label] for label in labels]
+        scores.append(softmax(values) if request.apply_softmax else [math.exp(value) for value in values])
     return scores, usage_of(context, updates)
 
 
@@ -214,12 +216,6 @@ def _prompts(request: ScoreRequest) -> list[str] | list[list[int]]:
         raise RequestError("items must be texts if query is a text, and token ids if query is token ids", "items")
     joined: Any = [part + query if request.item_first else query + part for part in cast(Any, parts)]
     return cast("list[str] | list[list[int]]", joined)
-
-
-def _of_labels(logprobs: dict[int, float], labels: list[int], among_labels: bool) -> list[float]:
-    """among_labels: the probabilities of the labels add up to 1."""
-    values = [logprobs[label] for label in labels]
-    return softmax(values) if among_labels else [math.exp(value) for value in values]
 
 
 def cosines(first: Sequence[bytes], second: Sequence[bytes]) -> list[float]:
