@@ -19,8 +19,7 @@ from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.speculative.base import Drafts
-from headrace.speculative.ngram import NgramDrafter
-from headrace.speculative.shared import SharedOutputs
+from headrace.speculative.ngram import NgramDrafter, SharedOutputs
 
 STEPS = 2000
 

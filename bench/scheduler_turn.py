@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from headrace.benchmark.machine import revision, this_machine
-from headrace.cache.allocator import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.garbage import freeze
 from headrace.messages.channel import Message
@@ -37,9 +36,15 @@ from headrace.messages.requests import (
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state import SchedulerConfig
+
+try:
+    from headrace.cache.base import PageAllocator
+    from headrace.scheduler.kv_manager import KvPart
+except ImportError:  # another checkout, of before these files were merged
+    from headrace.cache.allocator import PageAllocator  # type: ignore[import-not-found, no-redef]
+    from headrace.scheduler.kv_part import KvPart  # type: ignore[import-not-found, no-redef]
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64

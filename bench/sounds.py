@@ -13,7 +13,7 @@ from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
 from bench.contest import Call, contest_parser, in_turns, show, spread, torch_threads, use_threads
 from bench.program import words, write_report
-from headrace.checkpoint.audio_config import read_audio
+from headrace.checkpoint.model_config import read_audio
 from headrace.families.qwen2_audio.audio import Qwen2AudioEncoder
 from headrace.layers.weight import Placement
 from headrace.models.media import MediaInput, encode

@@ -22,8 +22,7 @@ from headrace.kernels.probe import machine_limits
 from headrace.layers.weight import Placement
 from headrace.messages import media as media_messages
 from headrace.models.media import MediaInput
-from headrace.models.towers.clip import ClipVision
-from headrace.models.towers.tower import packed
+from headrace.models.towers import ClipVision, packed
 
 BASE: dict[str, Any] = {
     "hidden_size": 768,

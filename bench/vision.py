@@ -39,7 +39,7 @@ from bench.program import counts, write_report
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.layers.weight import Placement
 from headrace.models.media import MediaInput
-from headrace.models.towers.clip import ClipVision
+from headrace.models.towers import ClipVision
 
 SIZES: dict[str, Any] = {
     "hidden_size": 768,

@@ -9,19 +9,17 @@ import math
 import numpy as np
 
 from bench.fleet.options import ReplicaOptions
-from headrace.cache.allocator import PageAllocator
+from headrace.cache.base import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.messages.outputs import TokenIDOut
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array, StepResult, one_id_a_row
 from headrace.scheduler import commit, planner
 from headrace.scheduler.admission import NewTokenRatio
-from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.grammar_queue import NO_GRAMMARS, GrammarQueue
-from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.kv_part import KvPart
+from headrace.scheduler.kv_manager import KVManager, KvPart
 from headrace.scheduler.request import Req
-from headrace.scheduler.state import SchedulerConfig, SchedulerState
+from headrace.scheduler.state import ScheduleBatch, SchedulerConfig, SchedulerState
 from headrace.scheduler.step_cost import StepWork
 
 ANSWER_TOKEN = 7

@@ -70,13 +70,12 @@ class Scheduled:
     """A scheduler over a model with random weights."""
 
     def __init__(self, bench: Bench, model: str, args: ServerArgs) -> None:
-        from headrace.cache.allocator import PageAllocator
+        from headrace.cache.base import PageAllocator
         from headrace.cache.radix_cache import RadixCache
         from headrace.messages.channel import LocalChannels
         from headrace.processes.model_files import EndTokens
         from headrace.processes.scheduler_process import scheduler_config
-        from headrace.scheduler.kv_manager import KVManager
-        from headrace.scheduler.kv_part import KvPart
+        from headrace.scheduler.kv_manager import KVManager, KvPart
         from headrace.scheduler.scheduler import Scheduler
 
         def no_stop_strings(request: TokenizedGenerateReqInput) -> NoReturn:

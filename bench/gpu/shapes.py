@@ -19,10 +19,9 @@ from headrace.kernels.torch_fallback import linear as torch_linear
 from headrace.kernels.torch_quantized import FP8
 from headrace.kernels.triton.attention import Plan, attend, decode, extend
 from headrace.kernels.triton.attention.plan import Tile
-from headrace.kernels.triton.linear import INT4_ROWS, int4_rows
-from headrace.kernels.triton.linear import Shape as RowsShape
-from headrace.kernels.triton.matmul import LARGE, SMALL, described_linear, invariant_linear, moe_in_tiles
-from headrace.kernels.triton.matmul import Tile as ProductTile
+from headrace.kernels.triton.experts import LARGE, SMALL, moe_in_tiles
+from headrace.kernels.triton.launch import Tile as ProductTile
+from headrace.kernels.triton.linear import INT4_ROWS, described_linear, int4_rows, invariant_linear
 from headrace.kernels.triton.one_row import SHAPES, Shape, one_row_linear
 
 _MANY_BYTES = 256 << 20
@@ -199,7 +198,7 @@ def _one_row(x: torch.Tensor, out: torch.Tensor, shape: Shape, weight: PackedLin
     one_row_linear(x, weight, out, False, shape)
 
 
-def _int4_rows(x: torch.Tensor, out: torch.Tensor, shape: RowsShape, weight: PackedLinear) -> None:
+def _int4_rows(x: torch.Tensor, out: torch.Tensor, shape: Shape, weight: PackedLinear) -> None:
     int4_rows(x, weight, out, False, shape)
 
 

@@ -73,15 +73,11 @@ class ContextLengthError(RequestError):
 
 
 class NotFoundError(RequestError):
-    """What the request names does not exist."""
-
     status_code = 404
     error_type = "not_found_error"
 
 
 class AuthError(RequestError):
-    """The key is missing or not accepted."""
-
     status_code = 401
     error_type = "authentication_error"
 
@@ -106,8 +102,6 @@ class LateError(RequestError):
 
 
 class TooLargeError(RequestError):
-    """The body is larger than the server accepts."""
-
     status_code = 413
 
 

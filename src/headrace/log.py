@@ -27,14 +27,11 @@ def _time(record: logging.LogRecord) -> str:
 class _SingleLine(logging.Formatter):
     """Escapes control characters of the message; a traceback keeps its own lines, indented under the message."""
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        return _time(record)
-
     def format(self, record: logging.LogRecord) -> str:
         record.message = "".join(
             c if c.isprintable() else c.encode("unicode_escape").decode() for c in record.getMessage()
         )
-        record.asctime = self.formatTime(record, self.datefmt)
+        record.asctime = _time(record)
         line = self.formatMessage(record)
         if record.exc_info:
             line += "\n  " + self.formatException(record.exc_info).replace("\n", "\n  ")

@@ -14,9 +14,7 @@ from msgspec.structs import replace
 
 from headrace.errors import RequestError
 
-DEFAULT_FILE_BYTES = 20_000_000
-"""Most bytes of one file, unless the options say another number."""
-
+DEFAULT_FILE_BYTES = 20_000_000  # most bytes of one file, unless the options say another number
 ImageDetail = Literal["auto", "low", "high"]
 
 
@@ -47,7 +45,6 @@ class MediaKind(StrEnum):
 
     @property
     def many(self) -> str:
-        """Several items in messages."""
         return f"{self.one}s"
 
     @property
@@ -71,7 +68,6 @@ class MediaKind(StrEnum):
         return f"--max-{self.plural}"
 
     def limit_of(self, args: object) -> int:
-        """Most items in a prompt. args: `ServerArgs`."""
         limit: int = getattr(args, f"max_{self.plural}")
         return limit
 
@@ -81,18 +77,15 @@ class MediaKind(StrEnum):
         return f"--max-{self}-bytes"
 
     def max_bytes_of(self, args: object) -> int:
-        """Most bytes of one file. args: `ServerArgs`."""
         most: int = getattr(args, f"max_{self}_bytes")
         return most
 
     @property
     def unsupported_code(self) -> str:
-        """Error code where the model does not support it."""
         return f"unsupported_{self.noun}"
 
     @property
     def invalid_code(self) -> str:
-        """Error code of an item that cannot be read."""
         return f"invalid_{self}"
 
     def amount(self, number: int) -> str:
@@ -146,15 +139,9 @@ class AudioRef(FileRef, frozen=True):
     kind = MediaKind.AUDIO
 
 
-DEFAULT_FPS = 2.0
-"""Frames of a second of a video whose client does not say it."""
-
-FRAMES_URL = "data:video/jpeg;base64,"
-"""Before the frames of a video that is given as a text."""
-
-MAX_FRAMES = 10_000
-"""Of a video that is given as one text, whatever the options allow."""
-
+DEFAULT_FPS = 2.0  # frames of a second of a video whose client does not say it
+FRAMES_URL = "data:video/jpeg;base64,"  # before the frames of a video that is given as a text
+MAX_FRAMES = 10_000  # of a video that is given as one text, whatever the options allow
 _MIN_FPS, _MAX_FPS = 0.001, 240.0
 
 
@@ -204,7 +191,6 @@ class VideoRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, about."""
         return sum(frame.num_bytes for frame in self.images)
 
 
@@ -231,21 +217,17 @@ class MediaRefs(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(**fields)
 
     def of(self, kind: MediaKind) -> tuple[MediaRef, ...]:
-        """Those of a kind."""
         refs: tuple[MediaRef, ...] = getattr(self, kind.plural)
         return refs
 
     def native_fields(self) -> dict[str, Any]:
-        """As the fields of a native request."""
         return {kind.field: [*self.of(kind)] for kind in MediaKind if self.of(kind)}
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return any(map(self.of, MediaKind))
 
     @property
     def num_bytes(self) -> int:
-        """Memory that they take, about."""
         return sum(ref.num_bytes for kind in MediaKind for ref in self.of(kind))
 
 
@@ -266,7 +248,6 @@ class MediaFields(msgspec.Struct, kw_only=True, frozen=True):
     video_data: VideoData = None
 
     def media_data(self) -> dict[MediaKind, Any]:
-        """What is given, by kind."""
         data = {kind: getattr(self, kind.field) for kind in MediaKind}
         return {kind: given for kind, given in data.items() if given is not None}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.cache.chunk_cache import ChunkCache
+from headrace.cache.base import ChunkCache
 from headrace.cache.radix_cache import RadixCache
 
 

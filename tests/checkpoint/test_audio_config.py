@@ -7,8 +7,7 @@ import pytest
 import transformers
 
 from headrace.checkpoint import families
-from headrace.checkpoint.audio_config import read_audio
-from headrace.checkpoint.model_config import parse_hf_config
+from headrace.checkpoint.model_config import parse_hf_config, read_audio
 from headrace.errors import ModelError
 
 CONFIGS: dict[str, dict[str, Any]] = {"qwen2_audio": {"model_type": "qwen2_audio", "audio_config": {}}}

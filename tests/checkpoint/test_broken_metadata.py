@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.model_config import load_model_config, parse_hf_config
-from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.source import open_checkpoint
+from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
 from headrace.text.tokenizers import load_tokenizer
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import transformers
 
-from headrace.checkpoint.audio_processors import AudioSettings, audio_settings, read_audio_settings
+from headrace.checkpoint.preprocessor_config import AudioSettings, audio_settings, read_audio_settings
 from headrace.errors import ModelError
 
 QWEN2_AUDIO = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.source import open_checkpoint
+from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

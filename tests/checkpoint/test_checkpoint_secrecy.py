@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.checkpoint.files import read_json_object
 from headrace.checkpoint.gguf import GgufFile
-from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.errors import ModelError
 

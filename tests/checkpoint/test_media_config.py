@@ -7,8 +7,7 @@ import pytest
 import transformers
 
 from headrace.checkpoint.families import vision
-from headrace.checkpoint.media_config import read_media
-from headrace.checkpoint.model_config import parse_hf_config
+from headrace.checkpoint.model_config import parse_hf_config, read_media
 from headrace.errors import ModelError
 
 M_ROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}

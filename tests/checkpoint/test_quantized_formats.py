@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.checkpoint.gguf import dequantize
-from headrace.checkpoint.gguf_quantized import RawBlocks, quantized_matrix
-from headrace.checkpoint.quantization_settings import OWN_METHOD, stored_scheme
+from headrace.checkpoint.gguf_checkpoint import RawBlocks, quantized_matrix
 from headrace.checkpoint.quantized_formats import own_tensors, stored_format
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import open_checkpoint
+from headrace.checkpoint.weight_formats import OWN_METHOD, stored_scheme
 from headrace.errors import ModelError
 
 K, N = 128, 24

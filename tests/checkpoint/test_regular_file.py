@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.checkpoint.files import open_regular
 from headrace.checkpoint.lora import LoraCheckpoint
-from headrace.checkpoint.regular_file import open_regular
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
 from headrace.text.chat_templates import read_template_argument

@@ -14,7 +14,7 @@ from headrace.errors import ExecutionError
 
 CHILD = """
 import os, msgspec
-from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
+from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
 
 class Question(msgspec.Struct):
     what: str

@@ -279,7 +279,7 @@ def test_doctor_as_json_tells_of_every_part(capsys):
 
 
 def test_doctor_tells_what_each_rank_of_a_model_would_get(capsys, monkeypatch):
-    monkeypatch.setattr("headrace.kernels.cpu.threads.default_num_threads", lambda: 7)
+    monkeypatch.setattr("headrace.kernels.cpu.default_num_threads", lambda: 7)
     monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 12 * 2**30)
     nodes = (NumaNode(0, "0-3", 8.0), NumaNode(1, "4-7", 8.0))
     monkeypatch.setattr("headrace.cli.doctor.numa_nodes", lambda: nodes)
@@ -297,9 +297,9 @@ def test_doctor_tells_to_which_node_each_rank_would_be_bound(capsys, monkeypatch
     cpu.load()  # with the threads of this machine, not of that below
     nodes = (Node(0, (0, 1, 2, 3), 8 << 30, 6 << 30), Node(1, (4, 5), 8 << 30, 4 << 30))
     monkeypatch.setattr("headrace.processes.numa.read_nodes", lambda folder: nodes)
-    monkeypatch.setattr("headrace.processes.numa._allowed_nodes", lambda status: None)
     monkeypatch.setattr("headrace.processes.share.read_nodes", lambda: nodes)
-    monkeypatch.setattr("headrace.kernels.cpu.threads.quota_cpus", lambda: None)
+    monkeypatch.setattr("headrace.processes.numa._allowed_nodes", lambda status: None)
+    monkeypatch.setattr("headrace.kernels.cpu.quota_cpus", lambda: None)
     monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 16 * 2**30)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert run("doctor", "--json", "--tp-size", "3", "--numa-bind") == 0

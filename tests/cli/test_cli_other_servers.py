@@ -10,7 +10,7 @@ import pytest
 from headrace.api.options import option_values
 from headrace.cli.app import main
 from headrace.config.cli import parse
-from headrace.config.other_servers import LISTS, VALUES, Alias, Already, table
+from headrace.config.other_servers import LISTS, VALUES, table
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import own_options
 from headrace.errors import ConfigError
@@ -205,11 +205,11 @@ def test_the_table_names_each_option_once():
 
 
 def test_the_table_speaks_of_options_that_exist():
-    targets = {name for entry in table() if isinstance(entry, Alias) for name in entry.sets}
-    targets |= {entry.unless[0] for entry in table() if isinstance(entry, Already) and entry.unless}
+    targets = {name for entry in table() for name in entry.sets}
+    targets |= {entry.unless[0] for entry in table() if entry.unless}
     assert targets <= FIELDS.keys()
     assert {*VALUES, *LISTS} <= FIELDS.keys()
-    assert all(entry.otherwise for entry in table() if isinstance(entry, Already) and entry.values)
+    assert all(entry.otherwise for entry in table() if entry.values)
 
 
 def test_other_spellings_of_values_mean_values_of_ours():
@@ -223,5 +223,5 @@ def test_other_spellings_of_values_mean_values_of_ours():
 def test_every_remark_names_options_that_exist():
     known = own_options().keys()
     for entry in table():
-        text = entry.says + " " + getattr(entry, "otherwise", "")
+        text = f"{entry.says or entry.already or entry.refused} {entry.otherwise}"
         assert [word for word in re.findall(r"--[a-z][a-z-]*", text) if word not in known] == [], entry.names

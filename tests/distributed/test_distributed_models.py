@@ -15,7 +15,7 @@ from headrace.checkpoint.model_config import MoeConfig
 from headrace.checkpoint.weight_formats import names_on_cpu
 from headrace.distributed.base import WHOLE, Shard
 from headrace.errors import ModelError
-from headrace.layers.moe import SparseMoe
+from headrace.layers.mlp import SparseMoe
 from headrace.layers.quantization import integer_format
 from headrace.layers.weight import Placement
 

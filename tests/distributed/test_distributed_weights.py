@@ -27,7 +27,7 @@ from headrace.execution.load_weights import load_model
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderJobs, LeaderWeights, Turn, read_whole, write_parts
 from headrace.execution.update_weights import ModelWeights
-from headrace.execution.weight_cache import open_cache
+from headrace.execution.weight_files import open_cache
 from headrace.kernels import cpu
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.ranks import RankStep, RankStop, pack, unpack

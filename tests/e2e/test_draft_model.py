@@ -14,7 +14,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution import pool_plan
 from headrace.execution.build_draft import LoadedDraft
-from headrace.execution.draft_steps import DeviceDraftSteps
+from headrace.execution.drafting import DeviceDraftSteps
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.released import DraftMemory
 from headrace.speculative import base

@@ -30,8 +30,7 @@ from torch import nn
 
 from headrace.errors import ConfigError, ModelError
 from headrace.execution import build_draft, pool_plan
-from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps, Guessed
-from headrace.execution.eagle import DeviceEagleDrafter, EagleDrafter
+from headrace.execution.drafting import DeviceDraftSteps, DeviceEagleDrafter, DraftSteps, EagleDrafter, Guessed
 from headrace.execution.setup import Setup
 from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch
 from headrace.sampling import grammar_rows

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.api.engine import Engine
 from headrace.config.server_args import ServerArgs
-from headrace.processes import lasting_thread, model_files
+from headrace.processes import model_files, scheduler_process
 from headrace.text import tokenizers
 
 PROGRAM = """
@@ -74,21 +74,21 @@ def test_a_file_that_changes_is_another_tokenizer(tiny_model: str, tmp_path: Pat
 
 
 def test_work_of_all_engines_is_done_in_one_thread():
-    idents = {lasting_thread.run_in_lasting_thread(threading.get_ident).result(60) for _ in range(3)}
+    idents = {scheduler_process.run_in_lasting_thread(threading.get_ident).result(60) for _ in range(3)}
     assert len(idents) == 1
     assert threading.get_ident() not in idents
 
 
 def test_a_process_that_ends_does_not_wait_for_that_thread():
     program = (
-        "import threading\nfrom headrace.processes.lasting_thread import run_in_lasting_thread\n"
+        "import threading\nfrom headrace.processes.scheduler_process import run_in_lasting_thread\n"
         "run_in_lasting_thread(threading.Event().wait)"
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_work_that_fails_says_so_and_the_thread_goes_on():
-    failed = lasting_thread.run_in_lasting_thread(lambda: 1 // 0)
+    failed = scheduler_process.run_in_lasting_thread(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         failed.result(60)
-    assert lasting_thread.run_in_lasting_thread(lambda: 7).result(60) == 7
+    assert scheduler_process.run_in_lasting_thread(lambda: 7).result(60) == 7

@@ -18,12 +18,12 @@ from headrace.checkpoint.source import open_checkpoint
 from headrace.execution import build
 from headrace.execution.device import Device
 from headrace.execution.device_runner import DeviceRunner
+from headrace.execution.forward_batch import SequenceTable
 from headrace.execution.graphs import GraphPool
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.queued_step import Done
-from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.worker import ModelWorker, Pending, QueuedLane
 from headrace.layers.weight import Placement
 from headrace.messages.control import ReadyInfo

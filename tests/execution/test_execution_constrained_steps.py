@@ -10,7 +10,7 @@ import pytest
 import torch
 from device_harness import Elsewhere, FakeDevice, device_driver, reference
 from msgspec.structs import replace
-from runner_harness import CONTEXT, ids_by_row, int32, prompt, save_llama
+from runner_harness import CONTEXT, ids_by_row, prompt, save_llama
 from turns_grammar import Turns, under
 
 from headrace import kernels
@@ -74,7 +74,7 @@ def make(folder):
 
         def driver_of(sizes=(), device=None, **options):
             driver, runner, pool = device_driver(folder, sizes=sizes, device=device, **options)
-            stack.callback(runner.runner.sampler.close)
+            stack.callback(runner.runner.sampler.grammars.close)
             return driver, runner, pool
 
         yield driver_of
@@ -320,8 +320,8 @@ def test_nothing_holds_a_grammar_whose_sequence_has_left(make, expected):
     # The thread that fills masks has gone on to another, so it does not hold the row for a moment more.
     sampler = runner.runner.sampler
     sampler.add(2, driver.new(2, B, **under(Turns(3))))
-    sampler.begin([2], [len(B)])
-    assert sampler.ready_masks(int32([2]), int32([len(B)]), lambda: False).tokens is not None
+    sampler.grammars.begin([2], [len(B)])
+    assert sampler.grammars.ready([2], [len(B)], lambda: False).tokens is not None
     assert masks[0]() is None
 
 

@@ -12,7 +12,7 @@ from eagle_head import NUM_LAYERS, save_head
 from runner_harness import DRAWN, ids_by_row, make_driver, prompt, save_llama
 from turns_grammar import Turns, under
 
-from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps, Guessed
+from headrace.execution.drafting import DeviceDraftSteps, DraftSteps, Guessed
 from headrace.messages.step import Int32Array
 from headrace.sampling import grammar_rows
 from headrace.sampling.params import ResolvedSamplingParams

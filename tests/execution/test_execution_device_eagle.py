@@ -11,8 +11,7 @@ from runner_harness import CONTEXT, DRAWN, GREEDY, VOCAB_SIZE, prompt, save_llam
 
 from headrace import kernels
 from headrace.checkpoint.model_config import parse_hf_config
-from headrace.execution.draft_steps import DeviceDraftSteps
-from headrace.execution.eagle import DeviceEagleDrafter
+from headrace.execution.drafting import DeviceDraftSteps, DeviceEagleDrafter
 from headrace.execution.load_weights import fill_random
 from headrace.layers.weight import Placement
 from headrace.models.decoder import DecoderLM
@@ -38,7 +37,7 @@ def test_no_value_is_asked_for(folder: Path, sampling: ResolvedSamplingParams) -
         stack.enter_context(kernels.prefer("torch"))
         device, where = Elsewhere(), torch.device("meta")
         driver, runner, _ = device_driver(folder, sizes=(1, 2), verifying=(4, 8), device=device, on="meta")
-        stack.callback(runner.runner.sampler.close)
+        stack.callback(runner.runner.sampler.grammars.close)
         model, table, graphs = runner.runner.model, runner.runner.table, runner.graphs
         assert isinstance(model, DecoderLM)
         assert graphs is not None

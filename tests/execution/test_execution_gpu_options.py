@@ -17,10 +17,10 @@ from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
 from headrace.distributed.rank import ALONE, Rank
 from headrace.errors import ConfigError
+from headrace.execution.calibrate import WindowRunner
 from headrace.execution.graphs import graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.memory import kv_token_budget
-from headrace.execution.perplexity import WindowRunner
 from headrace.execution.setup import check_can_be_split, own_device
 from headrace.layers.weight import Placement
 from headrace.models.registry import model_class_for

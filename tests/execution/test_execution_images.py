@@ -104,7 +104,7 @@ def test_what_is_dropped_is_encoded_again(driver):
     encode = EncodeWork(epoch=60, begin=(first,), num_slices=3)
     assert work(driver, encode).keys == (first.key,)
     assert work(driver, EncodeWork(epoch=60, drop=(first.key,))).keys == ()
-    batches = driver.worker.runner.media._encoder.batches
+    batches = driver.worker.runner.media.encoder.batches
     before = len(batches)
     assert work(driver, encode).keys == (first.key,)
     assert len(batches) == before + 1

@@ -9,8 +9,7 @@ from runner_harness import int32
 
 from headrace.attention.base import KvShape, OwnRows
 from headrace.attention.cpu import CpuAttention
-from headrace.execution.forward_batch import ForwardBatch
-from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.forward_batch import ForwardBatch, SequenceTable
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.sampling.params import ResolvedSamplingParams

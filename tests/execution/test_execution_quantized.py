@@ -8,16 +8,14 @@ import torch
 from runner_harness import CONTEXT, prompt, save_llama
 from safetensors.torch import load_file, save_file
 
-from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.source import open_checkpoint
-from headrace.checkpoint.weight_formats import FORMATS, STORED, names_on_cpu
+from headrace.checkpoint.weight_formats import FORMATS, OWN_METHOD, STORED, names_on_cpu
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build import build_worker
-from headrace.execution.calibrate import quantize_checkpoint
+from headrace.execution.calibrate import WindowRunner, perplexity, quantize_checkpoint
 from headrace.execution.load_weights import load_model, load_threads
-from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels.cpu import why_not
 from headrace.layers.quantization import integer_format
 from headrace.layers.weight import Placement

@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import torch
 
 from headrace.execution import rank_operations
-from headrace.execution.rank_operations import REPLY_BYTES, RankView, answer, reply_of, row_of
+from headrace.execution.rank_operations import REPLY_BYTES, RankView, answer, gathered, reply_bytes
 from headrace.messages.operations import OPERATIONS, OperationReply, OperationReq
 
 
@@ -21,13 +23,25 @@ def test_an_operation_that_a_rank_does_not_have_is_refused():
         assert "ranks have no operation" in fault.message
 
 
+class LoneGroup:
+    """A leader whose only follower gives the same."""
+
+    rank, size = 0, 2
+
+    def gather(self, x, columns, out):
+        out.copy_(torch.cat([x, x], 1))
+        assert columns == [x.shape[1]] * 2
+
+
 @pytest.mark.parametrize("size", [0, 1, 255, 256, REPLY_BYTES - 32])
 def test_an_answer_crosses_as_numbers(size: int):
-    reply = OperationReply(7, bytes(index % 256 for index in range(size)))
-    assert reply_of(row_of(reply)[0]) == reply
+    data = bytes(index % 256 for index in range(size))
+    assert gathered(LoneGroup(), data, REPLY_BYTES) == [data, data]
+    reply = OperationReply(7, data)
+    assert msgspec.msgpack.decode(reply_bytes(reply), type=OperationReply) == reply
 
 
 def test_an_answer_that_is_too_long_is_an_error_of_that_rank():
-    fault = reply_of(row_of(OperationReply(7, bytes(REPLY_BYTES)))[0]).fault
+    fault = msgspec.msgpack.decode(reply_bytes(OperationReply(7, bytes(REPLY_BYTES))), type=OperationReply).fault
     assert fault is not None
     assert "at most 1024" in fault.message

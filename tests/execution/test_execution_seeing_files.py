@@ -10,11 +10,10 @@ from vision_harness import FAMILIES, images, open_encoder, save_seeing
 from headrace.checkpoint.source import open_checkpoint
 from headrace.execution.calibrate import quantize_checkpoint
 from headrace.execution.load_weights import load_model
-from headrace.execution.save_weights import WeightSaver
+from headrace.execution.weight_files import WeightSaver
 from headrace.layers.weight import Placement
 from headrace.models.media import encode
-from headrace.models.multimodal import stored_name
-from headrace.models.registry import model_class_for
+from headrace.models.registry import model_class_for, stored_name
 
 CPU = torch.device("cpu")
 

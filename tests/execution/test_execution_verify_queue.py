@@ -77,7 +77,7 @@ def make(folder):
 
         def driver_of(device=None, sizes=SIZES, verifying=VERIFYING, **options):
             made = device_driver(folder, sizes=sizes, verifying=verifying, device=device, **options)
-            stack.callback(made[1].runner.sampler.close)
+            stack.callback(made[1].runner.sampler.grammars.close)
             return made
 
         yield driver_of

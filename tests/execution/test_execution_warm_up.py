@@ -5,7 +5,7 @@ import contextlib
 from msgspec.structs import replace
 from runner_harness import make_driver, prompt, save_llama
 
-from headrace.execution.warm_up import warm_up
+from headrace.execution.worker import warm_up
 
 
 def test_steps_before_the_first_request_change_no_token(tmp_path):

@@ -12,8 +12,6 @@ from headrace.text.batch_tokenizer import (
     INLINE_CHARACTERS,
     LONG_CHARACTERS,
     AsyncDynamicBatchTokenizer,
-    InputFormat,
-    input_format,
 )
 
 CONTEXT = 1 << 20
@@ -50,17 +48,17 @@ def medium(name):
     return name * (INLINE_CHARACTERS // len(name) + 1)
 
 
-def test_formats():
-    assert input_format("a") is InputFormat.SINGLE_STRING
-    assert input_format(["a", "b"]) is InputFormat.BATCH_STRINGS
-    assert input_format([["query", "document"]]) is InputFormat.CROSS_ENCODER_PAIRS
-    with pytest.raises(RequestError):
-        input_format([["a", "b", "c"]])
+async def test_formats():
+    batcher = AsyncDynamicBatchTokenizer(ByteTokenizer(), CONTEXT)
 
-
-async def test_pairs_are_refused():
-    with pytest.raises(RequestError, match="pairs"):
-        await AsyncDynamicBatchTokenizer(ByteTokenizer(), CONTEXT).encode([["query", "document"]])
+    assert await batcher.encode("a") == await batcher.encode(["a"]) == [[97]]
+    assert await batcher.encode(["a", "b"]) == [[97], [98]]
+    with pytest.raises(RequestError, match="pairs of texts are supported for cross-encoders only"):
+        await batcher.encode([["query", "document"]])
+    for other in ([], [["a", "b", "c"]], ["a", ["b", "c"]]):
+        with pytest.raises(RequestError, match="a prompt is a string, a list of strings"):
+            await batcher.encode(other)
+    batcher.close()
 
 
 async def test_what_arrives_while_a_batch_runs_is_the_next_batch(held):

@@ -457,7 +457,7 @@ async def test_metrics_follow_the_requests_and_the_scheduler(make_frontend):
 def test_the_front_end_does_not_import_torch_or_transformers():
     code = (
         "import sys, headrace.frontend.tokenizer_manager, headrace.text.detokenizer_manager, headrace.api.engine\n"
-        "import headrace.api.runtime, headrace.processes.supervisor, headrace.metrics.export\n"
+        "import headrace.api.runtime, headrace.processes.recovery, headrace.metrics.export\n"
         "bad = {'torch', 'transformers'} & set(sys.modules)\n"
         "sys.exit(str(bad) if bad else 0)"
     )

@@ -16,14 +16,12 @@ from triton.runtime.jit import JITFunction
 
 from headrace.kernels.triton import launch
 
-launch.overlaps = launch.is_hopper = lambda x: (
-    int(sys.argv[1]) >= 90
-)  # before the kernels are imported, which take the name
+launch.is_hopper = lambda x: int(sys.argv[1]) >= 90  # before the kernels are imported, which take the name
 
 from headrace import kernels  # noqa: E402
 from headrace.kernels.packing import PackedLinear  # noqa: E402
-from headrace.kernels.triton import attention, invariant_ops, ops, sampling  # noqa: E402
-from headrace.kernels.triton.linear import fp8_values, int4_rows, unpack_int4  # noqa: E402
+from headrace.kernels.triton import attention, experts, rows, sampling  # noqa: E402
+from headrace.kernels.triton.linear import fp8_values, int4_rows, invariant_linear, unpack_int4  # noqa: E402
 from headrace.kernels.triton.one_row import one_row_linear  # noqa: E402
 
 BFLOAT16 = torch.bfloat16
@@ -93,18 +91,20 @@ attend(32, 8, 128, BFLOAT16, deterministic=False)
 attend(32, 8, 128, BFLOAT16, deterministic=True)
 attend(8, 4, 256, torch.float8_e4m3fn, deterministic=False, window=1024, soft_cap=50.0)
 x, weight = torch.zeros(4, 4096, dtype=BFLOAT16), torch.zeros(4096)
-ops.rms_norm(x, weight, 1e-5, x.clone())
-ops.layer_norm(x, weight, weight, 1e-5, None)
-ops.silu_mul(x)
-ops.gelu_tanh_mul(x)
+rows.rms_norm(x, weight, 1e-5, x.clone())
+rows.layer_norm(x, weight, weight, 1e-5, None)
+rows.silu_mul(x)
+rows.gelu_tanh_mul(x)
 heads, table = x.unflatten(1, (-1, 128)), torch.zeros(9, 64)
-ops.rotary(heads[:, :24], heads[:, 24:], torch.zeros(4, dtype=torch.int32), table, table)
+rows.rotary(heads[:, :24], heads[:, 24:], torch.zeros(4, dtype=torch.int32), table, table)
 mixture = kernels.pack_experts([linear(1536, 2048)] * 4, [linear(2048, 768)] * 4, "silu")
-for rows in (2, 16, 64):
-    ops.moe(x[:1, :2048].expand(rows, -1), torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2), mixture)
-for rows in (1, 100, 1000):
-    invariant_ops.linear(x[:1].expand(rows, -1), linear(1024, 4096), None, False)
-ops.route(x[:, :128], 8, True)
+for count in (2, 16, 64):
+    experts.moe(
+        x[:1, :2048].expand(count, -1), torch.zeros(count, 2, dtype=torch.int64), torch.zeros(count, 2), mixture
+    )
+for count in (1, 100, 1000):
+    invariant_linear(x[:1].expand(count, -1), linear(1024, 4096), None, False)
+experts.route(x[:, :128], 8, True)
 scales = torch.zeros(1024, 128, 2, dtype=BFLOAT16)
 for packed in (
     linear(1024, 4096),

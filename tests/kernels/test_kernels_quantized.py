@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
-from headrace.checkpoint.rotation import rotated_rows, rotated_weights, rotation_block, unrotated_weights
+from headrace.checkpoint.quantized_matrix import (
+    QuantizedMatrix,
+    rotated_rows,
+    rotated_weights,
+    rotation_block,
+    stack,
+    unrotated_weights,
+)
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP, codes_of
 from headrace.kernels import cpu
 from headrace.kernels.packing import QUANTIZED_LAYOUTS
@@ -13,7 +19,7 @@ from headrace.kernels.quantized_packing import (
     half_scales,
     pack_native_quantized,
     quantized_matrix,
-    unpack_quantized,
+    unpack_linear,
 )
 from headrace.layers.quantization import integer_format
 
@@ -235,7 +241,7 @@ def test_half_precision_scales_survive_packing_exactly(kind, shape):
     minimums = None if matrix.minimums is None else matrix.minimums.half().float()
     matrix = QuantizedMatrix(matrix.scheme, matrix.codes, scales, minimums, matrix.group_size)
     want = matrix.dequantize()
-    got = unpack_quantized(pack_native_quantized(matrix, None))
+    got = unpack_linear(pack_native_quantized(matrix, None))
     assert torch.equal(got, want)
 
 
@@ -244,6 +250,19 @@ def test_tiny_and_huge_scales_keep_eleven_bits():
     matrix = QuantizedMatrix("int4", torch.zeros(3, 64, dtype=torch.uint8), scales, None, 32)
     halves, _, columns = half_scales(matrix)
     assert torch.allclose(halves.float() * columns[:, None], scales, rtol=2.0**-11, atol=0.0)
+
+
+@pytest.mark.parametrize("largest", [1.0, 1.0 - 2.0**-13, 1.0 - 2.0**-11, 2.0**-140, 0.75])
+def test_what_was_packed_is_packed_to_the_same_bytes(largest):
+    matrix = random_matrix("native_int4_min", 33, 96)
+    scales = matrix.scales / matrix.scales.amax() / 8
+    minimums = matrix.minimums / matrix.minimums.abs().amax() / 8
+    minimums[:, 0] = largest
+    packed = pack_native_quantized(QuantizedMatrix("int4", matrix.codes, scales, minimums, 32), None)
+    again = pack_native_quantized(quantized_matrix(packed), None)
+    assert torch.equal(again.data, packed.data)
+    assert torch.equal(again.column_scales, packed.column_scales)
+    assert torch.equal(unpack_linear(again), unpack_linear(packed))
 
 
 def test_large_groups_are_the_small_ones_repeated():

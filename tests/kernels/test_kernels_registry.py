@@ -15,7 +15,7 @@ import torch
 from headrace import kernels
 from headrace.errors import ConfigError
 from headrace.kernels import cpu, registry
-from headrace.kernels.cpu.threads import default_num_threads
+from headrace.kernels.cpu import default_num_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ def test_without_the_extension_torch_runs_every_op_and_the_report_says_why(fresh
     assert cpu.load() is None
     assert "does not load" in cpu.why_not()
     assert {(r.op, r.implementation) for r in kernels.report()} == {(op, "torch") for op in registry.OPS}
-    of_native = [r for r in kernels.report() if r.op in registry.NATIVE_OPS]
+    of_native = [r for r in kernels.report() if r.op in registry.IMPLEMENTATIONS[0].functions]
     assert all("native: the native extension does not load" in r.reason for r in of_native)
     packed = kernels.pack_linear(torch.eye(4))
     assert packed.layout == "torch"
@@ -134,9 +134,9 @@ def test_a_build_for_instruction_sets_that_cannot_be_is_refused(tmp_path, isas, 
 def test_the_report_names_the_instruction_set(native):
     assert [r.op for r in kernels.report()] == list(registry.OPS)
     best = next(isa for isa, reason in cpu.isas() if not reason)
-    assert {(r.implementation, r.reason) for r in kernels.report() if r.op in registry.NATIVE_OPS} == {
-        (f"native ({best})", "")
-    }
+    assert {
+        (r.implementation, r.reason) for r in kernels.report() if r.op in registry.IMPLEMENTATIONS[0].functions
+    } == {(f"native ({best})", "")}
     assert [r.op for r in kernels.report() if r.implementation == "torch"] == ["route"]
 
 
@@ -200,7 +200,7 @@ def test_batch_invariance_changes_the_products_of_a_gpu_alone(native):
 def test_every_implementation_has_its_ops():
     for implementation in registry.IMPLEMENTATIONS:
         if not implementation.why_not("cpu"):
-            for op in implementation.ops:
+            for op in implementation.functions:
                 assert callable(registry._function(implementation, op))
 
 

@@ -299,7 +299,7 @@ def test_rotation_and_write_in_one_launch_are_the_two_one_after_the_other(
     head_dim: int,
     half: int,
 ):
-    from headrace.kernels.triton import attention, ops
+    from headrace.kernels.triton import attention, rows
 
     fp8 = pool_dtype == torch.float8_e4m3fn
     if fp8 and triton_device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
@@ -318,7 +318,7 @@ def test_rotation_and_write_in_one_launch_are_the_two_one_after_the_other(
     attention.rotate_write_kv(*heads, positions, cos, sin, *got, slots)
 
     q, k, v = (x.unflatten(1, (-1, head_dim)) for x in joined.split(sizes, dim=1))
-    ops.rotary(q, k, positions, cos, sin)
+    rows.rotary(q, k, positions, cos, sin)
     attention.write_kv(k, v, *want, slots)
     # Compiled, the two may fuse other products: one bit more or less before the rounding.
     tolerance = 0.0 if triton_device.type == "cpu" else 0.13 if fp8 else 1e-3

@@ -8,7 +8,7 @@ import torch
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_the_best_experts_and_their_shares(triton_device, rows, experts, top_k, renormalise):
     from headrace.kernels import torch_fallback
-    from headrace.kernels.triton.routing import route
+    from headrace.kernels.triton.experts import route
 
     wide = torch.randn(rows, experts + 3, device=triton_device)
 
@@ -20,7 +20,7 @@ def test_the_best_experts_and_their_shares(triton_device, rows, experts, top_k, 
 
 
 def test_of_equal_experts_the_first_is_chosen(triton_device):
-    from headrace.kernels.triton.routing import route
+    from headrace.kernels.triton.experts import route
 
     shares, ids = route(torch.zeros(2, 6, device=triton_device), 3, True)
 
@@ -30,7 +30,7 @@ def test_of_equal_experts_the_first_is_chosen(triton_device):
 
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 4), (8, 128), (64, 7), (150, 128), (3000, 16)])
 def test_pairs_in_the_order_of_experts(triton_device, pairs, experts):
-    from headrace.kernels.triton.routing import order_by_expert
+    from headrace.kernels.triton.experts import order_by_expert
 
     ids = torch.randint(-1, experts, (pairs,), device=triton_device)
 

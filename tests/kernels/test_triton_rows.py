@@ -14,10 +14,10 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 @pytest.fixture
 def ops(triton_device: torch.device):
-    from headrace.kernels.triton import ops
+    from headrace.kernels.triton import rows
 
     torch.set_default_device(triton_device)
-    yield ops
+    yield rows
     torch.set_default_device(None)
 
 

@@ -8,11 +8,11 @@ from headrace.kernels import drawing
 
 @pytest.fixture
 def token_mask(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    from headrace.kernels.triton import token_mask
+    from headrace.kernels.triton import sampling
 
     # Several blocks in a row, without logits by the hundred thousand.
-    monkeypatch.setattr(token_mask, "_BLOCK_WORDS", 4)
-    return token_mask
+    monkeypatch.setattr(sampling, "_MASK_BLOCK_WORDS", 4)
+    return sampling
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 300, 1000])

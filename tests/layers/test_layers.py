@@ -14,8 +14,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead
-from headrace.layers.mlp import GatedMlp
-from headrace.layers.moe import SparseMoe
+from headrace.layers.mlp import GatedMlp, SparseMoe
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.rotary import inverse_frequencies
 from headrace.layers.weight import Placement

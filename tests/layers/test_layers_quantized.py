@@ -10,7 +10,7 @@ from headrace.checkpoint.weight_formats import FORMATS
 from headrace.kernels.cpu import why_not
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
-from headrace.layers.moe import SparseMoe
+from headrace.layers.mlp import SparseMoe
 from headrace.layers.quantization import gptq, integer_format
 from headrace.layers.weight import Placement
 

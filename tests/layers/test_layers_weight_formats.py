@@ -14,10 +14,9 @@ from headrace.checkpoint.model_config import MoeConfig
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import FINEST_STORED, FORMATS, STORED, Scheme, help_text
 from headrace.kernels.cpu import why_not
-from headrace.kernels.lora import LoraFactors, LoraPart, LoraRows
-from headrace.layers.linear import Linear
-from headrace.layers.lora import LinearAdapters, LoraStep
-from headrace.layers.moe import SparseMoe
+from headrace.kernels.packing import LoraFactors, LoraPart, LoraRows
+from headrace.layers.linear import Linear, LinearAdapters, LoraStep
+from headrace.layers.mlp import SparseMoe
 from headrace.layers.quantization import IntegerFormat, integer_format, weight_format
 from headrace.layers.weight import Placement
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from exported_metrics import busy_metrics, samples
 
-from headrace.metrics.compat import NAMES
-from headrace.metrics.export import render
+from headrace.metrics.export import NAMES, render
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana.json"
 NAME = re.compile(r"headrace:\w+|\bprocess_\w+(?={)")

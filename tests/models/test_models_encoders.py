@@ -17,7 +17,7 @@ from headrace.checkpoint.pooling import read_pooling
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
 from headrace.execution.load_weights import load_model
-from headrace.execution.weight_cache import open_cache
+from headrace.execution.weight_files import open_cache
 from headrace.kernels.cpu import why_not as why_not_native
 from headrace.layers.weight import Placement
 from headrace.models.registry import encoder_class_for, model_class_for

@@ -12,8 +12,8 @@ from vision_harness import FAMILIES, images, open_encoder, save_seeing
 from headrace import kernels
 from headrace.checkpoint.families import audio, vision
 from headrace.messages import media
+from headrace.models import towers
 from headrace.models.media import encode
-from headrace.models.towers import tower
 
 # float32 on both sides, sums in another order.
 TOLERANCE = 2e-4
@@ -63,7 +63,7 @@ def test_work_is_cut_into_as_many_slices_as_it_says(family: str):
 @families
 @torch.inference_mode()
 def test_parts_of_a_layer_give_the_bits_of_the_whole(family: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tower, "MAX_TOKENS", 20)
+    monkeypatch.setattr(towers, "MAX_TOKENS", 20)
     monkeypatch.setattr(media, "MAX_BATCH_BYTES", 3000)
     encoder = open_encoder(checkpoint(family)[0])
     parts = media.num_parts(tuple(item.values.shape) for item in images(family))

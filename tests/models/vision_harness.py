@@ -400,6 +400,6 @@ def open_encoder(folder: Path, dtype: torch.dtype = torch.float32, quantization:
     checkpoint = open_checkpoint(folder)
     placement = Placement(torch.device("cpu"), dtype, 256, quantization)
     model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
-    encoder = model.encoder
+    encoder = model.media_encoder
     assert encoder is not None
     return encoder

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.audio_utils import load_audio
 
-from headrace.checkpoint.audio_processors import AudioSettings
+from headrace.checkpoint.preprocessor_config import AudioSettings
 from headrace.child_pool.child_side import MIB
 from headrace.multimodal.audio import read_audio_file
 from headrace.multimodal.limits import MediaRefusedError
@@ -303,7 +303,7 @@ def test_what_is_around_a_sound_changes_nothing():
 CHILD = """
 import resource, sys
 from pathlib import Path
-from headrace.checkpoint.audio_processors import AudioSettings
+from headrace.checkpoint.preprocessor_config import AudioSettings
 from headrace.child_pool.child_side import MIB, limit_memory
 from headrace.multimodal.audio import read_audio_file
 from headrace.multimodal.limits import MediaRefusedError

@@ -13,15 +13,15 @@ import pytest
 from PIL import Image, ImageOps
 from seeing_checkpoints import PROCESSOR, file_of, picture
 
-from headrace.checkpoint.image_processors import image_settings
+from headrace.checkpoint.preprocessor_config import image_settings
 from headrace.child_pool.child_side import MIB
 from headrace.errors import ExecutionError
 from headrace.multimodal.images import read_image
 from headrace.multimodal.limits import MediaRefusedError
+from headrace.multimodal.loader import MediaPool
 from headrace.multimodal.media_messages import ImageJob, MediaSettings
-from headrace.multimodal.media_pool import MediaPool
 
-SETTINGS = image_settings(PROCESSOR["llava"], "llava")
+SETTINGS = image_settings(PROCESSOR["llava"])
 PNG, JPEG = file_of(picture(60, 80)), file_of(picture(60, 80), "JPEG")
 
 

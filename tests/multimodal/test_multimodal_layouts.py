@@ -23,14 +23,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from headrace.checkpoint.image_processors import image_settings
+from headrace.checkpoint import families
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
+from headrace.checkpoint.media_tokens import ItemFacts, layout_of
+from headrace.checkpoint.preprocessor_config import image_settings
 from headrace.config.web import MediaArgs
 from headrace.errors import ModelError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaRefs
-from headrace.multimodal.families import make_family
-from headrace.multimodal.layout import PLAIN, ItemFacts, Joints, layout_of
+from headrace.multimodal.families import PLAIN, Joints, make_family
 from headrace.multimodal.loader import make_loader
 from headrace.multimodal.processors import prepare
 
@@ -183,7 +184,9 @@ def media(family: str, config: dict, **vision) -> MediaConfig:
 
 def layouts(family: str, processor: dict, config: dict, tmp_path, **vision):
     ours = write_checkpoint(tmp_path, "llava")
-    found = make_family(media(family, config, **vision), image_settings(processor, family), ours, {})
+    found = make_family(
+        media(family, config, **vision), image_settings(processor, families.vision()[family].image_processor), ours, {}
+    )
     return found, [prepare(image, found[1]) for image in IMAGES]
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from seeing_checkpoints import PROCESSOR, file_of, picture
 
-from headrace.checkpoint.image_processors import ImageSettings, image_settings, read_image_settings
+from headrace.checkpoint.preprocessor_config import ImageSettings, image_settings, read_image_settings
 from headrace.errors import ModelError
 from headrace.multimodal.images import read_image
 from headrace.multimodal.limits import MediaRefusedError
@@ -53,10 +53,10 @@ SIZES = [(1, 1), (1, 9), (7, 5), (32, 32), (33, 31), (100, 40), (64, 301), (224,
 
 
 def theirs(case: str):
-    module, name, family, options = CASES[case]
+    module, name, _, options = CASES[case]
     found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     processor = getattr(found, f"{name}ImageProcessorPil")(**options)
-    return processor, image_settings(processor.to_dict(), family)
+    return processor, image_settings(processor.to_dict())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,11 +122,11 @@ def test_settings_come_from_either_file(tmp_path):
         nested = name == "processor_config.json"
         config = PROCESSOR["qwen2_vl"]
         (tmp_path / name).write_text(json.dumps({"image_processor": config, "x": 1} if nested else config))
-        settings = read_image_settings(tmp_path, "qwen2_vl")
+        settings = read_image_settings(tmp_path, "Qwen2VL")
         assert (settings.size.shortest_edge, settings.size.longest_edge) == (3136, 100352)
         (tmp_path / name).unlink()
     with pytest.raises(ModelError, match="preprocessor_config"):
-        read_image_settings(tmp_path, "qwen2_vl")
+        read_image_settings(tmp_path, "Qwen2VL")
 
 
 REAL = {
@@ -173,8 +173,8 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_published_settings_are_read(name: str):
-    family, config = REAL[name]
-    settings = image_settings(config, family)
+    _, config = REAL[name]
+    settings = image_settings(config)
     assert isinstance(settings, ImageSettings)
     assert settings.scale == pytest.approx(1 / 255)
     assert len(settings.mean) == len(settings.std) == 3
@@ -203,13 +203,13 @@ def test_published_settings_are_read(name: str):
 )
 def test_settings_that_are_not_served_are_refused_with_a_reason(change: dict, words: str):
     with pytest.raises(ModelError, match=words):
-        image_settings(PROCESSOR["llava"] | change, "llava")
+        image_settings(PROCESSOR["llava"] | change)
 
 
 @pytest.mark.parametrize("max_patches", [16, 64, 300, 4096])
 @pytest.mark.parametrize("family", ["qwen2_vl", "pixtral"])
 def test_an_image_is_made_smaller_until_it_has_few_enough_patches(family: str, max_patches: int):
-    settings = bounded(image_settings(PROCESSOR[family] | {"max_pixels": None}, family), max_patches)
+    settings = bounded(image_settings(PROCESSOR[family] | {"max_pixels": None}), max_patches)
     for height, width in ((500, 500), (300, 900), (900, 250), (5, 5)):
         values = prepare(picture(height, width), settings).values
         patches = len(values) if family == "qwen2_vl" else values.shape[2] * values.shape[3] // settings.patch_size**2

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import transformers
 
-from headrace.checkpoint.audio_processors import AudioSettings, audio_settings
-from headrace.multimodal.spectrogram import log_mel, num_frames, num_positions
+from headrace.checkpoint.preprocessor_config import AudioSettings, audio_settings
+from headrace.multimodal.audio import log_mel, num_frames, num_positions
 
 TORCH_TOLERANCE = 2e-4
 """transformers computes in float32 with torch: a transform has an error of about 1e-7 of the loudest frequency, and the quietest value that is

@@ -19,13 +19,14 @@ from seeing_checkpoints import file_of, picture, token_id, write_checkpoint
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from headrace.checkpoint.image_processors import ImageSettings, Size, read_video_settings
+from headrace.checkpoint.families import vision
+from headrace.checkpoint.media_tokens import ItemFacts
+from headrace.checkpoint.preprocessor_config import ImageSettings, Size, read_video_settings
 from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ModelError, RequestError
 from headrace.frontend.media import PromptMedia
 from headrace.media_kinds import ImageRef, MediaKind, MediaRefs, VideoRef, refs_of
 from headrace.multimodal import loader as loader_module
-from headrace.multimodal.layout import ItemFacts
 from headrace.multimodal.limits import MAX_ITEM_BYTES, MediaRefusedError
 from headrace.multimodal.loader import make_loader
 from headrace.multimodal.media_messages import Setup
@@ -233,22 +234,22 @@ async def test_a_video_by_url_waits_for_a_place_only_so_long(tmp_path, monkeypat
 
 
 def test_settings_for_frames(tmp_path):
-    assert read_video_settings(tmp_path, "llava") is None
+    assert not vision()["llava"].video_processor
     with pytest.raises(ModelError, match="it says how videos are prepared"):
-        read_video_settings(tmp_path, "qwen2_vl")
+        read_video_settings(tmp_path, "Qwen2VL")
     (tmp_path / "preprocessor_config.json").write_text(
         '{"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784}'
     )
-    assert read_video_settings(tmp_path, "qwen2_vl").size == Size(shortest_edge=784, longest_edge=768 * 784)
+    assert read_video_settings(tmp_path, "Qwen2VL").size == Size(shortest_edge=784, longest_edge=768 * 784)
     (tmp_path / "video_preprocessor_config.json").write_text(
         '{"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2}'
     )
-    assert read_video_settings(tmp_path, "qwen3_vl").by_volume
+    assert read_video_settings(tmp_path, "Qwen3VL").by_volume
     (tmp_path / "video_preprocessor_config.json").write_text('{"cap_pixels_per_frame": true}')
     with pytest.raises(ModelError, match="cap_pixels_per_frame is not served"):
-        read_video_settings(tmp_path, "qwen2_vl")
+        read_video_settings(tmp_path, "Qwen2VL")
     (tmp_path / "processor_config.json").write_text(
         '{"video_processor": {"video_processor_type": "OtherVideoProcessor"}}'
     )
     with pytest.raises(ModelError, match="'Other' video processor"):
-        read_video_settings(tmp_path, "qwen2_vl")
+        read_video_settings(tmp_path, "Qwen2VL")

@@ -90,3 +90,35 @@ def test_within_quotes_it_is_any_text(name, with_special):
     grammar = made(name, "required", with_special)
     for text in (TEXT, *OTHERS):
         assert grammar.takes(written(name, text, with_special)), text
+
+
+@pytest.mark.parametrize("with_special", [True, False])
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("definition", "matching", "others"),
+    [
+        ("start: /(?s:.*)/", ["", "a", TEXT, "a\n<b", "</a>\n"], []),
+        (
+            'start: head? body\nhead: "// x"i LF -> first\n# A comment.\nbody: /[^!]/ | WORD* /(?s:.+)/\nWORD: /[a-z]+ /\n%import common (LF, INT)',
+            ["// X\nab c", "ab cd\n", "!!"],
+            [""],
+        ),
+        (
+            'start: "a" item+\n?item: "b" | LINE\nLINE: /.*/ NL\n%import common.LF -> NL',
+            ["ab", "a\n", "ab</b>\n"],
+            ["b", ""],
+        ),
+    ],
+)
+def test_a_call_ends_where_the_last_terminal_could_go_on(definition, matching, others, name, with_special):
+    special = MARKS.get(name, ()) if with_special else ()
+    found = call_grammar(
+        make_format(name, None, special), TOOLS, Named("patch"), parallel=False, inputs={"patch": definition}
+    )
+    grammar = Grammar(found, special)
+    for text in matching:
+        call = written(name, text, with_special)
+        assert grammar.takes(call), text
+        assert not grammar.takes(call + call), text
+    for text in others:
+        assert not grammar.takes(written(name, text, with_special)), text

@@ -9,7 +9,7 @@ from headrace.config.kv_events import KVEventsConfig, check_pyzmq, read_kv_event
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from headrace.processes.kv_event_history import KVEventHistory
+from headrace.processes.kv_event_publisher import KVEventHistory
 from kv_event_mirror import Mirror
 
 WAIT_MS = 60_000

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
-from headrace.processes.restarts import Restarts
+from headrace.processes.parts import Restarts
 
 
 class Child:
@@ -83,7 +83,7 @@ def watched(monkeypatch):
 
     dead: how many of them have ended before anybody looks.
     """
-    monkeypatch.setattr("headrace.processes.supervisor.CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("headrace.processes.recovery.CHECK_INTERVAL_S", 0.001)
     started = []
 
     def watch(manager, error=None, dead=0, **options):

@@ -2,7 +2,7 @@
 
 import threading
 
-from headrace.processes.supervisor import Supervisor
+from headrace.processes.recovery import Supervisor
 
 
 class Child:
@@ -27,7 +27,7 @@ def test_the_first_death_is_reported_once():
 
 
 def test_it_watches_from_a_thread_of_its_own(monkeypatch):
-    monkeypatch.setattr("headrace.processes.supervisor.CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("headrace.processes.recovery.CHECK_INTERVAL_S", 0.001)
     child, died = Child("scheduler"), threading.Event()
     supervisor = Supervisor([child], lambda message: died.set())
     supervisor.start()
@@ -38,7 +38,7 @@ def test_it_watches_from_a_thread_of_its_own(monkeypatch):
 
 
 def test_nothing_is_reported_after_it_was_stopped(monkeypatch):
-    monkeypatch.setattr("headrace.processes.supervisor.CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("headrace.processes.recovery.CHECK_INTERVAL_S", 0.001)
     child, deaths = Child("scheduler"), []
     supervisor = Supervisor([child], deaths.append)
     supervisor.start()

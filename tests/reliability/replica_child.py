@@ -16,7 +16,7 @@ from frontend_fakes import ByteTokenizer  # noqa: E402
 
 import headrace.processes.child_main  # noqa: E402
 import headrace.processes.scheduler_process  # noqa: E402
-from headrace.cache.allocator import PageAllocator  # noqa: E402
+from headrace.cache.base import PageAllocator  # noqa: E402
 from headrace.cache.radix_cache import RadixCache  # noqa: E402
 from headrace.checkpoint.weight_cache import identity  # noqa: E402
 from headrace.config.server_args import ServerArgs  # noqa: E402
@@ -26,8 +26,7 @@ from headrace.messages.control import ReadyInfo  # noqa: E402
 from headrace.messages.step import StepResult  # noqa: E402
 from headrace.messages.weights import Prepared, UpdateFromDisk, UpdateFromTensors, WorkerOperation  # noqa: E402
 from headrace.metrics.watchdog import Watchdog  # noqa: E402
-from headrace.scheduler.kv_manager import KVManager  # noqa: E402
-from headrace.scheduler.kv_part import KvPart  # noqa: E402
+from headrace.scheduler.kv_manager import KVManager, KvPart  # noqa: E402
 from headrace.scheduler.scheduler import Scheduler  # noqa: E402
 from headrace.scheduler.state import SchedulerConfig  # noqa: E402
 from headrace.text.detokenizer_manager import DetokenizerManager  # noqa: E402

@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from headrace.config.cli import ALIASES, ENV_VARS, choices_of, is_on, metavar_of
-from headrace.config.other_servers import VALUES, Alias, Already, Refused, Server, table
+from headrace.config.other_servers import VALUES, Entry, table
 from headrace.config.server_args import ServerArgs
 from headrace.config.server_options import flag
 
@@ -46,12 +46,10 @@ def _help_text(f) -> str:
     return str(f.metadata["help"]).replace("|", "\\|") + off + env
 
 
-def markdown(server: Server) -> str:
+def markdown(server: str) -> str:
     """The tables for one server."""
-    mine = [entry for entry in table() if server in entry.servers]
-    aliases = [
-        f"| {_names(entry.names)} | {_ours(entry)} | {entry.says} |" for entry in mine if isinstance(entry, Alias)
-    ]
+    mine = [entry for entry in table() if entry.both or getattr(entry, server)]
+    aliases = [f"| {_names(entry.names)} | {_ours(entry)} | {entry.says} |" for entry in mine if entry.is_]
     values = [
         f"| `{flag(name)} {theirs}` | `{flag(name)} {ours}` | |"
         for name, pairs in VALUES.items()
@@ -59,12 +57,12 @@ def markdown(server: Server) -> str:
         if name != "sampling_defaults" and theirs not in {"sglang", "vllm"} - {server}
     ]
     already = [
-        f"| {_names(entry.names)} | {', '.join(f'`{value}`' for value in entry.values)} | {entry.says} | "
+        f"| {_names(entry.names)} | {', '.join(f'`{value}`' for value in entry.values)} | {entry.already} | "
         f"{_unless(entry)} |"
         for entry in mine
-        if isinstance(entry, Already)
+        if entry.already
     ]
-    refused = [f"| {_names(entry.names)} | {entry.says} |" for entry in mine if isinstance(entry, Refused)]
+    refused = [f"| {_names(entry.names)} | {entry.refused} |" for entry in mine if entry.refused]
     return "\n".join(
         [
             "### Other names\n\n| there | here | remark |\n|---|---|---|",
@@ -80,11 +78,11 @@ def markdown(server: Server) -> str:
     )
 
 
-def _names(names: tuple[str, ...]) -> str:
+def _names(names: list[str]) -> str:
     return ", ".join(f"`{name}{'*' if name.endswith('-') else ''}`" for name in names)
 
 
-def _ours(entry: Alias) -> str:
+def _ours(entry: Entry) -> str:
     words = (
         flag(name) if None not in entry.sets.values() and value == "true" else f"{flag(name)} {value or 'VALUE'}"
         for name, value in entry.sets.items()
@@ -92,7 +90,7 @@ def _ours(entry: Alias) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
-def _unless(entry: Already) -> str:
+def _unless(entry: Entry) -> str:
     if entry.unless is None:
         return ""
     name, value = entry.unless

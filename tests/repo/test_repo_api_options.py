@@ -11,7 +11,7 @@ import pytest
 from headrace.api.engine import Engine
 from headrace.api.options import ChatOptions, EngineOptions, GenerateOptions, ServerOptions, SeveralSamples
 from headrace.api.runtime import Runtime
-from headrace.config.other_servers import Alias, table
+from headrace.config.other_servers import table
 from headrace.config.server_args import ServerArgs
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
@@ -59,7 +59,7 @@ def test_every_way_to_ask_has_the_types() -> None:
 
 def test_the_names_of_other_servers_are_those_that_the_command_line_translates() -> None:
     shown = set(get_type_hints(EngineOptions)) - set(get_type_hints(ServerOptions))
-    known = {name for entry in table() if isinstance(entry, Alias) for name in entry.names if name.startswith("--")}
+    known = {name for entry in table() if entry.is_ for name in entry.names if name.startswith("--")}
     assert shown == {name[2:].replace("-", "_") for name in known} | {"model"}
 
 

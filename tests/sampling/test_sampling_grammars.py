@@ -101,14 +101,14 @@ def make():
 
     yield sampler
     for sampler in made:
-        sampler.close()
+        sampler.grammars.close()
 
 
 def step(sampler: Sampler, logits: torch.Tensor, num_outputs=0, seqs=None):
     seqs = list(range(len(logits))) if seqs is None else seqs
     counts = [num_outputs] * len(seqs) if isinstance(num_outputs, int) else num_outputs
     positions = [len(PROMPT) + count for count in counts]
-    sampler.begin(seqs, positions)
+    sampler.grammars.begin(seqs, positions)
     return sampler.sample(logits, seqs, positions, counts, [f"r{seq}" for seq in seqs])
 
 
@@ -246,7 +246,7 @@ def test_a_sequence_that_leaves_takes_its_grammar_with_it_though_its_mask_was_ne
     # The first is in a thread, at least, and the last behind them.
     assert step(sampler, table(4)).late == [0, 1, 2, 3]
     assert started[0]() is not None
-    sampler.forget_grammar(3)
+    sampler.grammars.discard(3)
     assert started[0]() is None
     gate.set()
     assert until_sampled(sampler, table(1), 0, seq=2) % 3 == 0

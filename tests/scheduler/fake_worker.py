@@ -13,9 +13,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from headrace.cache.allocator import PageAllocator
-from headrace.cache.base import CacheObserver
-from headrace.cache.chunk_cache import ChunkCache
+from headrace.cache.base import CacheObserver, ChunkCache, PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
@@ -27,8 +25,7 @@ from headrace.messages.step import EncodeWork, ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.faults import InjectedFaults
-from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.kv_part import KvPart
+from headrace.scheduler.kv_manager import KVManager, KvPart
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state import SchedulerConfig
 

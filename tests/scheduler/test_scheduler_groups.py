@@ -4,7 +4,7 @@ import pytest
 from fake_worker import Rig
 
 from headrace.messages.control import AbortReq, ResetReq
-from headrace.scheduler import control, drain
+from headrace.scheduler import control, retract
 from headrace.scheduler.request import Req
 
 LONG = {"max_new_tokens": 12, "ignore_eos": True}
@@ -43,14 +43,14 @@ def test_a_group_has_begun_until_its_last_sample_ends():
     rig.turn()
 
     assert len(rig.state.groups) == 1
-    assert drain.has_begun(rig.state, last)  # by the sample before it
-    assert not drain.has_begun(rig.state, alone)
+    assert retract.has_begun(rig.state, last)  # by the sample before it
+    assert not retract.has_begun(rig.state, alone)
     rig.drain()
     rig.check_idle()
     rig.add("again", PROMPT, group="g", **LONG)
     rig.state.gate.draining = True
     rig.turn()
-    assert not drain.has_begun(rig.state, rig.state.by_rid["again"])
+    assert not retract.has_begun(rig.state, rig.state.by_rid["again"])
 
 
 @pytest.mark.parametrize("turns", [0, 3])

@@ -10,7 +10,7 @@ from headrace.messages import namespaces
 from headrace.messages.control import AbortReq
 from headrace.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from headrace.messages.operations import FLUSH_CACHE, Nothing
-from headrace.processes.kv_event_history import KVEventHistory
+from headrace.processes.kv_event_publisher import KVEventHistory
 from kv_event_mirror import Mirror, cached
 
 KINDS = (BlockStored, BlockRemoved, AllBlocksCleared)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.messages.control import AbortReq
-from headrace.scheduler.preemption import MAX_PREEMPTIONS
+from headrace.scheduler.retract import MAX_PREEMPTIONS
 
 LONG = {"max_new_tokens": 60, "ignore_eos": True, "stream": True}
 SHORT = {"max_new_tokens": 6, "ignore_eos": True, "stream": True}

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.messages.step import ModelWorkerBatch
-from headrace.scheduler.prompt_budget import LEAST_SHARE, LEAST_TOKENS, PromptBudget
-from headrace.scheduler.step_cost import StepCost, StepWork
+from headrace.scheduler.step_cost import LEAST_SHARE, LEAST_TOKENS, PromptBudget, StepCost, StepWork
 
 LIMIT_S = 0.25
 # Seconds: of a token, a position that a token sees, a row that samples, any step. As of a model of 135 million parameters on two cores.

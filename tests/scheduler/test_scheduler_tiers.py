@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from fake_worker import Rig, expected_outputs
 
-from headrace.cache.allocator import PageAllocator
-from headrace.cache.base import Insertion, Lease, PrefixCache, PrefixMatch
+from headrace.cache.base import Insertion, Lease, PageAllocator, PrefixCache, PrefixMatch
 from headrace.cache.radix_cache import TOKEN_BYTES
 
 

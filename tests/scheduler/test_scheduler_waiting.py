@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.messages.requests import PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
-from headrace.scheduler import fairness, planner, policy
+from headrace.scheduler import fairness, planner, waiting
 from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.request import Req
 from headrace.scheduler.waiting import WaitingQueue
@@ -45,7 +45,7 @@ def test_it_is_a_list_by_key_and_priority_sorted_by_arrival(touched):
         assert len(queue) == len(plain)
         assert set(queue.tenants) == {r.asked.tenant for r in plain}
         for tenant in queue.tenants:
-            assert list(policy.fcfs(queue.lanes(tenant))) == [r for r in plain if r.asked.tenant == tenant]
+            assert list(waiting.fcfs(queue.lanes(tenant))) == [r for r in plain if r.asked.tenant == tenant]
         assert set(queue.heads()) == {
             next(r for r in plain if (r.asked.tenant, r.asked.priority) == lane)
             for lane in {(r.asked.tenant, r.asked.priority) for r in plain}
@@ -68,8 +68,8 @@ def test_priorities_are_ordered_as_if_all_were_sorted(arrivals, ageing_s):
 
     for tenant in queue.tenants:
         own = [r for r in plain if r.asked.tenant == tenant]
-        own.sort(key=lambda r: (-policy.effective_priority(r, now_s + 5, ageing_s), r.order))
-        assert list(policy.priority(queue.lanes(tenant), now_s + 5, ageing_s)) == own
+        own.sort(key=lambda r: (-waiting.effective_priority(r, now_s + 5, ageing_s), r.order))
+        assert list(waiting.by_priority(queue.lanes(tenant), now_s + 5, ageing_s)) == own
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), min_size=1, max_size=30))
@@ -88,7 +88,7 @@ def test_keys_take_turns_by_what_they_got(arrivals):
         want.append(left[tenant].pop(0))
         got[tenant] += want[-1].num_prompt_tokens
 
-    assert list(fair_share.order(queue.tenants, lambda tenant: policy.fcfs(queue.lanes(tenant)))) == want
+    assert list(fair_share.order(queue.tenants, lambda tenant: waiting.fcfs(queue.lanes(tenant)))) == want
 
 
 class NeverListed(set[str]):
@@ -190,7 +190,7 @@ def test_a_plan_looks_at_no_more_requests_than_it_admits(name, num_tenants, monk
     for i in range(1000):
         rig.add(f"r{i}", [1, 0, 1], tenant="abc"[i % num_tenants], priority=i % 2, max_new_tokens=4)
     looked_at = []
-    for module, function in ((policy, "effective_priority"), (planner, "_waits_for_prefix")):
+    for module, function in ((waiting, "effective_priority"), (planner, "_waits_for_prefix")):
         real = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *args, real=real: (looked_at.append(1), real(*args))[1])
     rig.turn()

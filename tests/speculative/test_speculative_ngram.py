@@ -10,10 +10,8 @@ from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.speculative.base import Drafts
-from headrace.speculative.history import LONGEST, MOST_INDEXED, SHORTEST
-from headrace.speculative.ngram import NgramDrafter
+from headrace.speculative.ngram import LONGEST, MOST_INDEXED, SHARED_AT_A_TIME, SHORTEST, NgramDrafter, SharedOutputs
 from headrace.speculative.pace import FIRST_CHANCE, HIDDEN, TOKEN, WAIT, learnt, worthwhile
-from headrace.speculative.shared import SHARED_AT_A_TIME, SharedOutputs
 
 SEQ = 3
 

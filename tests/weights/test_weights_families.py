@@ -4,6 +4,7 @@ import model_harness
 import pytest
 import torch
 from model_harness import CPU, FAMILIES, MAX_POSITIONS, save_tiny, tiny_config
+from safetensors.torch import save_file
 from weights_harness import tensors_of
 
 from headrace.attention.torch_native import TorchNativeAttention
@@ -55,6 +56,22 @@ def test_every_family_can_be_updated(name, quantization, tmp_path, monkeypatch):
     check_same(kept(model), want)
     with pytest.raises(ModelError):
         weights._updated([(tensor_name, tensor[:0])])
+
+
+def test_a_scale_that_rounds_to_a_power_of_two_is_packed_the_same_again(tmp_path):
+    """What is not replaced is packed again with what is; the factor of a row must not depend on how often."""
+    save_tiny(tiny_config("llama"), tmp_path)
+    tensors = tensors_of(tmp_path)
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    tensors[gate][0] = 0.0
+    tensors[gate][0, :16] = torch.linspace(-1.0, 1.0, 16) * (1.0 - 2.0**-13)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    _, spec, model = load(tmp_path, "int4")
+    want = kept(model)
+    weights = ModelWeights(model, TorchNativeAttention(), None, lambda name: name, spec.ignored, None)
+    for name in (gate, gate.replace("gate", "up")):
+        weights._updated([(name, tensors[name])]).install()
+        check_same(kept(model), want)
 
 
 def test_experts_are_packed_again(tmp_path):

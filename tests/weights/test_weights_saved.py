@@ -11,7 +11,7 @@ from headrace.checkpoint.weight_formats import names_on_cpu
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_saved_is_what_serves(dtype, old, new, tmp_path, monkeypatch):
-    monkeypatch.setattr("headrace.execution.save_weights.PART_BYTES", 100_000)
+    monkeypatch.setattr("headrace.execution.weight_files.PART_BYTES", 100_000)
     with engine_of(old, dtype=dtype, save_dir=str(tmp_path)) as engine:
         assert engine.update_weights_from_disk(new)[0]
         want = tokens(engine)

@@ -104,7 +104,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class Methods(ABC):
-    """See the module docstring. A context manager: `shutdown` is called at its end."""
+    """A context manager: `shutdown` is called at its end."""
 
     @abstractmethod
     def _call(self, here: "Callable[[TokenizerManager], T]", over_http: Callable[[NativeClient], T]) -> T:

@@ -54,7 +54,7 @@ class NativeClient:
 
     def operate(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> Any:
         """The reply to an operation on weights, including one that reports a failure."""
-        request = urllib.request.Request(self.url + path, data=body, headers={**self._headers, **(headers or {})})
+        request = urllib.request.Request(self.url + path, body, self._headers | (headers or {}))
         try:
             with urllib.request.urlopen(request) as reply:
                 return json.load(reply)
@@ -69,8 +69,7 @@ class NativeClient:
 
     def open(self, path: str, body: bytes | None = None) -> Any:
         """The open reply to a POST of `body`, or to a GET without one."""
-        method = "GET" if body is None else "POST"
-        request = urllib.request.Request(self.url + path, data=body, headers=self._headers, method=method)
+        request = urllib.request.Request(self.url + path, body, self._headers)  # a POST if there is a body
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:

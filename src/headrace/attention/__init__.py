@@ -2,6 +2,6 @@
 
 Read first: base.py (the interface, the facts of a backend, the KV pool), torch_native.py (the reference).
 
-- Choice: select.py (the list of backends), fp8.py (whether a GPU computes in it)
-- Backends: cpu.py (native kernels), cpu_slots.py (the same with page size 1), triton.py, flashinfer.py
+- Choice: select.py (the list of backends)
+- Backends: cpu.py (native kernels), triton.py, flashinfer.py
 """

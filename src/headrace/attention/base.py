@@ -59,9 +59,21 @@ class KvPool:
     num_slots: int
     page_size: int
 
+    @classmethod
+    def zeros(
+        cls,
+        shape: KvShape,
+        sizes: tuple[tuple[int, ...], tuple[int, ...]],
+        num_slots: int,
+        page_size: int,
+        device: torch.device,
+    ) -> "KvPool":
+        """sizes: of the tensors of a layer, for K and for V."""
+        k, v = ([zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)] for size in sizes)
+        return cls(k, v, num_slots, page_size)
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
 
@@ -126,7 +138,6 @@ class OwnRows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its own."""
         return int(self.tokens.stop) - int(self.tokens.start)
 
     def of_reads(self, reads: ReadTokens) -> tuple[slice, ReadTokens]:
@@ -250,3 +261,16 @@ class RotatingBackend(AttentionBackend):
 
         cos, sin: float32[max_positions, rotary_dim / 2]. q and k are clobbered.
         """
+
+
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability (major, minor): Ada, Hopper and later."""
+
+
+def reasons_against_fp8(device: str) -> list[str]:
+    """Why devices of this type do not support fp8; empty if they do."""
+    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+        return [
+            f"the GPU has no fp8: its compute capability {torch.cuda.get_device_capability()} is below {_FP8_CAPABILITY}"
+        ]
+    return []

@@ -1,8 +1,7 @@
 """Attention by the native CPU kernels, through the kernel registry.
 
 Owns the paged pool in the kernels' layout (pages of 16) and the page table of a step. With a page size of 1, slots are scattered over
-these pages and are collected for each layer (`cpu_slots.py`). Does not own the kernels. Runs in the thread
-that runs the model.
+these pages and are collected for each layer (`CollectedPages`). Does not own the kernels. Runs in the thread that runs the model.
 """
 
 import torch
@@ -16,12 +15,60 @@ from headrace.attention.base import (
     PagedKv,
     ReadTokens,
     StepRows,
-    zero_filled,
 )
-from headrace.attention.cpu_slots import CollectedPages
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.cpu import why_not
-from headrace.kernels.packing import MAX_INT_HEAD_DIM
+from headrace.kernels.packing import MAX_INT_HEAD_DIM, int_parts
+
+
+class CollectedPages:
+    """The keys and values of a step in pages of 16, one sequence after the other; one layer at a time.
+
+    They are copied, not computed again, so the bits do not depend on the page size. It costs a copy of all of them per layer.
+    k, v: in the layout of `kernels.kv_cache_shapes`. page_table: int32[num_rows, max_pages], into them.
+    """
+
+    def __init__(self, shape: KvShape) -> None:
+        self._shape = shape
+        self.k, self.v = self._pages(0)
+        self.page_table = torch.empty(0, 0, dtype=torch.int32)
+
+    def prepare(self, rows: StepRows) -> None:
+        """Called once per step: compute the source and destination of each token."""
+        page = kernels.PAGE_SIZE
+        lengths = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
+        num_pages = [-(-length // page) for length in lengths]
+        if sum(num_pages) > self.k.shape[0]:
+            # With some room to grow, so that not every decode step allocates memory.
+            self.k, self.v = self._pages(sum(num_pages) * 9 // 8)
+        self.page_table = torch.zeros(len(lengths), max(num_pages, default=0), dtype=torch.int32)
+        first, put = 0, []
+        for row, (length, pages) in enumerate(zip(lengths, num_pages, strict=True)):
+            self.page_table[row, :pages] = torch.arange(first, first + pages, dtype=torch.int32)
+            put.append(torch.arange(first * page, first * page + length, dtype=torch.int32))
+            first += pages
+        self._put = torch.cat(put)
+        self._taken = torch.cat([rows.slots[row, :length] for row, length in enumerate(lengths)])
+
+    def collect(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Fill `k` and `v` from the caches of a layer, which already contain the step's own tokens."""
+        kernels.write_kv(*kernels.gather_kv(k_cache, v_cache, self._taken), self.k, self.v, self._put)
+        if not self._shape.dtype.is_floating_point:
+            # Copy the bytes: a recomputed scale could differ in its last bit.
+            taken, put = _scale_places(self._taken), _scale_places(self._put)
+            stored, collected = int_parts(k_cache, v_cache), int_parts(self.k, self.v)
+            collected.k_scales[put] = stored.k_scales[taken]
+            collected.v_scales[put] = stored.v_scales[taken]
+
+    def _pages(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self._shape
+        k_size, v_size = kernels.kv_cache_shapes(num_pages, shape.num_kv_heads, shape.head_dim, shape.dtype)
+        return torch.zeros(k_size, dtype=shape.dtype), torch.zeros(v_size, dtype=shape.dtype)
+
+
+def _scale_places(slots: torch.Tensor) -> tuple[torch.Tensor, slice, torch.Tensor]:
+    """Index of the slots' scales in the views of `int_parts`."""
+    return slots.long() // kernels.PAGE_SIZE, slice(None), slots.long() % kernels.PAGE_SIZE
 
 
 class CpuAttention(AttentionBackend):
@@ -34,7 +81,6 @@ class CpuAttention(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """See `AttentionBackend.reasons_against`."""
         reasons = []
         if needs.device != "cpu":
             reasons.append(f"it runs on CPU only, not on {needs.device}")
@@ -62,12 +108,7 @@ class CpuAttention(AttentionBackend):
         num_pages = -(-num_slots // kernels.PAGE_SIZE)
         k_shape, v_shape = kernels.kv_cache_shapes(num_pages, shape.num_kv_heads, shape.head_dim, shape.dtype)
         self._collected = None if page_size == kernels.PAGE_SIZE else CollectedPages(shape)
-        pool = KvPool(
-            k=[zero_filled(k_shape, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(v_shape, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        pool = KvPool.zeros(shape, (k_shape, v_shape), num_slots, page_size, device)
         rounded = self.rounded and shape.dtype == torch.bfloat16
         self._kv = PagedKv(pool, _no_rows(), torch.empty(0, 0, dtype=torch.int32), rounded)
         return pool
@@ -87,14 +128,12 @@ class CpuAttention(AttentionBackend):
             self._kv.page_table = torch.from_numpy(rows.slots.numpy()[:, :: kernels.PAGE_SIZE] // kernels.PAGE_SIZE)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         rows = self._kv.rows
         return self._forward(q, k, v, layer, rows.row_starts, rows.last_keys)
 
     def forward_read(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec, reads: ReadTokens
     ) -> torch.Tensor:
-        """See `StepAttention.forward_read`."""
         last_keys = self._kv.rows.last_keys
         last_keys = None if last_keys is None else last_keys[reads.index]
         return self._forward(q[reads.index], k, v, layer, torch.tensor(reads.starts, dtype=torch.int32), last_keys)

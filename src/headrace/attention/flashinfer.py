@@ -15,8 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
-from headrace.attention.fp8 import reasons_against_fp8
+from headrace.attention.base import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    KvPool,
+    KvShape,
+    StepRows,
+    reasons_against_fp8,
+)
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels import PAGE_SIZE
 
@@ -35,7 +41,6 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """See `AttentionBackend.reasons_against`."""
         reasons = []
         if needs.device != "cuda":
             reasons.append(f"it runs on CUDA only, not on {needs.device}")
@@ -65,12 +70,7 @@ class FlashInferAttention(AttentionBackend):
         """Zero-filled pages for K and for V of each layer."""
         assert num_slots % page_size == 0, (num_slots, page_size)
         size = (num_slots // page_size, page_size, shape.num_kv_heads, shape.head_dim)
-        self._pool = KvPool(
-            k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        self._pool = KvPool.zeros(shape, (size, size), num_slots, page_size, device)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._pool
 
@@ -99,7 +99,6 @@ class FlashInferAttention(AttentionBackend):
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         k_pages, v_pages = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         slots = self._rows.out_slots.long()
         k_pages.view(-1, *k_pages.shape[2:])[slots] = k.to(k_pages.dtype)

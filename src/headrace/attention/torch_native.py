@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from headrace import kernels
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.packing import rotate_heads, rotation_size
 
@@ -34,10 +34,11 @@ class TorchNativeAttention(AttentionBackend):
     name = "torch_native"
     verified = frozenset({"cpu", "cuda"})
     sees_ahead = True
+    _pool: KvPool
+    _rows: StepRows
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """See `AttentionBackend.reasons_against`."""
         reasons = []
         if needs.kv_cache_dtype in ("int8", "int16") and needs.head_dim % 4:
             reasons.append(
@@ -49,29 +50,17 @@ class TorchNativeAttention(AttentionBackend):
             reasons.append(f"on {needs.device} its bits depend on the batch")
         return reasons
 
-    def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
-        super().__init__(deterministic=deterministic, rounded=rounded)
-        self._pool: KvPool
-        self._rows: StepRows
-
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
         """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer; int8: head_dim + 4, int16: head_dim + 2."""
         more = 0 if shape.dtype.is_floating_point else _SCALE_BYTES // shape.dtype.itemsize
         size = (num_slots, shape.num_kv_heads, shape.head_dim + more)
-        self._pool = KvPool(
-            k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        self._pool = KvPool.zeros(shape, (size, size), num_slots, page_size, device)
         return self._pool
 
     def prepare(self, rows: StepRows) -> None:
-        """Remember the rows."""
         self._rows = rows
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if k_cache.dtype == torch.int8:
             q, k = rotate_heads(q.float()), rotate_heads(k.float())
@@ -80,20 +69,16 @@ class TorchNativeAttention(AttentionBackend):
         _write(v_cache, self._rows.out_slots, v)
         attend = attend_tiled if q.device.type == "cpu" else attend_whole
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        begin = 0
+        begin, last_keys = 0, self._rows.last_keys
         for row, (start, count) in enumerate(zip(self._rows.starts, self._rows.counts, strict=True)):
             slots = self._rows.slots[row, : start + count]
-            last = self._last_keys(begin, start, count)
+            if last_keys is None:
+                last = torch.arange(start, start + count, device=self._rows.positions.device)
+            else:
+                last = last_keys[begin : begin + count].long()
             out[begin : begin + count] = attend(q[begin : begin + count], k_cache, v_cache, slots, start, layer, last)
             begin += count
         return out.view(q.shape[0], -1)
-
-    def _last_keys(self, begin: int, start: int, count: int) -> torch.Tensor:
-        """int64[count]: what each query of a row sees last."""
-        given = self._rows.last_keys
-        if given is not None:
-            return given[begin : begin + count].long()
-        return torch.arange(start, start + count, device=self._rows.positions.device)
 
 
 def attend_tiled(

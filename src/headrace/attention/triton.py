@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, RotatingBackend, StepRows, zero_filled
-from headrace.attention.fp8 import reasons_against_fp8
+from headrace.attention.base import (
+    AttentionLayerSpec,
+    KvPool,
+    KvShape,
+    RotatingBackend,
+    StepRows,
+    reasons_against_fp8,
+)
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.registry import triton_why_not
 
@@ -37,7 +43,6 @@ class TritonAttention(RotatingBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """See `AttentionBackend.reasons_against`."""
         reason = triton_why_not(needs.device)
         reasons = [reason] if reason else []
         least, most = _HEAD_DIMS
@@ -64,12 +69,7 @@ class TritonAttention(RotatingBackend):
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
         """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer."""
         size = (num_slots, shape.num_kv_heads, shape.head_dim)
-        self.pool = KvPool(
-            k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
-            num_slots=num_slots,
-            page_size=page_size,
-        )
+        self.pool = KvPool.zeros(shape, (size, size), num_slots, page_size, device)
         self._num_processors = HOST_PROCESSORS
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -94,7 +94,6 @@ class TritonAttention(RotatingBackend):
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
         self._kernels.write_kv(k, v, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)
@@ -108,7 +107,6 @@ class TritonAttention(RotatingBackend):
         sin: torch.Tensor,
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """See `RotatingBackend.forward_rotating`."""
         k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
         self._kernels.rotate_write_kv(q, k, v, self._positions, cos, sin, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)

@@ -149,10 +149,7 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         main_rate = "prompt_throughput" if PRESETS[result.preset].answer.max_new_tokens == 1 else "output_throughput"
         rates.add_row(
             *head,
-            rate_text(median["request_throughput"]),
-            rate_text(median["prompt_throughput"]),
-            rate_text(median["output_throughput"]),
-            rate_text(median["total_throughput"]),
+            *(rate_text(median[f"{what}_throughput"]) for what in ("request", "prompt", "output", "total")),
             f"{spread[main_rate] / 2:.0%}" if len(result.repetitions) > 1 else "-",
             rate_text(median["goodput"]) if "goodput" in median else "-",
             f"[red]{num_errors}[/red]" if num_errors else "0",

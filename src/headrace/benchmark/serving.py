@@ -21,7 +21,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from headrace.benchmark.agreement import common_length
+from headrace.benchmark.agreement import PROMPTS, common_length
 from headrace.benchmark.figures import NO_LIMITS, Limits, RequestRecord, Summary, summarise
 from headrace.benchmark.results import (
     Agreement,
@@ -35,7 +35,6 @@ from headrace.benchmark.results import (
 from headrace.benchmark.tables import progress_columns
 from headrace.benchmark.targets import EngineTarget, OpenAITarget, PromptForm, Target
 from headrace.benchmark.workloads import (
-    CHECK_TEXTS,
     EMBEDDING,
     PRESETS,
     SEED,
@@ -54,7 +53,7 @@ from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
 
-_CHECK_TOKENS = 32
+_CHECK_TEXTS, _CHECK_TOKENS = PROMPTS[:5], 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +176,7 @@ def run_offline(server_args: ServerArgs, options: LoadOptions, console: Console)
 async def compare_greedy(reference: OpenAITarget, target: OpenAITarget) -> Agreement:
     """Send both the same texts, one at a time, greedily. Raises ConfigError when either does not answer."""
     common, lengths = [], []
-    for text in CHECK_TEXTS:
+    for text in _CHECK_TEXTS:
         want, got = [await each.complete_text(text, Answer(_CHECK_TOKENS, ends=True)) for each in (reference, target)]
         for each, record in ((reference, want), (target, got)):
             if record.error is not None:
@@ -185,7 +184,7 @@ async def compare_greedy(reference: OpenAITarget, target: OpenAITarget) -> Agree
         common.append(common_length(want.text, got.text))
         lengths.append(max(len(want.text), len(got.text)))
     num_equal = sum(same == length for same, length in zip(common, lengths, strict=True))
-    return Agreement(reference.name, target.name, len(CHECK_TEXTS), num_equal, common, lengths)
+    return Agreement(reference.name, target.name, len(_CHECK_TEXTS), num_equal, common, lengths)
 
 
 async def measure(
@@ -199,12 +198,12 @@ async def measure(
     text_ids, ask = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False)), _chats(tokenizer)
     summaries: dict[tuple[str, str], list[Summary]] = {}
     flushed: dict[str, bool] = {}
-    work = sum(
-        map(_work, make_workloads(text_ids, ask, options.seed, options.num_requests, options.rounds).chosen(names))
-    )
+    draw = partial(make_workloads, text_ids, ask, max_requests=options.num_requests, rounds=options.rounds)
+    first = draw(options.seed)
+    work = sum(_work(first.workloads[name]) for name in names)
     with _progress(console, work * options.repeat * len(targets)) as start_bar:
         for repetition in range(options.repeat):
-            drawn = make_workloads(text_ids, ask, options.seed + repetition, options.num_requests, options.rounds)
+            drawn = draw(options.seed + repetition)
             if repetition == 0:
                 await _warm_up(targets, drawn.warm_up[: options.warm_up], _probe(options), start_bar)
             for name in names:

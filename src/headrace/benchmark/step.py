@@ -47,6 +47,8 @@ _GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temp
 _WARM_UP = 2
 _KV_PRODUCTS = {"int8": "byte", "int16": "word"}  # what attention multiplies, by dtype of the KV cache
 _PAGE = 16
+_CHOICES = ("dtype", "quantization", "activations", "kv_cache_dtype", "attention_backend", "weight_bytes", "decisions")
+"""What the results record of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +146,13 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         for shape in shapes
     ]
     fused = next((decision for decision in info.decisions if decision.startswith("fused")), "")
-    subject = {
-        "model": {
-            "path": server_args.model_path,
-            "dtype": info.dtype,
-            "quantization": info.quantization,
-            "activations": info.activations,
-            "kv_cache_dtype": info.kv_cache_dtype,
-            "attention_backend": info.attention_backend,
-            "weight_bytes": info.weight_bytes,
-            "decisions": info.decisions,
-        },
+    content = {
+        **header("step"),
+        "model": {"path": server_args.model_path, **{name: getattr(info, name) for name in _CHOICES}},
         "limits": asdict(limits),
         "busy_neighbours": options.busy_neighbours,
+        "results": results,
     }
-    content = {**header("step"), **subject, "results": results}
     console.print(f"{server_args.model_path}: {info.precision}, {info.kv_cache_dtype} KV, {fused}", highlight=False)
     print_steps(console, content)
     if options.phases:
@@ -289,8 +283,10 @@ class _StepBench:
         tokens = rng.integers(0, self._vocab_size, (shape.batch, end)).astype(np.int32)
         first = np.arange(shape.batch, dtype=np.int32) * self._room
         slots = (first[:, None] + np.arange(end, dtype=np.int32)).astype(np.int32)
-        new = tuple(
-            NewSequence(
+        self._num_steps += 1
+        for row in range(shape.batch):
+            # Entering is the scheduler's cost of a request, not of a step.
+            entering = NewSequence(
                 seq=row,
                 rid=str(row),
                 token_ids=tokens[row],
@@ -300,13 +296,8 @@ class _StepBench:
                 end_token_ids=(),
                 content=PromptContent(tokens[row].tobytes()),
             )
-            for row in range(shape.batch)
-        )
-        self._num_steps += 1
-        for entering in new:
-            # Entering is the scheduler's cost of a request, not of a step.
             self._runner.table.add(entering)
-            self._runner.sampler.add(entering.seq, entering)
+            self._runner.sampler.add(row, entering)
         return ModelWorkerBatch(
             step=self._num_steps,
             new=(),

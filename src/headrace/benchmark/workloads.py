@@ -86,13 +86,6 @@ _SHORT_REQUESTS, _SHORT_TOKENS = 32, 16
 _LONG_REQUESTS, _LONG_TOKENS = 8, 8000
 _TASKS = 32
 _EMBEDDINGS = 1024
-CHECK_TEXTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n",
-    "Water boils at",
-    "Once upon a time there was a little",
-    "The three primary colours are",
-)
 
 
 def edit_tasks(rng: random.Random, count: int) -> list[str]:
@@ -266,9 +259,6 @@ class WorkloadSet:
 
     warm_up: list[TokenIds]
     workloads: dict[str, Workload]
-
-    def chosen(self, names: Sequence[str]) -> list[Workload]:
-        return [self.workloads[name] for name in names]
 
 
 def corpus(encode: Callable[[str], TokenIds]) -> TokenIds:

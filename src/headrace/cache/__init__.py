@@ -1,7 +1,6 @@
 """Who owns which KV page, and which prefixes are known. Host integers only: no torch.
 
-Read first: base.py (the interface of a prefix cache).
+Read first: base.py (free pages, the interface of a prefix cache, and one that shares nothing).
 
-allocator.py (free pages), radix_cache.py (the tree of prefixes), chunk_cache.py (nothing is shared), events.py
-(what the tree stores and evicts, for routers).
+radix_cache.py (the tree of prefixes), events.py (what the tree stores and evicts, for routers).
 """

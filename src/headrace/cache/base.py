@@ -1,5 +1,6 @@
-"""The interface of a prefix cache; implemented by `RadixCache` and `ChunkCache`."""
+"""Free pages, the interface of a prefix cache, and the cache that shares nothing (--disable-radix-cache). Used by the scheduler's thread."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,3 +88,69 @@ class PrefixCache(Protocol):
 
     def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
         """The tree from the top, level by level, and in a level those first that were added last. Takes time for what is listed only."""
+
+
+class PageAllocator:
+    """Pages first .. first + num_pages - 1 of `page_size` tokens each; slot of a token = page * page_size + offset."""
+
+    def __init__(self, num_pages: int, page_size: int, first: int = 0) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.first = first
+        self._free = self._all()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Take `num_pages` pages from the free list. The caller has checked `num_free`."""
+        assert 0 <= num_pages <= len(self._free), (num_pages, len(self._free))
+        if num_pages == 0:
+            return []
+        taken = self._free[-num_pages:]
+        del self._free[-num_pages:]
+        taken.reverse()
+        return taken
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give pages back. A page that is freed twice is noticed by the accounting, not here."""
+        self._free.extend(pages)
+        assert len(self._free) <= self.num_pages, (len(self._free), self.num_pages)
+
+    def reset(self) -> None:
+        self._free = self._all()
+
+    def _all(self) -> list[int]:
+        # Popped from the end: low pages first, so that a lightly used pool touches little memory.
+        return list(range(self.first + self.num_pages - 1, self.first - 1, -1))
+
+
+class ChunkCache:
+    """A `PrefixCache` that is always empty."""
+
+    shares = False
+    num_evictable_pages = 0
+    num_leased_pages = 0
+    num_nodes = 0
+
+    def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
+        return 0
+
+    def match(self, tokens: bytes, namespace: str, limit: int) -> PrefixMatch:
+        return PrefixMatch(0)
+
+    def insert(self, tokens: bytes, pages: list[int], namespace: str) -> Insertion:
+        return Insertion(0, 0)
+
+    def release(self, lease: Lease | None) -> None:
+        """Nothing is ever pinned."""
+
+    def evict(self, num_pages: int) -> list[int]:
+        return []
+
+    def flush(self) -> list[int]:
+        return []
+
+    def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
+        return []

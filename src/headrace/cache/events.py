@@ -34,7 +34,6 @@ class BlockEvents:
         return events
 
     def stored(self, tokens: bytes, pages: list[int], after: int | None, namespace: str) -> None:
-        """See `CacheObserver`."""
         last = parent = _hash(namespace.encode()) if after is None else self._hash_of_page[after]
         hashes: list[int] = []
         num_known = 0
@@ -64,7 +63,6 @@ class BlockEvents:
         )
 
     def removed(self, pages: list[int]) -> None:
-        """See `CacheObserver`."""
         gone = []
         for digest in map(self._hash_of_page.pop, pages):
             self._num_pages_of[digest] -= 1

@@ -35,8 +35,6 @@ class _Node(Lease):
 
 
 class _Root(_Node):
-    """The root of a namespace."""
-
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str) -> None:
@@ -79,7 +77,6 @@ class _EvictionOrder:
         return None
 
     def clear(self) -> None:
-        """Forget all candidates: the tree is empty."""
         self._heap.clear()
 
 
@@ -108,16 +105,13 @@ class RadixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Number of pages that `evict` could free now."""
         return self._evictable
 
     @property
     def num_leased_pages(self) -> int:
-        """Number of pages in the tree pinned by leases."""
         return self._leased
 
     def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
-        """Length in tokens of the longest cached prefix of tokens[:limit]. Changes nothing, not even recency."""
         node: _Node | None = self._roots.get(namespace)
         end = self._whole_pages(min(limit * TOKEN_BYTES, len(tokens)))
         pos = 0
@@ -131,7 +125,6 @@ class RadixCache:
         return pos // TOKEN_BYTES
 
     def match(self, tokens: bytes, namespace: str, limit: int) -> PrefixMatch:
-        """Longest cached prefix of tokens[:limit], pinned until `release(match.lease)`."""
         root = self._roots.get(namespace)
         if root is None:
             return PrefixMatch(0)
@@ -167,7 +160,6 @@ class RadixCache:
         return Insertion(pos // TOKEN_BYTES, end // TOKEN_BYTES, node)
 
     def release(self, lease: Lease | None) -> None:
-        """Unpin. The prefix stays cached until it is evicted."""
         if lease is None:
             return
         assert isinstance(lease, _Node)
@@ -182,7 +174,6 @@ class RadixCache:
             node = node.parent
 
     def evict(self, num_pages: int) -> list[int]:
-        """Free at least `num_pages` pages, least recently used leaves first; fewer only when everything else is leased."""
         freed: list[int] = []
         while len(freed) < num_pages and (node := self._eviction_order.pop()) is not None:
             parent = node.parent
@@ -202,7 +193,6 @@ class RadixCache:
         return freed
 
     def flush(self) -> list[int]:
-        """Evict everything; no lease may be held."""
         assert self._leased == 0, f"{self._leased} pages are still leased"
         freed = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
@@ -215,11 +205,9 @@ class RadixCache:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes below the roots."""
         return self._num_nodes
 
     def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
-        """The tree from the top, level by level, and in a level those first that were added last. Takes time for what is listed only."""
         found: list[CacheNode] = []
         level: list[tuple[int, _Node]] = [(-1, root) for root in islice(reversed(self._roots.values()), max_nodes)]
         for _ in range(max_depth):

@@ -2,16 +2,15 @@
 
 Read first: base.py (`Checkpoint`), source.py (what a path is), model_config.py (`ModelConfig`).
 
-- Formats: huggingface.py, safetensors_file.py (folders), gguf.py (the file), gguf_names.py,
-  gguf_checkpoint.py (as a checkpoint), lora.py (peft's adapters)
-- config.json: config_keys.py, rope_config.py, layer_types.py, families.py (finds `headrace.families`; which can be served, by name),
-  family.py (what each says of itself), foreign_config.py
-  (families that we have no defaults for), encoder_config.py (the BERT family), sampling_defaults.py
-- Multimodal models: media_config.py (vision encoders in config.json), audio_config.py (audio encoders), media_keys.py (what both have),
-  image_processors.py (how they want an image), audio_processors.py (how they want a sound)
-- Embedding models: pooling.py (what becomes of hidden states; modules.json)
-- Quantised: weight_formats.py (every weight format, a row each), quantization_settings.py (which are served),
-  quantized_formats.py (GPTQ, AWQ, ours), quantized_matrix.py (a weight in plain form), rotation.py, gguf_quantized.py
-- Files: regular_file.py (nothing else is opened), json_file.py, names.py (models that need no path), hub_cache.py (those
-  of the Hugging Face cache), hub_download.py (bringing them there), weight_cache.py (packed weights, for a second start)
+- Formats: huggingface.py, safetensors_file.py (folders), gguf.py (the file), gguf_names.py, gguf_checkpoint.py (as a checkpoint),
+  lora.py (peft's adapters)
+- config.json: config_keys.py, layer_config.py (windows, rotation), media_config.py (vision and audio encoders), sampling_defaults.py,
+  pooling.py (what becomes of hidden states; modules.json)
+- Families: family.py (what each says of itself), media_tokens.py (what stands for an image in a prompt), families.py (finds
+  `headrace.families`; which model types can be served)
+- preprocessor_config.py: how images, frames and audio are prepared
+- Quantised: weight_formats.py (every weight format, a row each), quantized_formats.py (GPTQ, AWQ, ours), quantized_matrix.py (a weight in
+  plain form)
+- Files: files.py (nothing but regular ones is opened; JSON), names.py (models that need no path), hub_cache.py (those of the Hugging
+  Face cache), hub_download.py (bringing them there), weight_cache.py (packed weights, for a second start)
 """

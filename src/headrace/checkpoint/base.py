@@ -1,7 +1,6 @@
-"""The common interface of checkpoints: a config, and named torch tensors.
+"""The common interface of checkpoints: a config, and named torch tensors, with the checks of weights that are read.
 
-Owns the checks of weights that are read, whatever their format. torch is imported when the first tensor is requested, so reading a
-config stays cheap. Runs in the process that loads the model.
+torch is imported when the first tensor is requested, so reading a config stays cheap. Runs in the process that loads the model.
 """
 
 from abc import ABC, abstractmethod
@@ -77,7 +76,6 @@ class Checkpoint(ABC):
             yield name, self.checked_tensor(name, check_finite, check_zero)
 
     def checked_tensor(self, name: str, check_finite: bool = False, check_zero: bool = True) -> "torch.Tensor":
-        """Like `tensor`, with the checks of `iter_tensors`."""
         tensor = self.tensor(name)
         if check_finite:
             self._check_finite(name, tensor)

@@ -1,7 +1,5 @@
-"""Which model types can be served, as far as it is known without importing torch and transformers, which takes seconds.
-
-Finds the families of `headrace.families` by the names of their modules. Owns the names of those that need what Headrace does not do, and reads
-transformers' own list of names from its source. What else a model must fulfil is checked when it is built (`models.registry`). Used in any process.
+"""Finds the families of `headrace.families` by the names of their modules, and says which model types cannot be served, in milliseconds and without
+importing torch or transformers. What else a model must fulfil is checked when it is built (`models.registry`). Used in any process.
 """
 
 import ast
@@ -17,9 +15,7 @@ from typing import Any, Literal
 from headrace.checkpoint.family import Audio, Decoder, Encoder, Family, Gguf, Vision
 from headrace.errors import ModelError
 
-_FAMILIES = "headrace.families"
-"""The package of the families: above this room, so they are imported by name."""
-
+_FAMILIES = "headrace.families"  # the package of the families: above this room, so they are imported by name
 _STATE = "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)"
 _NEEDS: dict[str, str] = {
     _STATE: (
@@ -48,7 +44,6 @@ _LACKS = {model_type: need for need, names in _NEEDS.items() for model_type in n
 
 @functools.cache
 def families() -> Mapping[str, Family]:
-    """Every family by the name of its module."""
     names = sorted(module.name for module in pkgutil.iter_modules(import_module(_FAMILIES).__path__))
     return {name: import_module(f"{_FAMILIES}.{name}").FAMILY for name in names}
 
@@ -113,7 +108,6 @@ def check_family(model_type: str, origin: str, config: Mapping[str, Any] = Mappi
 
 
 def _attends_everywhere(config: Mapping[str, Any]) -> bool:
-    """Whether the config says of each layer that it attends, in the spelling of its family."""
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return False

@@ -1,26 +1,17 @@
-"""What a family of models says of itself: `Family`, which each module of `headrace.families` makes.
-
-Owns the types of these facts, not the facts. Imports neither torch nor transformers, and no family: `families.py` finds them.
-"""
+"""What a family of models says of itself: `Family`, which each module of `headrace.families` makes. Imports neither torch nor transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.checkpoint.config_keys import ConfigKeys, MediaKeys
+from headrace.checkpoint.layer_config import EncoderConfig, SlidingRule
+from headrace.checkpoint.media_config import AudioConfig, MediaConfig
+from headrace.checkpoint.media_tokens import KindTokens, Tokens, Vocabulary
+from headrace.checkpoint.preprocessor_config import ImageSettings
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.gguf import GgufFile
-
-# What the functions of a family take and give. Their classes are in files that look families up, which are above this one: Any, but with a name.
-ConfigKeys: TypeAlias = Any
-EncoderConfig: TypeAlias = Any
-ImageSettings: TypeAlias = Any
-MediaConfig: TypeAlias = Any
-AudioConfig: TypeAlias = Any
-MediaKeys: TypeAlias = Any
-
-SlidingRule = Literal["all", "even", "pattern", "upper"]
-"""Which layers slide where a config has no list: all of them, every other one from the first, all but each n-th by `sliding_window_pattern`, or those
-from `max_window_layers` on, if `use_sliding_window` is set."""
+    from headrace.checkpoint.gguf import GgufFile  # numpy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +147,8 @@ class Vision:
     """A model type around a text model and an encoder of images, which `encoder` in the `vision.py` of the family makes.
 
     read: reads the whole config.json and its vision_config; raises NotServedError with the reason why its images are not served, and ModelError for
-    invalid values. tokens: what stands for an image: gives a `KindTokens` (`multimodal/layout.py`) of the config, the processor's settings, the
-    `Tokens` and config.json, or raises ModelError. image_processor: of transformers, where the checkpoint names none; see `image_processors.py`.
+    invalid values. tokens: what stands for an image: gives a `KindTokens` of the config, the processor's settings, the
+    `Tokens` and config.json, or raises ModelError. image_processor: of transformers, where the checkpoint names none; see `preprocessor_config.py`.
     settings: the processor's, as the family has them. video_processor, video_tokens: the same of videos, if it takes them; the latter is given the
     vocabulary. tied: what it says of the output projection if its config does not; None = the text model says it. flat_text: the type of the text
     model in older configs, which have its keys beside their own. text_prefix: of the text model's tensors. joins_line_ends: what stands for an
@@ -165,11 +156,11 @@ class Vision:
     """
 
     read: Callable[[MediaKeys, MediaKeys], MediaConfig]
-    tokens: Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any]
+    tokens: Callable[[MediaConfig, ImageSettings, Tokens, dict[str, Any]], KindTokens]
     image_processor: str
     settings: Callable[[MediaConfig, ImageSettings], ImageSettings] | None = None
     video_processor: str = ""
-    video_tokens: Callable[[MediaConfig, ImageSettings, Any, dict[str, Any]], Any] | None = None
+    video_tokens: Callable[[MediaConfig, ImageSettings, Vocabulary, dict[str, Any]], KindTokens] | None = None
     tied: bool | None = None
     flat_text: str = ""
     text_prefix: str = "model.language_model."
@@ -185,7 +176,7 @@ class Audio:
     """
 
     read: Callable[[MediaKeys, MediaKeys], AudioConfig]
-    tokens: Callable[[AudioConfig, Any], Any]
+    tokens: Callable[[AudioConfig, Tokens], KindTokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

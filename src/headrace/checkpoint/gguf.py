@@ -1,9 +1,6 @@
-"""GGUF files (versions 2 and 3): metadata, tensor index, raw blocks and dequantisation.
+"""GGUF files (versions 2 and 3): metadata, tensor index, raw blocks and dequantisation; what tensors mean to a model is in `gguf_names.py`.
 
-Owns the file format only; what the tensors mean to a model is in `gguf_names.py`. The file is mapped, never read whole,
-and metadata arrays are decoded on demand, so that opening takes a fraction of a second. numpy, no torch. A broken
-file raises a ModelError that names the file and, if any, the tensor; nothing is ever executed.
-
+The file is mapped, never read whole, and metadata arrays are decoded on demand, so that opening takes a fraction of a second. numpy, no torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block layouts: the `block_*` structs of ggml-common.h.
 """
 
@@ -19,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import map_regular, open_regular
 from headrace.errors import ModelError
 
 T = TypeVar("T")
@@ -36,8 +33,6 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How one ggml type stores values: `block_values` values in `block_bytes` bytes."""
-
     name: str
     block_values: int
     block_bytes: int
@@ -108,7 +103,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Map the file and read header, metadata keys and tensor index. Raises ModelError if any of it is invalid."""
         self.path = path
-        self._map = _map_file(path)
+        self._map = map_regular(path, mmap.ACCESS_READ)
         self._size = len(self._map)
         self._values: dict[str, Any] = {}
         self._cursor = 0
@@ -126,7 +121,6 @@ class GgufFile:
         return key in self._values
 
     def metadata_keys(self) -> Iterator[str]:
-        """The metadata keys, in file order."""
         return iter(self._values)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -137,7 +131,6 @@ class GgufFile:
         return value
 
     def require(self, key: str) -> Any:
-        """Like `get`, but an absent key raises ModelError."""
         if key not in self._values:
             raise self._broken(f"metadata key {key} is missing")
         return self.get(key)
@@ -163,6 +156,12 @@ class GgufFile:
             raise self._broken(f"metadata key {key} is {value!r:.80}; expected a list of {kind.__name__}")
         return value
 
+    def rows(self, name: str) -> int:
+        """Rows of a tensor. Raises ModelError if it is missing."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.path.name}: tensor {name} is missing")
+        return self.tensors[name].shape[0]
+
     # --- tensors
 
     def raw(self, name: str) -> Bytes:
@@ -177,7 +176,6 @@ class GgufFile:
 
     @property
     def mapped_memory(self) -> Bytes:
-        """The whole file, mapped."""
         return np.frombuffer(self._map, dtype=np.uint8)
 
     def release(self) -> None:
@@ -185,7 +183,6 @@ class GgufFile:
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def dequantize(self, name: str) -> Floats:
-        """The tensor as a fresh float32 array of its shape."""
         tensor = self.tensors[name]
         return dequantize(self.raw(name), tensor.type.name).reshape(tensor.shape)
 
@@ -273,12 +270,9 @@ class GgufFile:
         if array.kind in _SCALARS:
             values = np.frombuffer(self._map, dtype="<" + _SCALARS[array.kind], count=array.count, offset=array.offset)
             return list(values.tolist())
-        self._cursor = array.offset
-        if array.kind == _STRING:
-            return self._decode_strings(array)
-        return [self._decode_array(self._skip_array("", 0)) for _ in range(array.count)]
-
-    def _decode_strings(self, array: _Array) -> list[str]:
+        if array.kind == _ARRAY:
+            self._cursor = array.offset
+            return [self._decode_array(self._skip_array("", 0)) for _ in range(array.count)]
         read_length = struct.Struct("<Q").unpack_from
         at, data = array.offset, self._map
         strings = []
@@ -354,16 +348,6 @@ def gguf_of(folder: Path) -> Path | None:
         listed = ", ".join(file.name for file in found[:20])
         raise ModelError(f"{folder.name} holds {len(found)} GGUF files; name one of them: {listed}")
     return found[0] if found else None
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with open_regular(path) as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError:
-        raise ModelError(f"{path.name} is empty") from None
-    except OSError as err:
-        raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
 
 
 # --- dequantisation

@@ -1,7 +1,4 @@
-"""Maps the tensors and metadata of a GGUF file to Hugging Face's names.
-
-Owns the name map GGUF -> Hugging Face, undoing the changes of llama.cpp's converter to some weights, and the
-Hugging Face style config dict made from GGUF metadata. Knows nothing about the file format (`gguf.py`).
+"""Maps the tensors and metadata of a GGUF file to Hugging Face's names, and undoes the changes of llama.cpp's converter to some weights.
 
 What is an architecture's own is in its family (`family.Gguf`).
 """
@@ -39,8 +36,7 @@ _LAYER = {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens in GGUF."""
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens in GGUF
 # fmt: off
 END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
@@ -152,7 +148,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.path.name}: rotary embedding of part of a head is not supported for {arch}")
     config: dict[str, Any] = {
         **names,
-        "vocab_size": _vocab_size(file),
+        "vocab_size": file.rows("token_embd.weight"),  # the tokenizer may have fewer tokens
         "hidden_size": hidden_size,
         "num_hidden_layers": file.count(f"{arch}.block_count"),
         "num_attention_heads": num_heads,
@@ -244,14 +240,6 @@ def _head_count(file: GgufFile, arch: str, key: str) -> int:
     if not isinstance(count, int) or count < 1:
         raise ModelError(f"{file.path.name}: {arch}.attention.{key} is {count!r:.80}; expected a positive whole number")
     return count
-
-
-def _vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding, which is the model's vocabulary; the tokenizer may have fewer tokens."""
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ModelError(f"{file.path.name}: tensor token_embd.weight is missing")
-    return embedding.shape[0]
 
 
 def end_ids(file: GgufFile) -> list[int]:

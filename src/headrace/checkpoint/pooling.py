@@ -1,7 +1,4 @@
-"""What a model that does not generate makes of its hidden states: `PoolingConfig`, read from the files beside the weights.
-
-Imports neither torch nor transformers: any process may use it.
-"""
+"""What an embedding model, classifier or reward model makes of its hidden states: `PoolingConfig`, read from the files of a checkpoint. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +7,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from headrace.checkpoint.json_file import read_json_list, read_json_object
+from headrace.checkpoint.files import read_json_list, read_json_object
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
 
@@ -150,7 +147,6 @@ def _check_reads_one_way(config: ModelConfig) -> None:
 
 
 def _classifier(config: ModelConfig, labels: tuple[str, ...]) -> PoolingConfig:
-    """A classifier, a cross-encoder, or a reward model."""
     stated = _stated_activation(config.raw)
     encoder = config.encoder
     activation: Literal["none", "sigmoid", "softmax"]
@@ -196,7 +192,6 @@ def _stated_activation(raw: dict[str, Any]) -> Literal["none", "sigmoid", "softm
 
 
 def _modular(folder: Path, listed: list[Any], config: ModelConfig) -> PoolingConfig:
-    """An embedding model of sentence-transformers."""
     modules = [(kind, name) for kind, name in _modules(listed) if kind != "Dropout"]
     kinds = [kind for kind, _ in modules]
     in_order = ["Transformer", "Pooling"] + ["Dense"] * kinds.count("Dense")
@@ -297,5 +292,4 @@ def _known(table: Mapping[str, T], name: str, what: str) -> T:
 
 
 def _last_part(name: object) -> str:
-    """The class in the dotted name of one."""
     return str(name).rpartition(".")[2]

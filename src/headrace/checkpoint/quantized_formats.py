@@ -1,19 +1,14 @@
-"""Formats of quantised safetensors checkpoints: GPTQ, AWQ and our own (docs/quantization.md).
+"""Formats of quantised safetensors checkpoints: how GPTQ, AWQ and our own store a matrix (docs/quantization.md).
 
-Owns how each format stores a matrix. Does not own which settings are served (`quantization_settings`)
-nor files (`source`). Runs in whichever process loads the model.
-
-GPTQ: E. Frantar et al., "GPTQ" (2022), stored as AutoGPTQ and GPTQModel do. AWQ: J. Lin et al., "AWQ" (2023), stored as AutoAWQ's
-"gemm" version does.
+GPTQ: E. Frantar et al., "GPTQ" (2022), stored as AutoGPTQ and GPTQModel do. AWQ: J. Lin et al., "AWQ" (2023), stored as AutoAWQ's "gemm" version.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme, codes_of
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme, codes_of, stored_settings
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:

@@ -1,19 +1,63 @@
-"""A quantised weight in plain form: what readers of checkpoints and quantisers make, and kernels pack.
+"""A quantised weight in plain form, which readers of checkpoints and quantisers make and kernels pack, and the rotation of those that are rotated.
 
-Owns the meaning of codes, scales and minimums. Does not own a layout of bytes, on disk (the readers) or in memory (`kernels.packing`).
-torch is imported when a matrix is used. Runs in whichever process loads the model.
+Owns the meaning of codes, scales and minimums, not a layout of bytes, on disk (the readers) or in memory (`kernels.packing`). Rotated weights went
+through a Walsh-Hadamard transform in blocks of a row: what a layer multiplies is rotated alike, so their product stays what it was, while large
+elements that would coarsen the steps of a whole group are spread over a block: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated
+LLMs" (2024); A. Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and Lattice Codebooks" (2024). csrc/cpu/rotation.h has
+the same operations in the same order, so the bits are the same. torch is imported when it is used. Runs in whichever process loads the model.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.rotation import unrotated_weights
-from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme, codes_of
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP, Scheme, codes_of
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
+
+
+def rotation_block(k: int) -> int:
+    """Elements of a row of k that are mixed: the largest power of two up to WIDE_GROUP that divides k; 1, none, below KERNEL_GROUP."""
+    power = k & -k
+    return 1 if power < KERNEL_GROUP else min(power, WIDE_GROUP)
+
+
+def walsh_hadamard(x: "torch.Tensor", block: int) -> "torch.Tensor":
+    """x float32[..., k] in blocks of `block` elements, each times a matrix of 1 and -1. Twice is times the block.
+
+    block: a power of two that divides k.
+    """
+    import torch
+
+    # An element of all blocks side by side: the sums run over contiguous memory.
+    columns = x.reshape(-1, block).T.contiguous()
+    half = 1
+    while half < block:
+        halves = (block // (2 * half), 2, half, columns.shape[1])
+        a, b = columns.view(halves).unbind(1)
+        columns = torch.empty_like(columns)
+        sums, differences = columns.view(halves).unbind(1)
+        torch.add(a, b, out=sums)
+        torch.sub(a, b, out=differences)
+        half *= 2
+    return columns.T.contiguous().view(x.shape)
+
+
+def rotated_rows(x: "torch.Tensor") -> "torch.Tensor":
+    """What weights that were rotated multiply, float32[..., k] as x is."""
+    return walsh_hadamard(x, rotation_block(x.shape[-1]))
+
+
+def rotated_weights(weight: "torch.Tensor") -> "torch.Tensor":
+    """The weights whose products with `rotated_rows` are those of `weight`, float32[n, k], with the rows as they were: up to rounding."""
+    block = rotation_block(weight.shape[-1])
+    return walsh_hadamard(weight, block) / block
+
+
+def unrotated_weights(rotated: "torch.Tensor") -> "torch.Tensor":
+    return rotated_rows(rotated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +66,7 @@ class QuantizedMatrix:
 
     scheme: one that has codes (`weight_formats.Codes`). codes: [n, k], of the dtype that it has. scales, minimums: float32[n, ceil(k / group_size)].
     minimums None: symmetric, scale * (code - zero). group_size: a multiple of 32, or k where a row has one scale. If the scheme's codes are
-    rotated, this is a weight that `checkpoint.rotation` has rotated.
+    rotated, this is a weight that `checkpoint.quantized_matrix` has rotated.
     """
 
     scheme: Scheme
@@ -33,7 +77,6 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, k)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self) -> "torch.Tensor":
@@ -54,9 +97,8 @@ class QuantizedMatrix:
         return values.mul_(scales).sub_(self.minimums.repeat_interleave(self.group_size, dim=1)[:, :k])
 
     def rows(self, begin: int, end: int) -> "QuantizedMatrix":
-        """Rows begin .. end - 1."""
         minimums = None if self.minimums is None else self.minimums[begin:end]
-        return QuantizedMatrix(self.scheme, self.codes[begin:end], self.scales[begin:end], minimums, self.group_size)
+        return replace(self, codes=self.codes[begin:end], scales=self.scales[begin:end], minimums=minimums)
 
     def columns(self, begin: int, end: int) -> "QuantizedMatrix":
         """Columns begin .. end - 1. Both are multiples of group_size, or the ends of the matrix. Raises ModelError if they are not."""
@@ -64,12 +106,12 @@ class QuantizedMatrix:
         if (begin, end) == (0, k):
             return self
         if size == k:
-            return QuantizedMatrix(self.scheme, self.codes[:, begin:end], self.scales, self.minimums, end - begin)
+            return replace(self, codes=self.codes[:, begin:end], group_size=end - begin)
         if begin % size or (end % size and end != k):
             raise ModelError(f"weights in groups of {size} cannot be cut at columns {begin} and {end}")
         groups = slice(begin // size, -(-end // size))
         minimums = None if self.minimums is None else self.minimums[:, groups]
-        return QuantizedMatrix(self.scheme, self.codes[:, begin:end], self.scales[:, groups], minimums, size)
+        return replace(self, codes=self.codes[:, begin:end], scales=self.scales[:, groups], minimums=minimums)
 
     def regrouped(self, group_size: int) -> "QuantizedMatrix":
         """The same weights with smaller groups; group_size divides the present one."""
@@ -79,19 +121,17 @@ class QuantizedMatrix:
         times, groups = self.group_size // group_size, -(-self.codes.shape[1] // group_size)
         minimums = None if self.minimums is None else self.minimums.repeat_interleave(times, dim=1)[:, :groups]
         scales = self.scales.repeat_interleave(times, dim=1)[:, :groups]
-        return QuantizedMatrix(self.scheme, self.codes, scales, minimums, group_size)
+        return replace(self, scales=scales, minimums=minimums, group_size=group_size)
 
     def to(self, device: "torch.device") -> "QuantizedMatrix":
-        """The same on a device."""
         minimums = None if self.minimums is None else self.minimums.to(device)
-        return QuantizedMatrix(self.scheme, self.codes.to(device), self.scales.to(device), minimums, self.group_size)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), minimums=minimums)
 
     def with_minimums(self) -> "QuantizedMatrix":
         """The same weights with minimums spelled out. Exact."""
         if self.minimums is not None:
             return self
-        minimums = self.scales * codes_of(self.scheme).zero
-        return QuantizedMatrix(self.scheme, self.codes, self.scales, minimums, self.group_size)
+        return replace(self, minimums=self.scales * codes_of(self.scheme).zero)
 
 
 def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:

@@ -1,9 +1,7 @@
-"""One safetensors file: its checked header, and the bytes of its tensors.
+"""One safetensors file: its checked header, and the bytes of its tensors. No torch.
 
-Owns the file format only. The header is read by ourselves so that a broken file is refused naming the tensor before
-anything is mapped into a model. No torch.
-
-Format: https://github.com/huggingface/safetensors#format (8-byte length, JSON header, data; offsets without holes).
+The header is read by ourselves so that a broken file is refused naming the tensor before anything is mapped into a model. Format:
+https://github.com/huggingface/safetensors#format (8-byte length, JSON header, data; offsets without holes).
 """
 
 import json
@@ -14,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.json_file import json_fault
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import json_fault, map_regular
 from headrace.errors import ModelError
 
 # dtype -> bytes of one element
@@ -56,13 +53,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Map and check the file. Raises ModelError naming the file, and the tensor where there is one."""
         self.path = path
-        try:
-            with open_regular(path) as file:
-                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except ValueError:
-            raise ModelError(f"{path.name} is empty") from None
-        except OSError as err:
-            raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
+        self.buffer = map_regular(path, mmap.ACCESS_COPY)
         self.entries: dict[str, SafetensorsEntry] = {}
         self.metadata: dict[str, str] = {}
         self._read_header()

@@ -1,8 +1,5 @@
-"""The sampling values that a model brings along, for requests that name none.
-
-Owns where they come from (`generation_config.json`, the `general.sampling.*` keys of a GGUF file, the cards of known models, and what holds
-for a GGUF file of which nothing is known), their bounds, and the list of wishes that are not followed. Does not decide whether they are used
-(`--sampling-defaults`) and does not merge them into a request (`sampling.params`). No torch; used in any process.
+"""The sampling values that a model brings along: from `generation_config.json`, the `general.sampling.*` keys of a GGUF file, or the cards of known
+models. Whether they are used says `--sampling-defaults`. No torch; used in any process.
 """
 
 import math
@@ -14,6 +11,8 @@ import msgspec
 
 from headrace.errors import ModelError
 from headrace.plain_types import plain_reason
+
+_OFF: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,20 +32,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     def values(self) -> dict[str, float]:
         """What a request runs with that names none of them."""
-        return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": -1 if self.top_k is None else self.top_k,
-            "min_p": 0.0 if self.min_p is None else self.min_p,
-            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
-        }
+        stated = {name: getattr(self, name) for name in _OFF}
+        return {name: off if stated[name] is None else stated[name] for name, off in _OFF.items()}
 
     def summary(self) -> str:
-        """One line: the temperature, what else is not off, and the origin."""
-        off = SamplingDefaults().values()
-        stated = [
-            f"{name} {value:g}" for name, value in self.values().items() if name == "temperature" or value != off[name]
-        ]
+        values = self.values().items()
+        stated = [f"{name} {value:g}" for name, value in values if name == "temperature" or value != _OFF[name]]
         return f"{', '.join(stated)} ({self.origin or 'the model brings none'})"
 
 
@@ -192,7 +183,6 @@ def from_gguf(metadata: Mapping[str, Any], file_name: str) -> SamplingDefaults:
 
 
 def _card(metadata: Mapping[str, Any]) -> SamplingDefaults | None:
-    """Of the known model that a GGUF file says it holds."""
     parts = [metadata.get(f"general.{part}") for part in ("basename", "version", "size_label", "finetune")]
     for name in (" ".join(part for part in parts if isinstance(part, str)), metadata.get("general.name")):
         if not isinstance(name, str):

@@ -1,7 +1,4 @@
-"""What a path is: a Hugging Face folder, a GGUF file, or a config alone.
-
-Runs in whichever process loads the model.
-"""
+"""What a path is: a Hugging Face folder, a GGUF file, or a config alone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +8,8 @@ from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
 from headrace.checkpoint.huggingface import Fp8Checkpoint, HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
-from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_formats import stored_format
+from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:

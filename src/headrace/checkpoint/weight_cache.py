@@ -1,12 +1,9 @@
 """The folder of packed weights: files that hold a model's weights as the kernels want them, so that a second start need not convert.
 
-Owns the format of a file, where files live, what names them, and which go when there are too many. Does not own what is in them
-(`execution.weight_cache`). No torch. Used by the process that loads a model, and by `headrace cache`.
-
-A file: 8 bytes of magic, the length of the header (uint64) and its CRC-32 (uint64), little-endian; the header, JSON; zeros up to a
-multiple of 4096; the tensors, each at a multiple of 64. Every tensor has a CRC-32, so a file that was cut off, or damaged on disk, is
-found out and replaced. A file appears under its name only when it is complete, so readers and writers need no locks, and any file may
-be deleted at any time.
+A file: 8 bytes of magic, the length of the header (uint64) and its CRC-32 (uint64), little-endian; the header, JSON; zeros up to a multiple of 4096;
+the tensors, each at a multiple of 64. Every tensor has a CRC-32, so a file that was cut off, or damaged on disk, is found out and replaced. A file
+appears under its name only when it is complete, so readers and writers need no locks, and any file may be deleted at any time. No torch. Used by the
+process that loads a model (`execution.weight_cache`), and by `headrace cache`.
 """
 
 import contextlib
@@ -25,8 +22,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from headrace.checkpoint.files import open_regular
 from headrace.checkpoint.names import cache_dir
-from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import HeadraceError
 from headrace.plain_types import plain_reason
 
@@ -99,7 +96,6 @@ class CachedFile:
 
 
 def folder() -> Path:
-    """Where the files live."""
     return cache_dir() / "weights"
 
 
@@ -148,7 +144,6 @@ def read_measured(identity: str) -> dict[str, float]:
 
 
 def keep_measured(identity: str, name: str, value: float) -> None:
-    """Keep a value beside those that are kept. Raises WeightCacheError."""
     path = _measured_path(identity)
     text = msgspec.json.encode(Measured(identity, read_measured(identity) | {name: value}))
     try:
@@ -241,14 +236,11 @@ class WeightFile:
             raise WeightCacheError(f"{self._path.name}: a checksum is wrong")
 
     def close(self) -> None:
-        """Let go of the file; what was read stays."""
         self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """A tensor to write: its torch dtype, shape and bytes."""
-
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
@@ -296,7 +288,6 @@ def write(
 
 
 def _write_whole(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Write a file that appears under its name only when it is complete. Raises OSError."""
     handle, unfinished = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".unfinished", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

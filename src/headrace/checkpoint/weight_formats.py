@@ -1,34 +1,26 @@
-"""The weight formats: a table with one row for each, and everything about them that needs no torch.
+"""The weight formats, a row of a table each, and which quantised checkpoints are served: everything about them that needs no torch.
 
-Owns the names and the facts that the command line, `config.resolve`, readers of checkpoints and kernels ask for. Does not own the
-arithmetic (`layers.quantization`, one class for each format) nor the kernels. Pure; used in any process. How to add a format:
-docs/adding/weight-format.md.
+The arithmetic is in `layers.quantization`, one class a format. Used in any process. How to add a format: docs/adding/weight-format.md.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from headrace.errors import ModelError
 
 Quantization = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
 """The name of a weight format that `--quantization` takes."""
 
-Scheme = Literal[Quantization, "bfloat16", "int8-rotated"]
-"""The name of a weight format."""
-
-StoredScheme = Literal["int8", "int4"]
-"""The name of a format in which `headrace quantize` writes checkpoints."""
-
+Scheme = Literal[Quantization, "bfloat16", "int8-rotated"]  # the name of a weight format
+StoredScheme = Literal["int8", "int4"]  # the name of a format in which `headrace quantize` writes checkpoints
 STORED: tuple[StoredScheme, ...] = get_args(StoredScheme)
 """Every format in which `headrace quantize` writes checkpoints."""
 
 FINEST_STORED: StoredScheme = "int8"
 """The most exact of them. When the parts of one product are stored in different formats, all of them are converted to it."""
 
-KERNEL_GROUP = 32
-"""Elements that share a scale in the kernels; a checkpoint's groups are multiples of it."""
-
-WIDE_GROUP = 128
-"""Elements of a row of activations that share a scale where weights have one scale a row."""
-
+KERNEL_GROUP = 32  # elements that share a scale in the kernels; a checkpoint's groups are multiples of it
+WIDE_GROUP = 128  # elements of a row of activations that share a scale where weights have one scale a row
 MAX_WORDS_NORM = 23170
 """Of 128 weights as 16-bit integers: sqrt(sum of squares). Sums of their products with activations fit 32 bits."""
 
@@ -39,7 +31,7 @@ class Codes:
 
     bits: of a code. dtype: of a tensor that holds one code per element. zero: the code that stands for weight 0 when there are no minimums.
     scale_per_row: each row has one scale; otherwise each KERNEL_GROUP elements of a row (or a multiple of that) have one.
-    minimums: matrices of this format may have minimums. rotated: they stand for rotated weights (`checkpoint.rotation`).
+    minimums: matrices of this format may have minimums. rotated: they stand for rotated weights (`checkpoint.quantized_matrix`).
     max_norm: the largest sqrt(sum of squares) that the codes in any WIDE_GROUP elements of a row may have; None = no limit.
     """
 
@@ -56,7 +48,7 @@ class Codes:
 class Rounding:
     """How a linear layer rounds its input on CPU: to integers of `bits` bits, with one scale for each `group` elements of a row.
 
-    rotated: the row is rotated first, as its weights were (`checkpoint.rotation`).
+    rotated: the row is rotated first, as its weights were (`checkpoint.quantized_matrix`).
     """
 
     bits: Literal[8, 16]
@@ -127,7 +119,6 @@ class FormatFacts:
         return self.codes is None and self.on_cpu
 
     def itemsize(self, dtype_bytes: int) -> float:
-        """Bytes of one packed weight. dtype_bytes: of an element of the model's dtype."""
         return float(dtype_bytes) if self.bytes_per_weight is None else self.bytes_per_weight
 
     def reason_against(self, needs: FormatNeeds) -> str:
@@ -214,12 +205,10 @@ _FORMATS: tuple[FormatFacts, ...] = (
     ),
 )
 
-FORMATS: dict[Scheme, FormatFacts] = {facts.name: facts for facts in _FORMATS}
-"""Every weight format by its name."""
+FORMATS: dict[Scheme, FormatFacts] = {facts.name: facts for facts in _FORMATS}  # every weight format by its name
 
 
 def codes_of(scheme: Scheme) -> Codes:
-    """The codes of a format. ValueError for one whose weights are floats."""
     codes = FORMATS[scheme].codes
     if codes is None:
         raise ValueError(f"{scheme} weights are floats, they have no codes")
@@ -227,20 +216,92 @@ def codes_of(scheme: Scheme) -> Codes:
 
 
 def names_on_cpu() -> list[Scheme]:
-    """The formats that quantise and run on CPU, in the order of the table."""
     return [facts.name for facts in _FORMATS if facts.quantizes and facts.on_cpu and facts.option == "--quantization"]
 
 
 def names_on_gpus() -> list[Scheme]:
-    """The formats that quantise and run on GPUs, sorted."""
     return sorted(facts.name for facts in _FORMATS if facts.quantizes and facts.gpu is not None)
 
 
 def help_text() -> str:
-    """The formats that quantise, for the help of `--quantization`."""
     on_cpu = [f"{name} ({FORMATS[name].note})" if FORMATS[name].note else name for name in names_on_cpu()]
     return f"On CPU: {', '.join(on_cpu[:-1])} or {on_cpu[-1]}; on a GPU: {' or '.join(names_on_gpus())}."
 
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+OWN_METHOD = "headrace"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSettings:
+    """Of a quantised checkpoint. group_size: -1 = a whole row. zero_offset: what GPTQ adds to a stored zero point.
+
+    block: of fp8, (rows, columns) of the weights that share a scale; (0, 0) = all of a matrix do.
+    """
+
+    method: Literal["headrace", "gptq", "awq", "fp8"]
+    scheme: Scheme
+    group_size: int
+    zero_offset: int = 0
+    block: tuple[int, int] = (0, 0)
+
+
+def stored_settings(quantization: dict[str, Any] | None) -> StoredSettings | None:
+    """What a checkpoint says with this `quantization_config`; None for one that is not quantised.
+
+    Raises ModelError naming the setting that is not supported.
+    """
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method")
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    group_size = quantization.get("group_size", quantization.get("q_group_size"))
+    if method == OWN_METHOD:
+        scheme = quantization.get("scheme")
+        if scheme not in STORED or group_size != KERNEL_GROUP:
+            raise ModelError(
+                f"a headrace checkpoint of scheme {scheme} with groups of {group_size} is not known to this version"
+            )
+        return StoredSettings("headrace", scheme, KERNEL_GROUP)
+    if method == "fp8":
+        return _fp8_settings(quantization)
+    if method not in ("gptq", "awq"):
+        raise ModelError(
+            f"quantised checkpoints of quant_method {method} are not supported; gptq, awq, fp8 and headrace are"
+        )
+    if bits != 4:
+        raise ModelError(f"{method} checkpoints of {bits} bits are not supported; those of 4 are")
+    if not isinstance(group_size, int) or (group_size != -1 and (group_size <= 0 or group_size % KERNEL_GROUP)):
+        raise ModelError(
+            f"{method} checkpoints with group_size {group_size} are not supported; -1 and multiples of {KERNEL_GROUP} are"
+        )
+    if method == "awq":
+        version = str(quantization.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ModelError(f"awq checkpoints of version {version} are not supported; gemm is")
+        return StoredSettings("awq", "int4", group_size)
+    layout = quantization.get("checkpoint_format") or "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise ModelError(f"gptq checkpoints of checkpoint_format {layout} are not supported; gptq and gptq_v2 are")
+    return StoredSettings("gptq", "int4", group_size, 1 if layout == "gptq" else 0)
+
+
+def _fp8_settings(quantization: dict[str, Any]) -> StoredSettings:
+    activations = quantization.get("activation_scheme", "dynamic")
+    if activations != "dynamic":
+        raise ModelError(f"fp8 checkpoints with activation_scheme {activations} are not supported; dynamic is")
+    block = quantization.get("weight_block_size")
+    if block is None:
+        return StoredSettings("fp8", "fp8", -1)
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+        raise ModelError(f"fp8 checkpoints with weight_block_size {block} are not supported; two positive sizes are")
+    return StoredSettings("fp8", "fp8", -1, block=(block[0], block[1]))
+
+
+def stored_scheme(quantization: dict[str, Any] | None) -> Scheme:
+    """How a model of this `quantization_config` computes: "none" when it is not quantised. Raises ModelError as `stored_settings`."""
+    found = stored_settings(quantization)
+    return "none" if found is None else found.scheme

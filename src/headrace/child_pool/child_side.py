@@ -1,4 +1,5 @@
-"""What a child of a pool does around its work: it ends with its parent, says nothing, and keeps to its limit of memory.
+"""What a child of a pool does around its work: it ends with its parent, says nothing, and keeps to its limit of memory. And `Frames`, the
+messages over the socket between the two, for both sides.
 
 Owns the child's main thread. Does not own the work: `run` is given a function that serves the socket. Runs in the child.
 """
@@ -8,19 +9,69 @@ import resource
 import select
 import signal
 import socket
+import struct
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
-from headrace.child_pool.frames import Frames
+T = TypeVar("T")
 
 MIB = 1 << 20
+
+_LENGTH = struct.Struct("<I")
+_CHUNK_BYTES = 1 << 18
 
 
 class Ready(msgspec.Struct, frozen=True):
     """The first answer of a child: it can work."""
+
+
+class Frames:
+    """Messages over a stream socket: 4 bytes of length, little-endian, and msgpack. Owns the socket. Used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def send(self, message: msgspec.Struct | msgspec.Raw, timeout_s: float | None = None) -> None:
+        """Raises TimeoutError, or OSError if the other side is gone."""
+        data = msgspec.msgpack.encode(message)
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(_LENGTH.pack(len(data)))
+        self._socket.sendall(data)
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], timeout_s: float | None = None) -> T:
+        """Raises EOFError when the other side is gone, TimeoutError when the whole message is not there in time."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, until_s))
+        return decoder.decode(self._read(length, until_s))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether something has arrived, or the other side has gone, within that time."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        """No thread may be using the socket."""
+        self._socket.close()
+
+    def _read(self, num_bytes: int, until_s: float | None) -> bytearray:
+        data = bytearray()
+        while len(data) < num_bytes:
+            # Zero would make the socket non-blocking.
+            self._socket.settimeout(None if until_s is None else max(until_s - time.monotonic(), 1e-3))
+            try:
+                chunk = self._socket.recv(min(num_bytes - len(data), _CHUNK_BYTES))
+            except ConnectionError:
+                chunk = b""  # the other side ended with unread data
+            if not chunk:
+                raise EOFError("the other side closed the socket")
+            data += chunk
+        return data
 
 
 def run(serve: Callable[[Frames], None], stack_bytes: int, name: str, nice: int = 10) -> None:
@@ -55,7 +106,6 @@ def say_no_more() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory that the process occupies."""
     return _memory_pages(1) * resource.getpagesize()
 
 

@@ -16,8 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import psutil
 
-from headrace.child_pool.child_side import MIB, Ready
-from headrace.child_pool.frames import Frames
+from headrace.child_pool.child_side import MIB, Frames, Ready
 from headrace.errors import ExecutionError
 from headrace.log import get_logger
 
@@ -101,7 +100,6 @@ class ChildProcess(Generic[A]):
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._popen.pid
 
     @property
@@ -192,7 +190,6 @@ class ChildPool(Generic[A]):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the children."""
         with self._lock:
             return [child.pid for child in self._living]
 

@@ -1,7 +1,7 @@
 """The commands and their options.
 
 Owns the command tree, the names of options and the one place that turns an error into a line and an exit code: 2 for what the
-user can fix (HeadraceError, wrong usage), 130 for Ctrl-C. Does not own the options of a server (config.cli makes them) or what
+user can fix (HeadraceError, wrong usage). Does not own the options of a server (config.cli makes them) or what
 a command does. Runs in the main process; imports neither torch nor any room that is slow to import.
 """
 
@@ -28,7 +28,6 @@ from headrace.media_kinds import MediaKind
 from headrace.version import VERSION
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 _COMPLETE = "_HEADRACE_COMPLETE"
 """Set by the shell when it asks for the words that may follow (`headrace completion`)."""
@@ -81,9 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"[bold red]headrace:[/bold red] {escape(error.message)}", highlight=False, soft_wrap=True
         )
         sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        print("headrace: interrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
 
 
 # --- serving and generating
@@ -218,17 +214,18 @@ def embed(
 
 def _print_similarities(texts: Sequence[str], vectors: Sequence[Sequence[float]]) -> None:
     """The cosine of each text with each, as a table; 0 if one of the vectors is 0."""
+    import numpy as np
     from rich.table import Table
 
+    matrix = np.array(vectors, np.float64)
+    lengths = np.linalg.norm(matrix, axis=1)
+    scales = np.outer(lengths, lengths)
     table = Table("text", *(str(number) for number in range(1, len(texts) + 1)))
-    squares = [sum(x * x for x in vector) for vector in vectors]
-    for number, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
-        cosines = [
-            sum(x * y for x, y in zip(vector, other, strict=True)) / ((squares[number] * square) ** 0.5 or 1.0)
-            for other, square in zip(vectors, squares, strict=True)
-        ]
+    for number, (text, cosines) in enumerate(
+        zip(texts, matrix @ matrix.T / np.where(scales, scales, 1), strict=True), 1
+    ):
         shown = text if len(text) <= 40 else text[:39] + "…"
-        table.add_row(f"{number + 1} {shown}", *(f"{cosine:.3f}" for cosine in cosines))
+        table.add_row(f"{number} {shown}", *(f"{cosine:.3f}" for cosine in cosines))
     Console(highlight=False).print(table)
 
 

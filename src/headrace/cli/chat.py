@@ -228,7 +228,7 @@ class Commands:
             "/show": self._show,
             "/save": self._save,
             "/load": self._load,
-            "/help": self._help,
+            "/help": lambda _: console.print(HELP),
         }
         self._leaving = ("/exit", "/quit", "/bye")
 
@@ -253,9 +253,6 @@ class Commands:
 
     def _note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, emoji=False)
-
-    def _help(self, _: str) -> None:
-        self._console.print(HELP)
 
     def _clear(self, _: str) -> None:
         self._conversation.clear()

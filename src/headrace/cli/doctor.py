@@ -27,28 +27,49 @@ def examine(tp_size: int = 1, numa_bind: bool = False) -> dict[str, Any]:
     Raises ConfigError if there is no NUMA node to bind to.
     """
     torch = _torch()
-    has_torch = torch["version"] is not None
-    return {
+    small = [name for name, facts in FORMATS.items() if facts.kv_cache == "int8"]
+    report: dict[str, Any] = {
         "headrace": VERSION,
         "python": platform.python_version(),
         "machine": asdict(this_machine()),
         "numa_nodes": [asdict(node) for node in numa_nodes()],
-        "ranks": _ranks(tp_size, numa_bind) if has_torch and (tp_size > 1 or numa_bind) else [],
+        "ranks": [],
         "torch": torch,
-        "kernels": _kernels() if has_torch else [],
-        "kernel_variants": _kernel_variants() if has_torch else [],
-        "kv_cache": _kv_cache(),
-        "sixteen_bits": _sixteen_bits() if has_torch else "",
-        "attention_backends": _attention_backends() if has_torch else [],
+        "kernels": [],
+        "kernel_variants": [],
+        # What `--kv-cache-dtype auto` and `--activations auto` choose.
+        "kv_cache": f"on CPU int16 with int16 weights, int8 with {', '.join(small[:-1])} or {small[-1]} if heads have at most 128 elements, "
+        "unless a short text shows that they hurt the model; else that of the weights",
+        "sixteen_bits": "",
+        "attention_backends": [],
         "models": [
             {"name": model.name, "state": model.state, "path": str(model.path or ""), "get": model.get}
             for model in list_models()
         ],
     }
+    if torch["version"] is None:
+        return report
+    from headrace.config.resolve import fastest_in_16_bits
+    from headrace.kernels import registry
+    from headrace.kernels.cpu import isa, isas
+
+    if tp_size > 1 or numa_bind:
+        report["ranks"] = _ranks(tp_size, numa_bind)
+    report["kernels"] = [
+        {"op": row.op, "implementation": row.implementation, "reason": row.reason} for row in registry.report()
+    ]
+    report["kernel_variants"] = [{"name": name, "runs": name == isa(), "reason": reason} for name, reason in isas()]
+    fastest, reason = fastest_in_16_bits(isa())
+    report["sixteen_bits"] = f"{fastest} on CPU: {reason}"
+    report["attention_backends"] = _attention_backends()
+    return report
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     machine, torch = report["machine"], report["torch"]
+    nodes = [
+        f"{node['number']} (cores {node['cores'] or 'none'}, {node['memory_gib']} GiB)" for node in report["numa_nodes"]
+    ]
     quota = f", container may use {machine['cpu_quota']:g}" if machine["cpu_quota"] else ""
     facts = Table(
         Column(style="bold"), Column(overflow="fold"), title="Machine", title_justify="left", show_header=False
@@ -58,7 +79,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that the kernels use")
     facts.add_row("kernel variants", escape(_variants_line(report["kernel_variants"])))
     facts.add_row("memory", f"{machine['memory_gib']} GiB")
-    facts.add_row("NUMA nodes", _nodes_line(report["numa_nodes"]))
+    facts.add_row("NUMA nodes", "; ".join(nodes) or "unknown")
     facts.add_row("torch", _torch_line(torch))
     facts.add_row("KV cache", report["kv_cache"])
     facts.add_row("16-bit models", escape(report["sixteen_bits"]) or "unknown without torch")
@@ -114,11 +135,6 @@ def _ranks(tp_size: int, numa_bind: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _nodes_line(nodes: list[dict[str, Any]]) -> str:
-    shown = [f"{node['number']} (cores {node['cores'] or 'none'}, {node['memory_gib']} GiB)" for node in nodes]
-    return "; ".join(shown) or "unknown"
-
-
 def _torch() -> dict[str, Any]:
     try:
         import torch
@@ -142,42 +158,11 @@ def _torch_line(torch: dict[str, Any]) -> str:
     return f"{torch['version']}, CPU only ({missing}), {torch['num_threads']} threads"
 
 
-def _kernels() -> list[dict[str, str]]:
-    from headrace.kernels import registry
-
-    return [{"op": row.op, "implementation": row.implementation, "reason": row.reason} for row in registry.report()]
-
-
-def _kernel_variants() -> list[dict[str, Any]]:
-    """The instruction sets that the native kernels were built for, best first: which one runs, and why others cannot."""
-    from headrace.kernels.cpu import isa, isas
-
-    return [{"name": name, "runs": name == isa(), "reason": reason} for name, reason in isas()]
-
-
 def _variants_line(variants: list[dict[str, Any]]) -> str:
     if not variants:
         return "none: no native kernels"
     notes = {row["name"]: "runs" if row["runs"] else row["reason"] for row in variants}
     return ", ".join(f"{name} ({note})" if note else name for name, note in notes.items())
-
-
-def _sixteen_bits() -> str:
-    """What `--activations auto` chooses on the CPU, with the reason."""
-    from headrace.config.resolve import fastest_in_16_bits
-    from headrace.kernels.cpu import isa
-
-    fastest, reason = fastest_in_16_bits(isa())
-    return f"{fastest} on CPU: {reason}"
-
-
-def _kv_cache() -> str:
-    """What `--kv-cache-dtype auto` chooses on CPU."""
-    small = [name for name, facts in FORMATS.items() if facts.kv_cache == "int8"]
-    return (
-        f"on CPU int16 with int16 weights, int8 with {', '.join(small[:-1])} or {small[-1]} if heads have at most 128 elements, "
-        "unless a short text shows that they hurt the model; else that of the weights"
-    )
 
 
 def _attention_backends() -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular
 from headrace.errors import ConfigError, ModelError, RequestError
 from headrace.media_kinds import DEFAULT_FILE_BYTES, PARTS, MediaKind
 from headrace.sampling.grammar_fields import GrammarFields

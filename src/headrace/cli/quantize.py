@@ -17,9 +17,8 @@ from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import Scheme, StoredScheme
 from headrace.errors import ConfigError
-from headrace.execution.calibrate import quantize_checkpoint
+from headrace.execution.calibrate import WindowRunner, perplexity, quantize_checkpoint
 from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
-from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels import cpu
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 

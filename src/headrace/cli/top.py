@@ -10,12 +10,11 @@ import os
 import queue
 import select
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -57,7 +56,8 @@ def run_top(reader: ServerReader, console: Console, interval_s: float, *, once: 
         console.print(View(url=reader.url, snapshot=reader.read(), is_live=False), highlight=False)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # an exception, so that the terminal is restored
+        # An exception, so that the terminal is restored.
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     with contextlib.suppress(KeyboardInterrupt):
         _show(reader, console, interval_s)
 
@@ -117,10 +117,6 @@ def _leaves(keys: int | None) -> bool:
     except OSError:
         return True  # the terminal is gone
     return not typed or not _LEAVE.isdisjoint(typed)
-
-
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

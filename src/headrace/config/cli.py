@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand
 
 from headrace import log
-from headrace.config.other_servers import Alias, Already, check_unless, find, translate
+from headrace.config.other_servers import check_unless, find, translate
 from headrace.config.server_args import ServerArgs
 from headrace.config.server_options import flag
 from headrace.config.settings import PREFIX, Settings, from_environment, from_file
@@ -306,7 +306,7 @@ def page(params: Sequence[Any], server_options: Sequence[str], word: str) -> tup
         own = [param for param in shown if param.name not in (*FIRST, *server_options)]
         return [_without_panel(param) for param in known + own], below
     entry = find(flag(word))
-    same = entry.sets if isinstance(entry, Alias) else ()
+    same = entry.sets if entry is not None else ()
     found = [param for param in shown if param.name in same or _fits(param, word)]
     if note := _of_other_servers(word):
         below = f"{note} {below}"
@@ -334,16 +334,12 @@ def _without_panel(param: Any) -> Any:
 
 def _of_other_servers(word: str) -> str:
     name = flag(word)
-    match find(name):
-        case Alias() as entry:
-            ours = (
-                f"{flag(field)}{f' {value}' if value not in (None, 'true') else ''}"
-                for field, value in entry.sets.items()
-            )
-            return f"{name} is {' '.join(ours)} here{f': {entry.says}' if entry.says else ''}."
-        case Already() as entry:
-            return f"{name} is accepted: {entry.says}."
-        case None:
-            return ""
-        case entry:
-            return f"{name} is not an option here: {entry.says}."
+    entry = find(name)
+    if entry is None:
+        return ""
+    if entry.refused:
+        return f"{name} is not an option here: {entry.refused}."
+    if entry.already:
+        return f"{name} is accepted: {entry.already}."
+    ours = (f"{flag(field)}{f' {value}' if value not in (None, 'true') else ''}" for field, value in entry.sets.items())
+    return f"{name} is {' '.join(ours)} here{f': {entry.says}' if entry.says else ''}."

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -24,52 +24,15 @@ from headrace.errors import ConfigError
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 """A switch's values in words."""
 
-Server = Literal["sglang", "vllm"]
 
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of the file: options as named by `sglang`, `vllm` or `both`, and one of three things that they are here.
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """names: of one or more options of these servers. says: what differs, how it is here, or the nearest of ours."""
-
-    servers: tuple[Server, ...]
-    names: tuple[str, ...]
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class Alias(_Entry):
-    """Options that one or more of ours say as well. What it says is logged when the option is used.
-
-    sets: fields of ServerArgs and their values as typed; None = the value that is given. The option is a switch if no value is None.
+    is_: ours, as typed, with VALUE for what is given; without one the option is a switch. says: what differs; logged when the option is used.
+    already: how it is here, of options that ask for what is already so; logged. values: those that are accepted; none = a switch. otherwise: why
+    other values are refused. unless: field and value of ours that contradict the option.
+    refused: the nearest of ours, or how it is here, of options that are not supported, and of all that begin with a name that ends in a dash.
     """
-
-    sets: Mapping[str, str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Already(_Entry):
-    """Options that ask for what is already so: accepted with a line of log.
-
-    values: those that are accepted; none = the option is a switch. otherwise: why other values are refused. unless: field and value of ours that
-    contradict the option.
-    """
-
-    values: tuple[str, ...] = ()
-    otherwise: str = ""
-    unless: tuple[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Refused(_Entry):
-    """Options that are not supported; so are all that begin with a name that ends in a dash."""
-
-
-Entry = Alias | Already | Refused
-
-
-class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of the file: names of options under `sglang`, `vllm` or `both`, and one of `is` (ours, as typed, with VALUE for what is given),
-    `already` and `refused`, which are `says` of the entry."""
 
     sglang: str = ""
     vllm: str = ""
@@ -82,22 +45,24 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unless: tuple[str, str] | None = None
     refused: str = ""
 
-    def entry(self) -> Entry:
+    def __post_init__(self) -> None:
         assert [bool(self.sglang), bool(self.vllm), bool(self.both)].count(True) == 1, self
         assert [bool(self.is_), bool(self.already), bool(self.refused)].count(True) == 1, self
-        servers: tuple[Server, ...] = ("sglang", "vllm") if self.both else ("sglang",) if self.sglang else ("vllm",)
-        names = tuple((self.sglang or self.vllm or self.both).split())
-        if self.is_:
-            sets: dict[str, str | None] = {}
-            for word in self.is_.split():
-                if word.startswith("--"):
-                    sets[name := word[2:].replace("-", "_")] = "true"
-                else:
-                    sets[name] = None if word == "VALUE" else word
-            return Alias(servers, names, self.says, sets)
-        if self.already:
-            return Already(servers, names, self.already, self.values, self.otherwise, self.unless)
-        return Refused(servers, names, self.refused)
+
+    @property
+    def names(self) -> list[str]:
+        return (self.sglang or self.vllm or self.both).split()
+
+    @property
+    def sets(self) -> dict[str, str | None]:
+        """Fields of ServerArgs and their values as typed; None = the value that is given."""
+        sets: dict[str, str | None] = {}
+        for word in self.is_.split():
+            if word.startswith("--"):
+                sets[name := word[2:].replace("-", "_")] = "true"
+            else:
+                sets[name] = None if word == "VALUE" else word
+        return sets
 
 
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -140,8 +105,7 @@ COUNTS = frozenset({"context_length", "max_prefill_tokens"})
 @functools.cache
 def table() -> tuple[Entry, ...]:
     file = Path(__file__).with_suffix(".toml")
-    rows = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8"))["options"], type=tuple[_Row, ...])
-    return tuple(row.entry() for row in rows)
+    return msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8"))["options"], type=tuple[Entry, ...])
 
 
 @functools.cache
@@ -258,21 +222,20 @@ def _translated(name: str, value: str | None, rest: deque[str], own: Mapping[str
     entry, asked = find(name), True
     if entry is None and name.startswith("--no-"):
         entry, asked = find("--" + name.removeprefix("--no-")), False
-    match entry:
-        case Refused():
-            if asked:
-                raise ConfigError(f"{name} is not an option here: {entry.says}")
-        case Alias() if all(flag(field_name) in own for field_name in entry.sets):
-            _alias(entry, name, value, asked, rest, done)
-        case Already():
-            _already(entry, name, value, asked, rest, done)
-        case _:
-            return False
+    if entry is None or not all(flag(field_name) in own for field_name in entry.sets):
+        return False
+    if entry.refused and asked:
+        raise ConfigError(f"{name} is not an option here: {entry.refused}")
+    if entry.is_:
+        _alias(entry, name, value, asked, rest, done)
+    elif entry.already:
+        _already(entry, name, value, asked, rest, done)
     return True
 
 
-def _alias(entry: Alias, name: str, value: str | None, asked: bool, rest: deque[str], done: Translation) -> None:
-    if None not in entry.sets.values():
+def _alias(entry: Entry, name: str, value: str | None, asked: bool, rest: deque[str], done: Translation) -> None:
+    sets = entry.sets
+    if None not in sets.values():
         if not _is_on(name, value, rest, asked):
             return
         value = ""
@@ -280,9 +243,9 @@ def _alias(entry: Alias, name: str, value: str | None, asked: bool, rest: deque[
         value = _take(rest)
     if value is None:
         raise ConfigError(f"{name} needs a value")
-    if COUNTS.intersection(entry.sets):
+    if COUNTS.intersection(sets):
         value = _count(value)
-    for field_name, fixed in entry.sets.items():
+    for field_name, fixed in sets.items():
         if fixed == "true":
             done.words.append(flag(field_name))
         else:
@@ -299,18 +262,20 @@ def _count(text: str) -> str:
     return text
 
 
-def _already(entry: Already, name: str, value: str | None, asked: bool, rest: deque[str], done: Translation) -> None:
+def _already(entry: Entry, name: str, value: str | None, asked: bool, rest: deque[str], done: Translation) -> None:
     if entry.values:
         value = _take(rest) if value is None else value
         if value is None:
             raise ConfigError(f"{name} needs a value")
         if value not in entry.values:
             raise ConfigError(f"{name} {value:.80} is not possible here: {entry.otherwise}")
-        done.notes.append(f"{name} {value}: {entry.says}")
+        done.notes.append(f"{name} {value}: {entry.already}")
     elif _is_on(name, value, rest, asked):
-        done.notes.append(f"{name}: {entry.says}")
+        done.notes.append(f"{name}: {entry.already}")
     elif entry.unless is None:
-        raise ConfigError(f"{name}{f'={value}' if value else ''} is not possible here: {entry.otherwise or entry.says}")
+        raise ConfigError(
+            f"{name}{f'={value}' if value else ''} is not possible here: {entry.otherwise or entry.already}"
+        )
     else:
         field_name, opposite = entry.unless
         done.words += {"true": [flag(field_name)], "false": [flag(f"no_{field_name}")]}.get(

@@ -12,9 +12,8 @@ import msgspec
 
 from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
+from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme, stored_scheme
 from headrace.config.checks import check_guesses_on
 from headrace.config.machine import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
@@ -80,17 +79,10 @@ class AttentionNeeds:
 class AttentionFacts(Protocol):
     """The facts of an attention backend that the choice needs; `attention.base.AttentionBackend` documents them."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def verified(self) -> frozenset[str]: ...
-
-    @property
-    def captures(self) -> bool: ...
+    name: str
+    page_size: int
+    verified: frozenset[str]
+    captures: bool
 
     def reasons_against(self, needs: AttentionNeeds) -> list[str]: ...
 

@@ -4,7 +4,7 @@ Owns the process group, and how the ranks of one host find each other: through a
 their messages, which go through the group of the host. Nothing is pickled, and no global state of torch.distributed is used.
 
 On a GPU nothing here waits in the host: a call is queued in the stream of the steps, in every rank at the same place, and can be captured in a
-graph. So a rank that is lost shows in the values that never come (`execution.device_ranks`), and by its process. With gloo a call waits, at most
+graph. So a rank that is lost shows in the values that never come (`WatchedDevice`), and by its process. With gloo a call waits, at most
 as long as the limit. Used by the thread that runs the steps.
 
 nccl adds in an order of its own, which may depend on the size of a tensor and on how the GPUs are connected; every rank gets the same bits.

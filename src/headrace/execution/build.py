@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from headrace import kernels
@@ -16,20 +17,18 @@ from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import guesses_by_text
-from headrace.config.resolve import Config
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.distributed.base import length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
-from headrace.execution.build_draft import LoadedDraft, load_draft
-from headrace.execution.build_embedding import build_embedding_worker
-from headrace.execution.device import CudaDevice, Device
-from headrace.execution.device_ranks import FollowerQueue, LeaderFollowers, WatchedDevice, received_ids
+from headrace.execution.build_draft import LoadedDraft, load_draft, make_drafts
+from headrace.execution.device import CudaDevice, Device, WatchedDevice
 from headrace.execution.device_runner import DeviceRunner
-from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
-from headrace.execution.faults import FaultyRunner, FaultySampler
+from headrace.execution.drafting import DeviceDraftSteps, DraftSteps
+from headrace.execution.faults import FaultyEmbeddingRunner, FaultyRunner, FaultySampler
+from headrace.execution.forward_batch import SequenceTable
 from headrace.execution.graphs import GraphPool, verifying_sizes
 from headrace.execution.kv_precision import Tokenize, settle_kv_cache, unmeasured
 from headrace.execution.lora import LoraPool
@@ -37,16 +36,23 @@ from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
+from headrace.execution.pooling import EmbeddingRunner
 from headrace.execution.profiler import ExpertRecorder, StepProfiler
-from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
-from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
+from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights
+from headrace.execution.ranks import (
+    NO_OTHER_RANKS,
+    FollowerQueue,
+    FollowerRunner,
+    LeaderRunner,
+    OtherRanks,
+    group_of,
+    received_ids,
+)
 from headrace.execution.released import DraftMemory
-from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.setup import (
     Setup,
     check_asked_pool,
     choose_kernels,
-    fingerprint_of,
     load_checkpoint,
     model_bytes,
     open_model,
@@ -54,9 +60,8 @@ from headrace.execution.setup import (
     updatable_weights,
 )
 from headrace.execution.update_weights import ModelWeights
-from headrace.execution.warm_up import warm_up
-from headrace.execution.weight_cache import Progress
-from headrace.execution.worker import InlineLane, ModelWorker, QueuedLane, ThreadedLane
+from headrace.execution.weight_files import Progress
+from headrace.execution.worker import InlineLane, ModelWorker, QueuedLane, ThreadedLane, warm_up
 from headrace.layers.embedding import vocabulary_part
 from headrace.log import get_logger
 from headrace.messages.control import EncoderInfo, ReadyInfo
@@ -64,17 +69,18 @@ from headrace.messages.step import Worker
 from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
 from headrace.models.media import WORK_BYTES
-from headrace.models.spec import CausalLM, kv_shape
+from headrace.models.spec import CausalLM, Model, kv_shape
 from headrace.sampling.draw import greedy_ids
-from headrace.sampling.logit_processors import LogitProcessor, load_processors
+from headrace.sampling.logit_processors import load_processors
 from headrace.sampling.penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
-from headrace.speculative.choice import make_drafts
 from headrace.speculative.ngram import index_bytes
 
 _logger = get_logger(__name__)
 
+_STEPS_OF_SLOTS = 4
+"""The scheduler has slots for the texts of so many steps of an encoder, two of which may be in flight."""
 _NOT_IN_GRAPHS = "decode steps run as CUDA graphs, which do not tell what is chosen in them: start the server with --disable-cuda-graph"
 _NOT_OF_STAGES = "with --pp-size the experts of other stages are not seen: start the server without it"
 
@@ -107,7 +113,6 @@ class _Built:
     weights: ModelWeights
     profiler: StepProfiler
     decisions: list[str]
-    fingerprint: str
     lora_fingerprints: tuple[str, ...]
 
 
@@ -126,7 +131,7 @@ def build_worker(
     begin = time.perf_counter()
     checkpoint = open_model(args)
     if checkpoint.config.encoder is not None:
-        return build_embedding_worker(args, checkpoint, progress)
+        return _build_encoder_worker(args, checkpoint, progress)
     with ExitStack() as resources:
         built = _build(args, checkpoint, progress, rank, others, resources, tokenize, others.wait_loaded)
         if built.leader is not None:
@@ -137,12 +142,41 @@ def build_worker(
             worker = _cpu_worker(built, resources)
         else:
             worker = _device_worker(built, built.link, resources)
-    for decision in built.decisions:
-        _logger.debug("%s", decision)
     info = _ready_info(built, time.perf_counter() - begin)
     if built.setup.placement.device.type == "cuda" and built.setup.pooling is None:
         warm_up(worker, info)
     return worker, info
+
+
+def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
+    """`build_worker` for the encoder in `checkpoint`."""
+    begin = time.perf_counter()
+    setup = set_up(args, checkpoint, ALONE)
+    decisions = [f"model class {setup.spec.name}: an encoder, whose texts are computed whole", *setup.config.decisions]
+    longest, most = setup.config.context_length, setup.config.chunked_prefill_size
+    if longest > most:
+        raise ConfigError(
+            f"a text of up to {longest} tokens is computed in one step, but a step has at most {most}: lower --context-length"
+        )
+    with ExitStack() as resources:
+        choose_kernels(setup, resources)
+        with naming_memory("the weights", "use --quantization int8, a smaller model, or a machine with more memory"):
+            model, _ = load_checkpoint(setup, checkpoint, resources, decisions, progress)
+        attention = setup.make_attention()
+        reason = model.fuse(attention)
+        decisions.append(
+            f"fused encoder: no, because {reason}" if reason else "fused encoder: yes, one call for all layers"
+        )
+        page_size = setup.config.page_size
+        weights = updatable_weights(setup, model, attention, KvPool([], [], 0, page_size))
+        make_runner = FaultyEmbeddingRunner if args.enable_fault_injection else EmbeddingRunner
+        runner = make_runner(model, attention, setup.placement.device)
+        lane = ThreadedLane if setup.config.overlap else InlineLane
+        worker = ModelWorker(runner, lane, weights, resources.pop_all(), StepProfiler(args.profile_dir))
+    most_tokens = max(most, page_size * setup.config.max_running_requests)
+    info = _model_info(setup, model, decisions, time.perf_counter() - begin)
+    num_tokens = _STEPS_OF_SLOTS * -(-most_tokens // page_size) * page_size
+    return worker, msgspec.structs.replace(info, max_total_tokens=num_tokens)
 
 
 def build_follower(
@@ -187,7 +221,6 @@ def _build(
 
     resources: get what must end with it. tokenize, wait_loaded: see `settle_kv_cache`. Raises ConfigError or ModelError.
     """
-    fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, rank)
     if rank.group is not None and not setup.is_cpu:
         devices = DeviceGroup.join(group_of(rank), setup.placement.device, args.rank_timeout_s, others.check)
@@ -200,7 +233,7 @@ def _build(
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
-        model, cache = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, of_load)
+        model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress)
     checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, tokenize, wait_loaded)
     if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
         check_asked_pool(setup, rank)
@@ -209,17 +242,23 @@ def _build(
         _compile(model, setup.spec.name)
     draft = load_draft(setup, model, resources, decisions, tokenize)
     memory = _allocate(setup, model, rank, others, decisions, draft)
-    link = None if setup.is_cpu else _link(setup, rank, others)
+    link: Device | None = None if setup.is_cpu else CudaDevice(setup.placement.device)
+    if link is not None and rank.devices is not None and rank.leads:
+        # It does not wait for the device longer than for the other ranks.
+        link = WatchedDevice(link, rank.devices, args.rank_timeout_s, others.give_up)
     table = _sequence_table(setup, memory, link, rank)
-    sampler = _sampler(setup, table, link, processors)
-    resources.callback(sampler.close)
+    vocab_size = setup.model_config.vocab_size
+    penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
+    make_sampler = FaultySampler if args.enable_fault_injection else Sampler
+    sampler = make_sampler(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
+    resources.callback(sampler.grammars.close)
     rename = setup.spec.renaming(setup.model_config)
     weights = updatable_weights(setup, model, memory.attention, memory.pool, memory.draft)
     if rank.leads:
         weights.at_first_update = unmeasured(setup)
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, rank)
-    profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))
+    profiler = StepProfiler(args.profile_dir, f"-rank{rank.number}")
     make_runner = FaultyRunner if args.enable_fault_injection and rank.leads else ModelRunner
     runner = make_runner(
         model,
@@ -235,15 +274,12 @@ def _build(
     leader = LeaderRunner(runner, rank) if rank.group is not None and rank.leads else None
     if leader is not None and isinstance(link, WatchedDevice):
         leader.settle = link.settle
-    return _Built(
-        setup, rank, memory, link, runner, leader, weights, profiler, decisions, fingerprint, lora_fingerprints
-    )
+    return _Built(setup, rank, memory, link, runner, leader, weights, profiler, decisions, lora_fingerprints)
 
 
 def _drafts(
     setup: Setup, model: CausalLM, memory: _Memory, draft: LoadedDraft | None, table: SequenceTable, sampler: Sampler
 ) -> Drafts | None:
-    """What guesses the tokens of `model`; None = nothing."""
     if draft is None:
         return make_drafts(setup.args, sampler, on_host=setup.is_cpu)
     assert memory.draft is not None
@@ -252,24 +288,16 @@ def _drafts(
     return Drafts([draft.make(steps)], draft.needs.weight_bytes / model_bytes(model))
 
 
-def _link(setup: Setup, rank: Rank, others: OtherRanks) -> Device:
-    """The device; the leader of several ranks does not wait for it longer than for the others."""
-    device = CudaDevice(setup.placement.device)
-    if rank.devices is None or not rank.leads:
-        return device
-    return WatchedDevice(device, rank.devices, setup.args.rank_timeout_s, others.give_up)
-
-
 def _media(setup: Setup, model: CausalLM, attention: AttentionBackend, rank: Rank) -> MediaRows | None:
     """What keeps the encoder's outputs; None of a model that has none, where several ranks run it, and with attention that is not made for it."""
-    if rank.group is not None or not isinstance(model, DecoderLM) or model.encoder is None:
+    if rank.group is not None or not isinstance(model, DecoderLM) or model.media_encoder is None:
         return None
-    if model.encoder.sees_ahead and not attention.sees_ahead:
+    if model.media_encoder.sees_ahead and not attention.sees_ahead:
         return None
     synchronize = (lambda: None) if setup.is_cpu else torch.cuda.synchronize
     media = setup.model_config.media
     return MediaRows(
-        model.encoder,
+        model.media_encoder,
         setup.placement.device,
         synchronize,
         model.sectioned,
@@ -286,11 +314,13 @@ def _allocate(
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     shape = setup.kv_shape(rank.stage)
     graph_sizes = _graph_sizes(setup, decisions)
-    verifying = _verifying_sizes(setup.args, config, graph_sizes)
+    verifying: tuple[int, ...] = ()
+    if graph_sizes and setup.args.speculative_algorithm != "off":
+        verifying = verifying_sizes(config.max_running_requests, setup.args.speculative_num_draft_tokens)
     reserved = reserved_bytes(config, model_config, graph_sizes, verifying, gathers=rank.devices is not None)
     if setup.is_cpu and guesses_by_text(setup.args):
         reserved += index_bytes(config.max_running_requests, config.context_length)
-    if isinstance(model, DecoderLM) and model.encoder is not None:
+    if isinstance(model, DecoderLM) and model.media_encoder is not None:
         reserved += setup.args.encoder_cache_bytes + WORK_BYTES
     needs = _needs(setup, model, rank)
     if draft is not None:
@@ -324,7 +354,6 @@ def _needs(setup: Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
 
 
 def _sequence_table(setup: Setup, memory: _Memory, link: Device | None, rank: Rank) -> SequenceTable:
-    """link: None = on the CPU."""
     config = setup.config
     part = rank.number if setup.args.enable_dp_attention else 0
     return SequenceTable(
@@ -338,40 +367,37 @@ def _sequence_table(setup: Setup, memory: _Memory, link: Device | None, rank: Ra
     )
 
 
-def _sampler(setup: Setup, table: SequenceTable, link: Device | None, processors: dict[str, LogitProcessor]) -> Sampler:
-    """link: None = on the CPU."""
-    vocab_size = setup.model_config.vocab_size
-    penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
-    make = FaultySampler if setup.args.enable_fault_injection else Sampler
-    return make(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
+_Beside = tuple[WeightExecutor, ExitStack, StepProfiler, ExpertRecorder]
+"""What a `ModelWorker` has beside its steps, in every rank, in the order of its arguments."""
 
 
 def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
-    """The worker takes over `resources`."""
+    """It takes over `resources`."""
     runner, leader = built.runner, built.leader
-    beside = _beside_steps(built, "" if runner.stage.is_whole else _NOT_OF_STAGES)
-    held = resources.pop_all()
+    beside = _beside_steps(built, resources, "" if runner.stage.is_whole else _NOT_OF_STAGES)
     if leader is not None and not runner.stage.is_whole:
-        return ModelWorker(leader, QueuedLane, beside.weights, held, beside.profiler, beside.experts)
-    lane = ThreadedLane if built.setup.config.overlap else InlineLane
-    return ModelWorker(leader or runner, lane, beside.weights, held, beside.profiler, beside.experts)
+        return ModelWorker(leader, QueuedLane, *beside)
+    return ModelWorker(leader or runner, ThreadedLane if built.setup.config.overlap else InlineLane, *beside)
 
 
 def _device_worker(built: _Built, link: Device, resources: ExitStack) -> Worker:
     """The worker of a GPU, with its graphs captured, in every rank. It takes over `resources`. Raises ConfigError."""
-    devices = built.rank.devices
-    followers, greedy = None, greedy_ids
-    if built.leader is not None:
-        assert devices is not None, built.rank
-        followers = LeaderFollowers(built.leader, devices)
-        greedy = followers.greedy_ids
+    leader = built.leader
+    greedy = greedy_ids if leader is None else leader.greedy_ids
     graphs = _graph_pool(built, link, built.setup.model_config.vocab_size, greedy)
-    runner = DeviceRunner(built.runner, link, graphs, followers)
+    runner = DeviceRunner(built.runner, link, graphs, leader)
     if graphs is not None:
-        _capture(runner.capture, len(graphs.sizes) + len(graphs.verifying_sizes))
-        built.weights.moved = graphs.capture if devices is None else runner.capture_later
-    beside = _beside_steps(built, "" if graphs is None else _NOT_IN_GRAPHS)
-    return ModelWorker(runner, QueuedLane, beside.weights, resources.pop_all(), beside.profiler, beside.experts)
+        begin = time.perf_counter()
+        try:
+            runner.capture()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a decode step could not be captured in a CUDA graph ({error}); start with --disable-cuda-graph"
+            ) from error
+        count = len(graphs.sizes) + len(graphs.verifying_sizes)
+        _logger.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - begin)
+        built.weights.moved = graphs.capture if leader is None else runner.capture_later
+    return ModelWorker(runner, QueuedLane, *_beside_steps(built, resources, "" if graphs is None else _NOT_IN_GRAPHS))
 
 
 def _graph_pool(
@@ -394,59 +420,65 @@ def _graph_pool(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _BesideSteps:
-    """What a worker does beside its steps, in every rank."""
-
-    weights: WeightExecutor
-    profiler: StepProfiler
-    experts: ExpertRecorder
-
-
-def _beside_steps(built: _Built, refusal: str) -> _BesideSteps:
-    """refusal: why the choice of experts cannot be recorded; "" if it can."""
+def _beside_steps(built: _Built, resources: ExitStack, refusal: str) -> _Beside:
+    """It takes over `resources`. refusal: why the choice of experts cannot be recorded; "" if it can."""
     leader, folder, device = built.leader, built.setup.args.profile_dir, built.setup.placement.device
     counts = built.runner.model.expert_counts()
     if leader is None:
-        return _BesideSteps(built.weights, StepProfiler(folder), ExpertRecorder(counts, device, refusal))
+        experts = ExpertRecorder(counts, device, refusal)
+        return built.weights, resources.pop_all(), StepProfiler(folder), experts
     weights = LeaderWeights(built.weights, leader.jobs, group_of(built.rank).size)
     experts = LeaderExperts(counts, device, leader.jobs, refusal)
-    return _BesideSteps(weights, LeaderProfiler(folder, leader.jobs), experts)
+    return weights, resources.pop_all(), LeaderProfiler(folder, leader.jobs), experts
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
-    setup, memory, config = built.setup, built.memory, built.setup.config
+    setup, memory = built.setup, built.memory
     num_parts = setup.args.num_kv_parts
-    of_all = kv_shape(setup.model_config, getattr(torch, config.kv_cache_dtype)).bytes_per_token
+    of_all = kv_shape(setup.model_config, getattr(torch, setup.config.kv_cache_dtype)).bytes_per_token
     of_this = setup.kv_shape(built.rank.stage).bytes_per_token
-    return ReadyInfo(
+    info = _model_info(setup, built.runner.model, built.decisions, load_s)
+    return msgspec.structs.replace(
+        info,
         max_total_tokens=num_parts * memory.plan.num_tokens,
-        max_running_requests=config.max_running_requests,
         context_length=memory.plan.context_length,
+        kv_cache_added_error=setup.config.kv_cache_added_error,
+        kv_bytes=num_parts * memory.pool.num_bytes * of_all // of_this,
+        encoder=_encoder_info(built),
+        lora_fingerprints=built.lora_fingerprints,
+        has_experts=setup.model_config.moe is not None,
+    )
+
+
+def _model_info(setup: Setup, model: Model, decisions: list[str], load_s: float) -> ReadyInfo:
+    """Of any model, as if it had no KV cache. Logs the decisions."""
+    for decision in decisions:
+        _logger.debug("%s", decision)
+    config = setup.config
+    return ReadyInfo(
+        max_total_tokens=0,
+        max_running_requests=config.max_running_requests,
+        context_length=config.context_length,
         vocab_size=setup.model_config.vocab_size,
         hidden_size=setup.model_config.hidden_size,
         page_size=config.page_size,
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,
-        kv_cache_added_error=config.kv_cache_added_error,
         device=config.device,
         attention_backend=config.attention_backend,
         model_class=setup.spec.name,
-        weight_bytes=round(sum(weight.whole_bytes for weight in built.runner.model.weights())),
-        num_parameters=sum(math.prod(weight.shape) for weight in built.runner.model.weights()),
+        weight_bytes=round(sum(weight.whole_bytes for weight in model.weights())),
+        num_parameters=sum(math.prod(weight.shape) for weight in model.weights()),
         file_format=setup.file_format,
         stored_precision=setup.stored_precision,
-        kv_bytes=num_parts * memory.pool.num_bytes * of_all // of_this,
+        kv_bytes=0,
         load_s=load_s,
         quantization=config.quantization,
         activations=config.activations,
         chunked_prefill_size=config.chunked_prefill_size,
         max_step_ms=config.max_step_ms,
-        decisions=tuple(built.decisions),
-        encoder=_encoder_info(built),
-        fingerprint=built.fingerprint,
-        lora_fingerprints=built.lora_fingerprints,
-        has_experts=setup.model_config.moe is not None,
+        decisions=tuple(decisions),
+        fingerprint=setup.fingerprint,
     )
 
 
@@ -455,8 +487,9 @@ def _encoder_info(built: _Built) -> EncoderInfo | None:
     media, setup = built.runner.media, built.setup
     if media is None:
         return None
-    row_bytes = (1 + media.num_deep) * setup.model_config.hidden_size * setup.placement.compute_dtype.itemsize
-    return EncoderInfo(max(1, setup.args.encoder_cache_bytes // row_bytes), media.num_slices, media.sees_ahead)
+    encoder = media.encoder
+    row_bytes = (1 + encoder.num_deep) * setup.model_config.hidden_size * setup.placement.compute_dtype.itemsize
+    return EncoderInfo(max(1, setup.args.encoder_cache_bytes // row_bytes), encoder.num_slices, encoder.sees_ahead)
 
 
 def _load_adapters(args: ServerArgs, loras: LoraPool, rank: Rank) -> tuple[str, ...]:
@@ -508,29 +541,9 @@ def _graph_sizes(setup: Setup, decisions: list[str]) -> tuple[int, ...]:
     return ()
 
 
-def _verifying_sizes(args: ServerArgs, config: Config, graph_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the graphs that verify drafts; none without graphs or without guesses."""
-    if not graph_sizes or args.speculative_algorithm == "off":
-        return ()
-    return verifying_sizes(config.max_running_requests, args.speculative_num_draft_tokens)
-
-
 def _compile(model: CausalLM, model_class: str) -> None:
-    """Raises ConfigError when the model has no pieces to compile."""
     reason = (
         model.compile_pieces() if isinstance(model, DecoderLM) else f"the model class {model_class} has other layers"
     )
     if reason:
         raise ConfigError(f"--enable-torch-compile: {reason}")
-
-
-def _capture(capture: Callable[[], None], count: int) -> None:
-    """Capture graphs of `count` sizes. Raises ConfigError, which names the option that turns them off."""
-    begin = time.perf_counter()
-    try:
-        capture()
-    except RuntimeError as error:
-        raise ConfigError(
-            f"a decode step could not be captured in a CUDA graph ({error}); start with --disable-cuda-graph"
-        ) from error
-    _logger.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""Loads what --speculative-draft-model-path names, and makes its KV cache. Runs once at start, in the scheduler's process."""
+"""Makes what guesses: loads what --speculative-draft-model-path names, and makes its KV cache. Runs once at start, in the scheduler's process."""
 
 import math
 from collections.abc import Callable
@@ -9,15 +9,14 @@ import torch
 
 from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvShape
-from headrace.checkpoint.model_config import ModelConfig, MoeConfig
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.config.checks import guesses_by_text
 from headrace.config.resolve import AttentionNeeds
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import ALONE
 from headrace.distributed.stages import ALL_LAYERS
 from headrace.errors import ConfigError, ModelError
-from headrace.execution.draft_model import DraftModel
-from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
-from headrace.execution.eagle import DeviceEagleDrafter, EagleDrafter
+from headrace.execution.drafting import DeviceDraftSteps, DeviceEagleDrafter, DraftModel, DraftSteps, EagleDrafter
 from headrace.execution.kv_precision import Tokenize, settle_kv_cache
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory
@@ -38,7 +37,10 @@ from headrace.models import eagle3
 from headrace.models.decoder import DecoderLM
 from headrace.models.eagle3 import NUM_STREAMS, EagleHead
 from headrace.models.spec import CausalLM, kv_shape
-from headrace.speculative.base import Drafter
+from headrace.sampling.sampler import Sampler
+from headrace.speculative.base import Drafter, Drafts
+from headrace.speculative.forced import ForcedDrafter
+from headrace.speculative.ngram import NgramDrafter, SharedOutputs
 
 _OPTION = "--speculative-draft-model-path"
 
@@ -48,7 +50,7 @@ class LoadedDraft:
     """What guesses, with its weights and still without a KV cache.
 
     needs: what it takes beside the target. make: the drafter, from its steps. backend: a fresh attention backend; bind: lets the model fuse its
-    layers with it, once it has a pool. keepers: of its weights. page_size: of the target. device: of both.
+    layers with it, once it has a pool. keepers: of its weights.
     """
 
     needs: RankNeeds
@@ -57,15 +59,32 @@ class LoadedDraft:
     backend: AttentionBackend
     bind: Callable[[AttentionBackend], object]
     keepers: list[Keeper]
-    page_size: int
-    device: torch.device
+    target: Setup
 
     def with_cache(self, num_slots: int) -> DraftMemory:
         """All that it holds, with a KV cache of as many slots as the target's, in pages as large. Raises ConfigError."""
         with naming_memory("the draft model's KV cache", "lower --max-total-tokens or --mem-fraction-static"):
-            pool = self.backend.make_kv_pool(self.shape, num_slots, self.page_size, self.device)
+            pool = self.backend.make_kv_pool(
+                self.shape, num_slots, self.target.config.page_size, self.target.placement.device
+            )
         self.bind(self.backend)
         return DraftMemory(self.keepers, self.backend, pool, self.bind)
+
+
+def make_drafts(args: ServerArgs, sampler: Sampler, on_host: bool) -> Drafts | None:
+    """What guesses without weights, as --speculative-algorithm says. None: nothing is guessed.
+
+    sampler: of the sequences, whose grammars it has. on_host: the model is, too; on a device masks of grammars are filled at other times, and what
+    they demand is not guessed.
+    """
+    if not guesses_by_text(args):
+        return None
+    most, shared = args.speculative_num_draft_tokens, args.speculative_shared_tokens
+    ngram = NgramDrafter(most, SharedOutputs(shared) if shared else None)
+    if args.speculative_algorithm == "ngram" or not on_host:
+        return Drafts([ngram])
+    sampler.grammars.notes_demands = True
+    return Drafts([ForcedDrafter(sampler.grammars.demanded, most), ngram])
 
 
 def load_draft(
@@ -89,10 +108,9 @@ def load_draft(
 def _load_model(target: Setup, resources: ExitStack, decisions: list[str], tokenize: Tokenize) -> LoadedDraft:
     args = _own_args(target)
     checkpoint = open_model(args)
-    fingerprint = fingerprint_of(checkpoint)
     setup = set_up(args, checkpoint, ALONE)
     _check(target, setup)
-    draft, cache = load_checkpoint(setup, checkpoint, fingerprint, lambda done, total: None, resources, decisions)
+    draft, cache = load_checkpoint(setup, checkpoint, resources, decisions)
     setup = settle_kv_cache(setup, draft, ALONE, cache, tokenize)
     most = target.args.speculative_num_draft_tokens
     shape = setup.kv_shape(ALL_LAYERS)
@@ -110,8 +128,7 @@ def _load_model(target: Setup, resources: ExitStack, decisions: list[str], token
         backend=setup.make_attention(),
         bind=draft.fuse if target.is_cpu else lambda attention: None,
         keepers=keepers_of(draft.weights()),
-        page_size=target.config.page_size,
-        device=target.placement.device,
+        target=target,
     )
 
 
@@ -184,8 +201,7 @@ def _load_head(target: Setup, model: CausalLM, decisions: list[str]) -> LoadedDr
         backend=target.make_attention(),
         bind=lambda attention: None,
         keepers=keepers_of(head.weights()),
-        page_size=target.config.page_size,
-        device=target.placement.device,
+        target=target,
     )
 
 
@@ -229,7 +245,6 @@ def _most_kept(target: Setup) -> int:
 
 
 def _features_shape(target: Setup) -> tuple[int, int, int]:
-    """Of what `DeviceEagleDrafter` keeps."""
     most = target.args.speculative_num_draft_tokens
     return target.config.max_running_requests, 1 + most, target.model_config.hidden_size
 
@@ -243,16 +258,13 @@ def _step_bytes(draft: ModelConfig, target: Setup, num_rows: int, num_streams: i
     rows = max(config.max_running_requests, MOST_VERIFIED)
     num_tokens = min(config.chunked_prefill_size + rows, max(config.max_prefill_tokens, rows))
     heads = 2 * draft.num_q_heads + 2 * draft.num_kv_heads  # q, k, v and what attention gives
-    mlp = draft.intermediate_size if draft.moe is None else _expert_outputs(draft.moe)
+    mlp, moe = draft.intermediate_size, draft.moe
+    if moe is not None:  # the feed-forward layers that a token goes through at once
+        mlp = moe.num_experts_per_tok * moe.intermediate_size + moe.shared_expert_intermediate_size
     own = 4 * draft.hidden_size + heads * draft.head_dim + 3 * mlp
     read = 3 * num_streams * draft.hidden_size  # kept, chosen, and side by side
     logits = draft.vocab_size + target.model_config.vocab_size
     return 4 * (num_tokens * (own + read) + min(num_rows, rows) * logits)
-
-
-def _expert_outputs(moe: MoeConfig) -> int:
-    """Elements of the feed-forward layers that a token goes through at once."""
-    return moe.num_experts_per_tok * moe.intermediate_size + moe.shared_expert_intermediate_size
 
 
 def _layers(head: ModelConfig, target: ModelConfig) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Writes a quantised checkpoint: rounded to nearest, or calibrated on a text if the format requires it.
+"""Writes a quantised checkpoint, rounded to nearest, or calibrated on a text if the format requires it; and the perplexity of a model on a text.
 
 Owns the walk over the layers and the files written. Does not own the arithmetic (`layers.quantization`) or the format
 (`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command, on CPU, and in the threads that it is given.
@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from headrace.attention.base import AttentionBackend
+from headrace.attention.select import make_backend
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, Scheme, StoredScheme
+from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, OWN_METHOD, Scheme, StoredScheme
 from headrace.errors import ModelError
+from headrace.execution.forward_batch import PAGE, window_rows
 from headrace.execution.load_weights import IN_THIS_THREAD, Job, LoadThreads, load_model
-from headrace.execution.perplexity import WindowRunner
 from headrace.layers.quantization import integer_format
 from headrace.layers.quantization.base import Calibrator
 from headrace.layers.weight import Observable, Placement, Weight
 from headrace.models.decoder import DecoderLM
-from headrace.models.multimodal import stored_name
-from headrace.models.registry import model_class_for
-from headrace.models.spec import Model
+from headrace.models.registry import model_class_for, stored_name
+from headrace.models.spec import CausalLM, kv_shape
 
 Progress = Callable[[str], None]
 
@@ -54,6 +54,37 @@ class _InputHessian:
         parts = zip(self.sum.split(_HESSIAN_ROWS), x.T.split(_HESSIAN_ROWS), strict=True)
         for _ in self._threads.run(Job(partial(rows.addmm_, inputs, x), 0) for rows, inputs in parts):
             pass
+
+
+class WindowRunner:
+    """Runs a model over windows of at most `window` tokens, each from its first position, on CPU."""
+
+    def __init__(
+        self, model: CausalLM, config: ModelConfig, backend: str, window: int, kv_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._model = model
+        self._attention: AttentionBackend = make_backend(backend)
+        num_slots = -(-window // PAGE) * PAGE
+        self._attention.make_kv_pool(kv_shape(config, kv_dtype), num_slots, PAGE, torch.device("cpu"))
+
+    @torch.inference_mode()
+    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The hidden states of all positions, [len(tokens), hidden_size]."""
+        rows = window_rows(len(tokens))
+        self._attention.prepare(rows)
+        return self._model.forward(self._model.embed(torch.tensor(tokens)), rows.positions, self._attention)
+
+    @torch.inference_mode()
+    def negative_log_likelihoods(self, tokens: Sequence[int]) -> torch.Tensor:
+        """float32[len(tokens) - 1]: of each token after the first, in nats."""
+        logits = self._model.logits(self.hidden(tokens))
+        return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
+
+
+def perplexity(runner: WindowRunner, windows: Sequence[Sequence[int]]) -> float:
+    """e^(mean negative log likelihood) over all tokens except the first of each window. windows: at least two tokens each."""
+    losses = torch.cat([runner.negative_log_likelihoods(window) for window in windows])
+    return math.exp(float(losses.double().mean()))
 
 
 def quantize_checkpoint(
@@ -81,19 +112,16 @@ def quantize_checkpoint(
     model = load_model(checkpoint, spec, placement, threads=threads)
     runner = WindowRunner(model, config, backend, placement.max_positions)
     weights = {weight.name: weight for weight in model.weights()}
-    of_text = {name: weight for name, weight in weights.items() if name not in _tower(model)}
+    encoder = model.media_encoder if isinstance(model, DecoderLM) else None
+    # No text calibrates the weights of media encoders, and they are rounded when they are loaded.
+    tower = () if encoder is None else {weight.name for weight in encoder.weights()}
+    of_text = {name: weight for name, weight in weights.items() if name not in tower}
     matrices = _quantized(of_text, scheme, runner, windows, progress, threads)
     output.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(checkpoint, spec.renaming(config), weights, matrices)
     tensors = {stored_name(config, name): tensor for name, tensor in tensors.items()}
     save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(_config(config, scheme), indent=2) + "\n")
-
-
-def _tower(model: Model) -> frozenset[str]:
-    """Names of the weights of media encoders: no text calibrates them, and they are rounded when they are loaded."""
-    encoder = model.encoder if isinstance(model, DecoderLM) else None
-    return frozenset() if encoder is None else frozenset(weight.name for weight in encoder.weights())
 
 
 def _quantized(
@@ -141,7 +169,6 @@ def _tensors(
 
 
 def _config(config: ModelConfig, scheme: StoredScheme) -> dict[str, Any]:
-    """config.json of the quantised model."""
     quantization = {"quant_method": OWN_METHOD, "scheme": scheme, "group_size": KERNEL_GROUP}
     changes: dict[str, Any] = {"quantization_config": quantization, "torch_dtype": "bfloat16"}
     if config.eos_token_ids:
@@ -198,19 +225,16 @@ def _calibrate(
 
 
 def _calibrated(parts: Sequence[Weight], calibrator: Calibrator, hessian: torch.Tensor) -> dict[str, QuantizedMatrix]:
-    """The matrices of one layer, by name."""
     if parts[0].shape[1] % KERNEL_GROUP:
         return _nearest(parts, FINEST_STORED)
     return _by_name(parts, calibrator(torch.cat([part.read().float() for part in parts]), hessian))
 
 
 def _nearest(parts: Sequence[Weight], scheme: Scheme) -> dict[str, QuantizedMatrix]:
-    """The matrices rounded to nearest, by name."""
     return _by_name(parts, integer_format(scheme).quantize(torch.cat([part.read() for part in parts])))
 
 
 def _by_name(parts: Sequence[Weight], whole: QuantizedMatrix) -> dict[str, QuantizedMatrix]:
-    """The rows of each part of `whole`."""
     ends = list(accumulate(part.shape[0] for part in parts))
     return {part.name: whole.rows(end - part.shape[0], end) for part, end in zip(parts, ends, strict=True)}
 

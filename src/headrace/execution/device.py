@@ -1,19 +1,23 @@
 """What the runner needs from a GPU besides arithmetic: asynchronous copies, events, captured graphs.
 
-Owns the interface (`Device`, `Download`, `Event`, `Graph`) and its CUDA implementation; the one of the tests runs on the CPU. Does not own what is
-copied or captured. Used by the thread that runs the steps.
+Owns the interface (`Device`, `Download`, `Event`, `Graph`) and its CUDA implementation, also one for the leader of several ranks; that of the tests
+runs on the CPU. Does not own what is copied or captured. Used by the thread that runs the steps.
 
     compute stream   inputs n | layers, sample n | inputs n+1 | layers, sample n+1 | ...
     copy stream                                  | ids of n -> host
     host             launch n+1 (while n runs)   | wait for the ids of n, plan and launch n+2 (while n+1 runs)
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from headrace.distributed.device_group import DeviceGroup
+from headrace.errors import ExecutionError
 
 ALIGNMENT = 64
 """Alignment of each part of a shared upload, in bytes. Kernels are compiled for aligned addresses."""
@@ -104,12 +108,10 @@ class CudaDevice:
         self._pool = torch.cuda.graph_pool_handle()
 
     def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Device`."""
         staged = torch.from_numpy(values).pin_memory()
         return staged.to(self._device, non_blocking=True) if out is None else out.copy_(staged, non_blocking=True)
 
     def download(self, values: torch.Tensor) -> Download:
-        """See `Device`."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         done = torch.cuda.Event()
@@ -121,7 +123,6 @@ class CudaDevice:
         return _CudaDownload(host, done)
 
     def record(self) -> Event:
-        """See `Device`."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return _CudaEvent(event)
@@ -139,3 +140,67 @@ class CudaDevice:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
+
+
+_SHORTEST_NAP_S = 20e-6
+_LONGEST_NAP_S = 200e-6
+"""Between two looks at the device; each nap is twice the one before. With two steps in flight the device has work meanwhile."""
+
+
+class WatchedDevice:
+    """A `Device` whose waits end when the group is broken, or after `limit_s`: then it breaks up the group and calls `on_broken` with the reason.
+
+    A rank that has stopped shows as values that never come.
+    """
+
+    def __init__(self, device: Device, devices: DeviceGroup, limit_s: float, on_broken: Callable[[str], None]) -> None:
+        self._device = device
+        self._devices = devices
+        self._limit_s = limit_s
+        self._on_broken = on_broken
+
+    def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._device.upload(values, out)
+
+    def download(self, values: torch.Tensor) -> Download:
+        """See `Device`. Its `wait` raises ExecutionError when the other ranks do not do their part."""
+        return _WatchedDownload(self._device.download(values), self)
+
+    def record(self) -> Event:
+        return self._device.record()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        return self._device.capture(run)
+
+    def settle(self) -> None:
+        """Wait for what is queued, so that reading values does not wait for other ranks any more. Raises ExecutionError like `download`."""
+        self.wait_for(self._device.record().is_done)
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`. Raises ExecutionError."""
+        end_s, nap_s = time.monotonic() + self._limit_s, _SHORTEST_NAP_S
+        try:
+            while not is_done():
+                self._devices.check()
+                if time.monotonic() > end_s:
+                    reason = f"the ranks' devices did not finish a step within {self._limit_s:g} s (--rank-timeout-s)"
+                    self._devices.break_up(reason)
+                    raise ExecutionError(f"the group of ranks is broken: {reason}")
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        except ExecutionError as error:
+            self._on_broken(error.message)
+            raise
+
+
+class _WatchedDownload:
+    def __init__(self, download: Download, device: WatchedDevice) -> None:
+        self._download = download
+        self._device = device
+
+    def is_done(self) -> bool:
+        return self._download.is_done()
+
+    def wait(self) -> npt.NDArray[np.int64]:
+        self._device.wait_for(self._download.is_done)
+        return self._download.wait()

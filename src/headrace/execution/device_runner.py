@@ -7,7 +7,7 @@ Runs in the scheduler's thread.
 A step's tokens stay on the device, in the token buffer, from which the next step reads its input; that step may be queued before this one
 has run. The host reads a copy of the tokens when it collects the step. Rows that a grammar constrains are sampled later than the others
 (`queued_step`), but before the next step is queued. Where several ranks run the model, this one leads: it tells the others of each step before
-it queues it (`device_ranks`).
+it queues it (`ranks`).
 """
 
 import time
@@ -18,12 +18,19 @@ import numpy as np
 import torch
 
 from headrace.execution.device import Device, Download
-from headrace.execution.device_ranks import Followers, NoFollowers
 from headrace.execution.forward_batch import cumulative, token_places
 from headrace.execution.graphs import GraphPool, VerifiedStep, num_right
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.queued_step import Busy, ConstrainedStep, Done, GuessingStep, QueuedStep, Unmasked
-from headrace.execution.step_queue import StepQueue
+from headrace.execution.queued_step import (
+    Busy,
+    ConstrainedStep,
+    Done,
+    Followers,
+    GuessingStep,
+    QueuedStep,
+    StepQueue,
+    Unmasked,
+)
 from headrace.execution.worker import Pending
 from headrace.messages.ranks import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, ragged
@@ -41,7 +48,6 @@ class QueuedVerification:
     chosen: Download
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         ids, right = self.chosen.wait()
         firsts = cumulative(self.plan.counts)[:-1]
         found = [ids[first : first + count + 1].tolist() for first, count in zip(firsts, right[firsts], strict=True)]
@@ -74,20 +80,21 @@ class VerifyQueue:
         """Whether a graph can run this step: it has drafts, nothing else but known tokens of which each is the last, and is small enough."""
         if not np.array_equal(plan.counts, plan.num_logits) or not (plan.num_logits > 1).any():
             return False
-        return self._graphs.verifying_size_for(plan.num_tokens) is not None and self._runner.needs_only_logits(plan)
-
-    def needs_host(self, plan: ModelWorkerBatch) -> bool:
-        """Whether a step that it takes has rows that the host samples."""
-        return any(map(self._runner.sampler.depends_on_ids, plan.seqs.tolist()))
+        fits = self._graphs.size_for(plan.num_tokens, verifies=True) is not None
+        return fits and self._runner.needs_only_logits(plan)
 
     def queue(self, plan: ModelWorkerBatch, begin: float) -> QueuedVerification:
         """Queue a step that does not need the host. Its new sequences have been added. begin: by `time.perf_counter`."""
-        step = self._replay(plan)
+        step, runner = self._replay(plan), self._runner
         ids, right = step.greedy, step.num_right
-        if not self._runner.sampler.all_greedy(plan.seqs):
-            ids, right = self._draw(plan, step)
+        if not runner.sampler.all_greedy(plan.seqs):
+            # As each would be chosen if all drafts were right: no id depends on those before.
+            seqs, positions = token_places(plan.seqs, plan.starts, plan.counts, cumulative(plan.counts))
+            ids = runner.sampler.pick(step.logits, seqs, positions + 1)
+            runner.table.tokens.index_put_((step.seqs, step.positions + 1), ids.clamp(min=0))
+            right = num_right(ids, step.drafts, step.num_after)
         queued = QueuedVerification(plan, begin, self._busy, self._device.download(torch.stack((ids, right))))
-        self._runner.after_sampling(plan)
+        runner.after_sampling(plan)
         return queued
 
     def compute(self, plan: ModelWorkerBatch, begin: float) -> StepResult:
@@ -104,14 +111,6 @@ class VerifyQueue:
             runner.drafts.begin(plan)
         return self._graphs.verify(plan.seqs, plan.starts, plan.counts, plan.out_slots)
 
-    def _draw(self, plan: ModelWorkerBatch, step: VerifiedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose an id after each token, as it would be chosen if all drafts were right: no id depends on those before. Write them to the token
-        buffer. Returns them, and how many drafts from each token on were chosen."""
-        seqs, positions = token_places(plan.seqs, plan.starts, plan.counts, cumulative(plan.counts))
-        ids = self._runner.sampler.pick(step.logits, seqs, positions + 1)
-        self._runner.table.tokens.index_put_((step.seqs, step.positions + 1), ids.clamp(min=0))
-        return ids, num_right(ids, step.drafts, step.num_after)
-
 
 class DeviceRunner:
     """A `ModelRunner` on a device, and its graphs. graphs: None = every step runs eagerly. followers: the other ranks,
@@ -123,7 +122,7 @@ class DeviceRunner:
         self.runner = runner
         self.graphs = graphs
         self._device = device
-        self._followers = followers or NoFollowers(runner)
+        self._followers = followers or Followers(runner)
         self.adapters = self._followers.adapters
         self._steps = StepQueue(runner, device, graphs, self._pick)
         self._busy = Busy()
@@ -136,7 +135,6 @@ class DeviceRunner:
         self._constrained: ConstrainedStep | None = None
 
     def idle(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.idle`."""
         self.runner.idle(left)
 
     def capture(self) -> None:
@@ -169,7 +167,7 @@ class DeviceRunner:
         if runner.needs_host(plan):
             return self._launch_waiting(plan, begin)
         rows = np.flatnonzero(plan.num_logits).astype(np.int32)
-        constrained = runner.sampler.constrained_rows(plan.seqs[rows])
+        constrained = runner.sampler.grammars.rows_of(plan.seqs[rows])
         kind = self._kind(plan, rows, constrained)
         self._followers.begin(plan, kind)
         if runner.drafts is not None:
@@ -200,7 +198,7 @@ class DeviceRunner:
     def _launch_waiting(self, plan: ModelWorkerBatch, begin: float) -> Pending:
         """A step that waits for the device, unless it only verifies drafts that the device can verify."""
         verify = self._verify if self._verify is not None and self._verify.takes(plan) else None
-        if verify is not None and not verify.needs_host(plan):
+        if verify is not None and not any(map(self.runner.sampler.depends_on_ids, plan.seqs.tolist())):
             return verify.queue(plan, begin)
         if self._constrained is not None:
             self._constrained.read()

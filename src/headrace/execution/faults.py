@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from headrace.errors import ExecutionError
-from headrace.execution.embedding_runner import EmbeddingRunner
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.pooling import EmbeddingRunner
 from headrace.log import get_logger
 from headrace.messages.control import FaultReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
@@ -46,7 +46,6 @@ class FaultySampler(Sampler):
         num_outputs: Sequence[int],
         rids: Sequence[str],
     ) -> SamplerOutput:
-        """See `Sampler.sample`."""
         failed: dict[int, str] = {}
         for fault in self._faults[:]:
             if fault.rid not in rids or num_outputs[row := rids.index(fault.rid)] != fault.at_token:
@@ -66,7 +65,6 @@ class FaultyRunner(ModelRunner):
     """Does the faults of stage forward, and tells its `FaultySampler` of the others. Steps with faults run in the host."""
 
     def begin(self, plan: ModelWorkerBatch) -> None:
-        """See `ModelRunner.begin`."""
         super().begin(plan)
         _forward_faults(plan)
         if plan.faults:
@@ -74,11 +72,9 @@ class FaultyRunner(ModelRunner):
             self.sampler.expect(plan.faults)
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
-        """See `ModelRunner.needs_host`."""
         return bool(plan.faults) or super().needs_host(plan)
 
     def needs_only_logits(self, plan: ModelWorkerBatch) -> bool:
-        """See `ModelRunner.needs_only_logits`."""
         return not plan.faults and super().needs_only_logits(plan)
 
 
@@ -86,7 +82,6 @@ class FaultyEmbeddingRunner(EmbeddingRunner):
     """Does the faults of stage forward."""
 
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """See `EmbeddingRunner.run`."""
         _forward_faults(plan)
         return super().run(plan, on_layers)
 
@@ -98,7 +93,6 @@ def _forward_faults(plan: ModelWorkerBatch) -> None:
 
 
 def _do(fault: FaultReq) -> None:
-    """Sleep, end the process, or raise ExecutionError."""
     _logger.warning("injected fault: %s at stage %s for %s", fault.kind, fault.stage, fault.rid)
     if fault.kind == "sleep":
         time.sleep(fault.seconds)

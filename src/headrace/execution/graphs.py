@@ -17,14 +17,14 @@ it attends, so a draft sees the drafts before it, and how many tokens a sequence
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from headrace.attention.base import AttentionBackend, StepRows
 from headrace.execution.device import Device, Graph
-from headrace.execution.forward_batch import cumulative, token_places
-from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.forward_batch import SequenceTable, cumulative, token_places
 from headrace.log import get_logger
 from headrace.messages.step import MOST_VERIFIED, Int32Array
 from headrace.models.spec import CausalLM
@@ -143,33 +143,24 @@ class GraphPool:
         self._greedy = torch.zeros(largest, dtype=torch.int64, device=on)
         self._drafts, self._right = torch.zeros(2, max((*verifying_sizes, 0)), dtype=torch.int64, device=on)
         self._row_starts = torch.arange(largest + 1, dtype=torch.int32, device=on)
-        self._graphs: dict[int, Graph] = {}
-        self._verifying: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}  # by size, and whether they verify
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every size, the largest first. To be repeated when the weights have moved."""
         self._graphs.clear()
-        self._verifying.clear()
         kinds = [(size, False) for size in self.sizes] + [(size, True) for size in self.verifying_sizes]
         for size, verifies in sorted(kinds, reverse=True):
-            if verifies:
-                self._fill(size, (_NOTHING,) * 4)
-                self._verifying[size] = self._device.capture(lambda size=size: self._verify(size))  # type: ignore[misc]
-            else:
-                self._fill(size, (_NOTHING,) * 3)
-                self._graphs[size] = self._device.capture(lambda size=size: self._step(size))  # type: ignore[misc]
+            self._fill(size, (_NOTHING,) * (4 if verifies else 3))
+            self._graphs[size, verifies] = self._device.capture(partial(self._verify if verifies else self._step, size))
         _logger.debug("captured decode steps of %s rows", ", ".join(map(str, self.sizes)))
         if self.verifying_sizes:
             _logger.debug("captured steps with drafts of %s tokens", ", ".join(map(str, self.verifying_sizes)))
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest size with at least `num_rows` rows; None if there is none."""
-        return _at_least(num_rows, self.sizes)
-
-    def verifying_size_for(self, num_tokens: int) -> int | None:
-        """The smallest size of a step that verifies drafts, with at least `num_tokens` tokens; None if there is none."""
-        return _at_least(num_tokens, self.verifying_sizes)
+    def size_for(self, num_rows: int, verifies: bool = False) -> int | None:
+        """The smallest size with at least `num_rows` rows; None if there is none. verifies: of a step that verifies drafts, whose tokens are rows."""
+        sizes = self.verifying_sizes if verifies else self.sizes
+        return next((size for size in sizes if size >= num_rows), None)
 
     def replay(self, seqs: Int32Array, positions: Int32Array, out_slots: Int32Array) -> GraphStep:
         """Queue one decode step: row r computes position positions[r] of sequence seqs[r]. At most `sizes[-1]` rows."""
@@ -177,7 +168,7 @@ class GraphPool:
         size = self.size_for(num_rows)
         assert size is not None, (num_rows, self.sizes)
         self._fill(size, (seqs, positions, out_slots))
-        self._graphs[size].replay()
+        self._graphs[size, False].replay()
         at_rows, at_positions, _ = self._inputs[: 3 * size].view(3, size)
         return GraphStep(self._logits[:num_rows], self._greedy[:num_rows], at_rows[:num_rows], at_positions[:num_rows])
 
@@ -185,11 +176,11 @@ class GraphPool:
         """Queue one step that verifies drafts: positions starts[i] .. starts[i] + counts[i] - 1 of sequence seqs[i], the first of which is known and
         the others are drafts. At most `verifying_sizes[-1]` tokens. The greedy ids are in the token buffer, in place of the drafts."""
         num_rows = len(out_slots)
-        size = self.verifying_size_for(num_rows)
+        size = self.size_for(num_rows, verifies=True)
         assert size is not None, (num_rows, self.verifying_sizes)
         at_seqs, positions = token_places(seqs, starts, counts, cumulative(counts))
         self._fill(size, (at_seqs, positions, out_slots, np.repeat(starts + counts - 1, counts) - positions))
-        self._verifying[size].replay()
+        self._graphs[size, True].replay()
         of_rows = self._inputs[: 4 * size].view(4, size)[:, :num_rows]
         return VerifiedStep(
             logits=self._logits[:num_rows],
@@ -242,7 +233,3 @@ class GraphPool:
         table.tokens.index_put_((seqs, positions + 1), greedy.clamp(min=0))
         self._logits[:size].copy_(logits)
         self._greedy[:size].copy_(greedy)
-
-
-def _at_least(count: int, sizes: tuple[int, ...]) -> int | None:
-    return next((size for size in sizes if size >= count), None)

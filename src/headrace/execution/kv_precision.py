@@ -27,9 +27,9 @@ import torch
 from headrace.attention.base import OwnRows
 from headrace.config.resolve import with_kv_cache
 from headrace.distributed.rank import Rank
-from headrace.execution.perplexity import PAGE, window_rows
+from headrace.execution.forward_batch import PAGE, window_rows
 from headrace.execution.setup import Setup
-from headrace.execution.weight_cache import WeightCache
+from headrace.execution.weight_files import WeightCache
 from headrace.garbage import give_back_free_memory
 from headrace.log import get_logger
 from headrace.models.spec import CausalLM

@@ -20,7 +20,8 @@ from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ModelError
 from headrace.execution.memory import available_bytes
-from headrace.execution.weight_cache import Progress, WeightCache
+from headrace.execution.released import keepers_of
+from headrace.execution.weight_files import Progress, WeightCache
 from headrace.layers.weight import Placement, Weight
 from headrace.models.spec import FamilySpec, M
 
@@ -187,8 +188,7 @@ def _leave_files(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
             return value.clone()
         return value
 
-    keepers = {id(keeper): keeper for weight in weights for keeper in weight.keepers}
-    for keeper in keepers.values():
+    for keeper in keepers_of(weights):
         kept = keeper.kept()
         own = {name: owned(value) for name, value in kept.items()}
         if any(own[name] is not kept[name] for name in kept):

@@ -17,9 +17,8 @@ from headrace import kernels
 from headrace.checkpoint.lora import WEIGHTS_NAME, LoraCheckpoint, ModuleNames
 from headrace.errors import ModelError
 from headrace.kernels import LoraFactors, LoraPart, LoraRows
-from headrace.kernels.lora import Rows
-from headrace.layers.linear import Linear
-from headrace.layers.lora import LinearAdapters, LoraStep
+from headrace.kernels.packing import Rows
+from headrace.layers.linear import Linear, LinearAdapters, LoraStep
 from headrace.layers.weight import Placement
 from headrace.models.spec import CausalLM
 
@@ -73,11 +72,9 @@ class LoraPool:
                 self._targets[module] = _Target(weight.layer, module.rpartition(".")[2], not weight.is_elsewhere)
 
     def __contains__(self, lora_id: int) -> bool:
-        """Whether the adapter is loaded."""
         return lora_id in self._loaded
 
     def __len__(self) -> int:
-        """Number of loaded adapters."""
         return len(self._loaded)
 
     def load(self, lora_id: int, path: str, fingerprint: str = "") -> str:

@@ -19,8 +19,7 @@ from headrace.log import get_logger
 from headrace.messages.media import MediaItem, num_parts
 from headrace.messages.requests import PromptContent
 from headrace.messages.step import EncodeWork
-from headrace.models.media import DeepRows, MediaEncoder, MediaInput, Slices, encode
-from headrace.models.places import Places, places_of
+from headrace.models.media import DeepRows, MediaEncoder, MediaInput, Places, Slices, encode, places_of
 
 _logger = get_logger(__name__)
 
@@ -49,7 +48,7 @@ class MediaRows:
     ) -> None:
         """synchronize: wait until the device has done what was queued, so that seconds are told of the work itself. rotary: of a model whose tokens
         of images have three positions each; merge_size, places_per_second: see `places_of`. deep: of a model whose images add to its first layers."""
-        self._encoder = encoder
+        self.encoder = encoder
         self._device = device
         self._synchronize = synchronize
         self._rotary = rotary
@@ -64,21 +63,6 @@ class MediaRows:
         self._slices: Slices | None = None
         self._slices_left = 0
 
-    @property
-    def num_slices(self) -> int:
-        """See `MediaEncoder.num_slices`."""
-        return self._encoder.num_slices
-
-    @property
-    def num_deep(self) -> int:
-        """See `MediaEncoder.num_deep`."""
-        return self._encoder.num_deep
-
-    @property
-    def sees_ahead(self) -> bool:
-        """See `MediaEncoder.sees_ahead`."""
-        return self._encoder.sees_ahead
-
     def work(self, work: EncodeWork) -> Encoded:
         """Do what a plan says. An item that cannot be encoded has an error; the others of its batch are encoded."""
         begun_s = time.perf_counter()
@@ -91,8 +75,8 @@ class MediaRows:
         if work.begin:
             assert self._slices is None, "the batch before is not done"
             self._batch = work.begin
-            self._slices_left = self.num_slices * num_parts(item.shape for item in work.begin)
-            self._slices = self._encoder.slices([self._input(item) for item in work.begin])
+            self._slices_left = self.encoder.num_slices * num_parts(item.shape for item in work.begin)
+            self._slices = self.encoder.slices([self._input(item) for item in work.begin])
         if (
             not work.num_slices or self._slices is None
         ):  # the step that was to begin the batch has failed: another epoch follows
@@ -130,7 +114,7 @@ class MediaRows:
         errors: dict[bytes, str] = {}
         for item in items:
             try:
-                done += self._keep([item], encode(self._encoder, [self._input(item)]))
+                done += self._keep([item], encode(self.encoder, [self._input(item)]))
             except Exception:
                 _logger.exception("one %s could not be encoded", item.kind.one)
                 errors[item.key] = (
@@ -158,7 +142,7 @@ class MediaRows:
 
     def rows(self, rows: StepRows, contents: Mapping[int, PromptContent]) -> StepRows:
         """A step's rows as attention sees them. contents: by row, of those whose prompts have images."""
-        return _seeing_ahead(rows, contents) if self._encoder.sees_ahead else rows
+        return _seeing_ahead(rows, contents) if self.encoder.sees_ahead else rows
 
     def positions(self, rows: StepRows, seqs: Sequence[int]) -> torch.Tensor:
         """int32[num_tokens], the positions that the step's tokens are rotated by. seqs: of the rows."""
@@ -196,7 +180,7 @@ class MediaRows:
                 row, at = span.first_row + begin - span.start, first + begin - start
                 rows = self._rows[content.media[span.item].key][row : row + end - begin]
                 inputs[at : at + end - begin] = rows[:, :size].to(inputs.dtype)
-                if self._encoder.num_deep:
+                if self.encoder.num_deep:
                     tokens = torch.arange(at, at + end - begin, device=inputs.device)
                     self._deep_parts.append((tokens, rows[:, size:]))
 

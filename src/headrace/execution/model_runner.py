@@ -16,11 +16,10 @@ import torch
 from headrace.attention.base import AttentionBackend, ReadTokens
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.execution.device import upload_parts
-from headrace.execution.forward_batch import ForwardBatch, last_tokens
+from headrace.execution.forward_batch import ForwardBatch, SequenceTable, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.pooling import PooledRows
-from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
@@ -80,21 +79,17 @@ class Peers(Protocol):
 
     def settle(self) -> None:
         """Wait until nothing that is queued on a device waits for them: values are read next."""
+        return
 
     def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
         """These tokens were written to the token buffer: ids[i] at positions[i] of sequence seqs[i]."""
+        return
 
 
-class _NoPeers:
-    """`Peers` of a whole model."""
+class _NoPeers(Peers):
+    """Those of a whole model."""
 
     only_peaks = False
-
-    def settle(self) -> None:
-        """See `Peers`."""
-
-    def note(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
-        """See `Peers`."""
 
 
 def logits_shape(max_seqs: int, vocab_size: int) -> tuple[int, int]:
@@ -127,6 +122,7 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self.loras = loras
+        self.adapters: Adapters = loras
         self.stage = stage
         self.drafts = drafts
         self.media = media
@@ -139,11 +135,6 @@ class ModelRunner:
         # Pages that no step has used take no memory.
         on_host = table.host is not None
         self._logits = torch.empty(logits_shape(table.max_seqs, sampler.vocab_size)) if on_host else None
-
-    @property
-    def adapters(self) -> Adapters:
-        """What the scheduler loads adapters with."""
-        return self.loras
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
@@ -179,8 +170,8 @@ class ModelRunner:
 
     def _leave(self, left: Iterable[int]) -> None:
         for seq in left:
-            self._has_freed |= self.drafts is not None or self.sampler.has_grammars
-            self.sampler.forget_grammar(seq)
+            self._has_freed |= self.drafts is not None or len(self.sampler.grammars) > 0
+            self.sampler.grammars.discard(seq)
             if self.drafts is not None:
                 self.drafts.leave(seq)
             if self._pools is not None:
@@ -335,7 +326,7 @@ class ModelRunner:
             pooled=outcome.pooled,
             drafts=outcome.drafts,
             forward_s=self._finished_s - since_s,
-            masks_s=self.sampler.take_masks_s(),
+            masks_s=self.sampler.grammars.take_masks_s(),
         )
 
     def _reads(self, plan: ModelWorkerBatch, seqs: list[int], special: list[int]) -> ReadTokens | None:
@@ -414,10 +405,10 @@ class ModelRunner:
 
     def begin_masks(self, plan: ModelWorkerBatch) -> None:
         """Let the sampler fill the masks of grammars while the layers run."""
-        if self.sampler.has_grammars:
+        if self.sampler.grammars:
             sampled = np.flatnonzero(plan.num_logits)
             positions = (plan.starts + plan.counts - plan.num_logits)[sampled] + 1
-            self.sampler.begin(plan.seqs[sampled].tolist(), positions.tolist())
+            self.sampler.grammars.begin(plan.seqs[sampled].tolist(), positions.tolist())
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, vocab_size] of hidden [rows, hidden_size]; on the CPU only until the next call."""
@@ -438,10 +429,9 @@ class ModelRunner:
         return joined
 
     def _sample_places(self, rows: Sequence[SampledRow], pick: Picker, outcome: Outcome) -> None:
-        """Sample the positions of these rows, in order."""
         for number, places in enumerate(waves(rows, self.sampler.depends_on_ids)):
             if number:  # the masks of the first positions have been begun before the layers
-                self.sampler.begin([place.row.seq for place in places], [place.position for place in places])
+                self.sampler.grammars.begin([place.row.seq for place in places], [place.position for place in places])
             self._take(places, pick(places), outcome)
         for row in rows:
             outcome.token_ids[row.row] = row.ids

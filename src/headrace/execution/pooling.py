@@ -1,13 +1,23 @@
-"""From hidden states to the results of requests that ask for a vector. Used by the thread that runs the steps."""
+"""Requests that ask for a vector: the steps of an encoder, and what a decoder or an encoder makes of hidden states.
 
-from collections.abc import Sequence
+The tokens of a text in an encoder all see each other, so a text is computed whole, in the step in which it enters, and nothing of it is kept: there
+is neither a KV cache nor a table of sequences. The scheduler's slots stand for no memory. Used by one thread: the worker's.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from headrace.attention.base import AttentionBackend
+from headrace.errors import ModelError
+from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
 from headrace.messages.requests import PoolTask
-from headrace.messages.step import NewSequence
+from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, one_id_a_row
+from headrace.models.spec import EncoderModel
 
 NOT_FINITE = "the model gave numbers that are not finite (NaN or infinity)"
 
@@ -45,7 +55,6 @@ class PooledRows:
         self._kept.pop(new.seq, None)
 
     def leave(self, seq: int) -> None:
-        """The sequence is in no later step."""
         self._kept.pop(seq, None)
 
     def take(self, row: int, new: NewSequence, hidden: torch.Tensor, num_computed: int) -> None:
@@ -81,3 +90,73 @@ class PooledRows:
                     rows = np.concatenate([before.numpy()[None], rows])
                 # NumPy adds whole rows up one after the other along the first axis.
                 return torch.from_numpy(np.add.reduce(rows, axis=0))
+
+
+class NoAdapters:
+    """The `Adapters` of a model that takes none."""
+
+    def __contains__(self, lora_id: int) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return 0
+
+    def load(self, lora_id: int, path: str, fingerprint: str) -> str:
+        raise ModelError("encoders take no LoRA adapters")
+
+    def unload(self, lora_id: int) -> None:
+        """There is none."""
+
+
+class EmbeddingRunner:
+    """See the module docstring. device: of the model."""
+
+    def __init__(self, model: EncoderModel, attention: AttentionBackend, device: torch.device) -> None:
+        self.model = model
+        self._attention = attention
+        self.adapters = NoAdapters()
+        self._device = device
+        self._finished_s = 0.0
+        self._has_run = False
+
+    @torch.inference_mode()
+    def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
+        begun_s = time.perf_counter()
+        entered = {new.seq: new for new in plan.new}
+        rows = [entered[seq] for seq in plan.seqs.tolist()]
+        token_ids, positions, token_types, row_starts = _inputs(rows)
+        place = self._device
+        on_layers()
+        hidden = self.model.forward(
+            token_ids.to(place),
+            positions.to(place),
+            None if token_types is None else token_types.to(place),
+            row_starts,
+            self._attention,
+        )
+        values = self.model.pooler(hidden, row_starts.tolist())
+        tasks = [task for new in rows if isinstance(task := new.task, PoolTask)]
+        pooled, errors = pooled_results(range(len(rows)), tasks, values)
+        self._has_run = True
+        # Time that the step before was still running is that step's.
+        since_s, self._finished_s = max(begun_s, self._finished_s), time.perf_counter()
+        ids, id_starts = one_id_a_row([-1] * len(rows))
+        return StepResult(plan.step, ids, id_starts, errors=errors, pooled=pooled, forward_s=self._finished_s - since_s)
+
+    def idle(self, left: Iterable[int]) -> None:
+        if self._has_run:
+            self._has_run = False
+            give_back_free_memory()
+
+
+def _inputs(rows: list[NewSequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The arguments of `EncoderModel.forward`, on the CPU, for texts one after the other."""
+    lengths = [len(new.token_ids) for new in rows]
+    token_ids = torch.from_numpy(np.concatenate([new.token_ids for new in rows]).astype(np.int64))
+    positions = torch.from_numpy(np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]))
+    token_types = None
+    if any(new.content.token_types for new in rows):
+        types = [new.content.token_types or bytes(length) for new, length in zip(rows, lengths, strict=True)]
+        token_types = torch.from_numpy(np.frombuffer(b"".join(types), np.uint8).astype(np.int32))
+    row_starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return token_ids, positions, token_types, row_starts

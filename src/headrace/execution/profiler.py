@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headrace.errors import RequestError
-from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.mlp import ExpertCounts
 from headrace.log import get_logger
 from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ProfileReq
 
@@ -74,7 +74,6 @@ class StepProfiler:
         return "profiling" if self._steps_left is None else f"profiling {self._steps_left} steps"
 
     def stop(self) -> str:
-        """See `handle`."""
         self.check_running()
         return self._finish()
 
@@ -120,12 +119,10 @@ class ExpertRecorder:
         return ExpertCountsReply(layers)
 
     def start(self) -> None:
-        """Count from zero."""
         for counts in self._counts.values():
             counts.start(self._device)
 
     def stop(self) -> None:
-        """Stop counting."""
         for counts in self._counts.values():
             counts.stop()
 

@@ -1,6 +1,8 @@
-"""A step whose work is queued on a device: when its ids come to the host, and when the rows that a grammar constrains are sampled.
+"""Steps whose work is queued on a device: queueing them, when their ids come to the host, and when the rows that a grammar constrains are sampled.
 
-Does not own how a step is queued (`device_runner`) nor the masks (the sampler's). Runs in the scheduler's thread.
+A `StepQueue` queues the layers of a step and the writing of its tokens without waiting, on the device of a whole model, and of each rank. It owns
+the tensors of such a step, and does not choose how it runs (`device_runner`), nor which ids it gives: a follower gets them from the leader's device.
+Does not own the masks (the sampler's). Runs in the thread that runs the steps; the rest in the scheduler's.
 
 What a constrained row may sample in step n + 1 depends on its token of step n, which the host must have read. Only the sampling of these rows
 waits for that, and on the host only where the scheduler waits anyway:
@@ -11,22 +13,120 @@ waits for that, and on the host only where the scheduler waits anyway:
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.attention.base import ReadTokens
 from headrace.execution.device import Device, Download, upload_parts
-from headrace.execution.device_ranks import Followers
+from headrace.execution.forward_batch import ForwardBatch, SequenceTable
+from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.worker import Pending
+from headrace.messages.ranks import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, one_id_a_row
+from headrace.messages.weights import Adapters
 from headrace.sampling.grammar_rows import NO_MASKS, ReadyMasks
 from headrace.sampling.sampler import BAD_LOGITS, Sampler
+
+Pick = Callable[[torch.Tensor, Int32Array, Int32Array, Sequence[int]], torch.Tensor]
+"""(logits, seqs, positions, constrained) -> ids: see `Sampler.pick`. A follower's logits are its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """ids: int64[R] of the rows that sample, on the device; those of constrained rows mean nothing. logits: float32[R, V], until the next step."""
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+
+
+class StepQueue:
+    """graphs: None = every step runs eagerly. pick: chooses the ids of a step whose graph does not."""
+
+    def __init__(self, runner: ModelRunner, device: Device, graphs: GraphPool | None, pick: Pick) -> None:
+        self._runner = runner
+        self._device = device
+        self._graphs = graphs
+        self._pick = pick
+
+    def run(self, plan: ModelWorkerBatch, kind: QueuedKind, constrained: Sequence[int] = ()) -> Sampled:
+        """Queue a step whose new sequences have been added. constrained: of the rows that sample, those that are sampled later."""
+        self._runner.loras.step.rows = None
+        if kind == "eager":
+            return self._eager(plan, constrained)
+        assert self._graphs is not None, kind
+        return self._replay(plan, self._graphs, kind == "greedy graph", constrained)
+
+    def _replay(
+        self, plan: ModelWorkerBatch, graphs: GraphPool, is_greedy: bool, constrained: Sequence[int]
+    ) -> Sampled:
+        """A decode step. is_greedy: the graph's own choice of ids is used, and lies in the token buffer."""
+        step = graphs.replay(plan.seqs, plan.starts, plan.out_slots)
+        if is_greedy:
+            return Sampled(step.greedy.clone(), step.logits)
+        ids = self._pick(step.logits, plan.seqs, plan.starts + 1, constrained)
+        self._runner.table.tokens.index_put_((step.seqs, step.positions + 1), ids.clamp(min=0))
+        return Sampled(ids, step.logits)
+
+    def _eager(self, plan: ModelWorkerBatch, constrained: Sequence[int]) -> Sampled:
+        runner = self._runner
+        rows = np.flatnonzero(plan.num_logits)
+        batch = ForwardBatch.from_plan(plan, runner.table)
+        if not len(rows):
+            nothing = torch.empty(0, dtype=torch.int64, device=batch.token_ids.device)
+            runner.hidden_states(batch, ReadTokens(nothing, [0] * (len(plan.seqs) + 1)))
+            # The host waits for it anyway, or the scheduler would plan all chunks of a long prompt ahead.
+            return Sampled(nothing, nothing)
+        ends = np.cumsum(plan.counts, dtype=np.int64)[rows]
+        seqs, positions = plan.seqs[rows], (plan.starts + plan.counts)[rows]
+        last, at_rows, at_positions = upload_parts(
+            self._device, [ends - 1, seqs.astype(np.int64), positions.astype(np.int64)]
+        )
+        reads = None
+        if len(rows) < plan.num_tokens:
+            reads = ReadTokens(last, [0, *np.cumsum(plan.num_logits).tolist()])
+        logits = runner.model.logits(runner.hidden_states(batch, reads))
+        ids = self._pick(logits, seqs, positions, constrained)
+        runner.table.tokens.index_put_((at_rows, at_positions), ids.clamp(min=0))
+        return Sampled(ids, logits)
+
+
+class Followers:
+    """The other ranks, as the leader's queued steps see them: none of a model on one device. All but `turn` is called within a turn.
+
+    runner: of this rank. adapters: of all ranks.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.adapters: Adapters = runner.adapters
+
+    def turn(self) -> AbstractContextManager[None]:
+        """What a step, and what comes between two steps, runs in: see `Turn`."""
+        return nullcontext()
+
+    def add(self, plan: ModelWorkerBatch) -> None:
+        self.runner.add(plan)
+
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
+        """See `ModelRunner.begin`; they queue the step, too, or run it whole."""
+        self.runner.begin(plan)
+
+    def share(self, ids: torch.Tensor) -> None:
+        """Queue the sending of the step's ids int64[R], those of constrained rows aside."""
+
+    def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
+        """Queue the sending of further ids int64[n] of the last step; where they go."""
+
+    def capture(self) -> None:
+        """They capture their graphs, as the leader is about to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +136,6 @@ class Done:
     step: StepResult
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         return self.step
 
 
@@ -67,7 +166,6 @@ class QueuedStep:
         return self.ids.wait()
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         return self.result_of(self.read())
 
     def result_of(self, ids: npt.NDArray[np.int64], masks: ReadyMasks = NO_MASKS, masks_s: float = 0.0) -> StepResult:
@@ -164,7 +262,7 @@ class ConstrainedStep:
         if self._unmasked is None:
             return
         try:
-            self._sampler.begin(self._unmasked.seqs.tolist(), self._unmasked.positions.tolist())
+            self._sampler.grammars.begin(self._unmasked.seqs.tolist(), self._unmasked.positions.tolist())
         except Exception as error:
             self._fail(error)
 
@@ -188,7 +286,9 @@ class ConstrainedStep:
         self._unmasked = None
 
     def _sample(self, unmasked: Unmasked) -> None:
-        masks = self._sampler.ready_masks(unmasked.seqs, unmasked.positions, lambda: not self._computed.is_done())
+        masks = self._sampler.grammars.ready(
+            unmasked.seqs.tolist(), unmasked.positions.tolist(), lambda: not self._computed.is_done()
+        )
         if masks.tokens is not None:
             rows = np.flatnonzero(masks.tokens.rows >= 0)
             seqs, positions = unmasked.seqs[rows], unmasked.positions[rows]
@@ -200,7 +300,7 @@ class ConstrainedStep:
             unmasked.ids.index_put_((at_rows,), ids)
             self._table.tokens.index_put_((at_seqs, at_positions), ids.clamp(min=0))
             self._followers.share_late(ids, seqs, positions)
-            self._acceptors = dict(zip(rows.tolist(), self._sampler.acceptors(seqs), strict=True))
+            self._acceptors = dict(zip(rows.tolist(), self._sampler.grammars.acceptors(seqs.tolist()), strict=True))
         self._step.ids = self._device.download(unmasked.ids)
         self._masks = masks
         unmasked.follow()
@@ -227,10 +327,9 @@ class ConstrainedStep:
         self._acceptors.clear()
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         with self._followers.turn():
             self.read()
         if self._error is not None:
             raise self._error
         assert self._ids is not None, self._step.step
-        return self._step.result_of(self._ids, self._masks, self._sampler.take_masks_s())
+        return self._step.result_of(self._ids, self._masks, self._sampler.grammars.take_masks_s())

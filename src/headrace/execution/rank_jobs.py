@@ -17,17 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+import msgspec
 import torch
 
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.checkpoint.weight_cache import content_of
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, ModelError, RequestError
-from headrace.execution import rank_operations
 from headrace.execution.lora import LoraPool
 from headrace.execution.profiler import ExpertRecorder, StepProfiler, new_stem
+from headrace.execution.rank_operations import REPLY_BYTES, gathered, reply_bytes
 from headrace.execution.update_weights import Job, ModelWeights, bytes_message, tensor_in_file
-from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
@@ -71,10 +72,8 @@ POLL_S = 0.01
 _CPU = torch.device("cpu")
 ANSWER_BYTES = 256
 """Of the text of an answer; the rest of a longer one is left out."""
-_COUNT_BYTES = 8
-_COLUMNS = 1 + _COUNT_BYTES + ANSWER_BYTES
-_State = Literal["busy", "done", "refused", "failed"]
-_STATES: tuple[_State, ...] = ("busy", "done", "refused", "failed")
+_OTHER_BYTES = 32
+"""Of the rest of an answer, at most."""
 
 
 class Turn:
@@ -94,26 +93,23 @@ class Turn:
         self._lock.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
     """How far a rank is. text: why it failed, or the fingerprint of the files that it read. num_bytes: see `Prepared`."""
 
-    state: _State
+    state: Literal["busy", "done", "refused", "failed"]
     text: str = ""
     num_bytes: int = 0
 
-    def row(self) -> torch.Tensor:
-        """float32[1, _COLUMNS], a byte in each, which a group can gather."""
-        count = self.num_bytes.to_bytes(_COUNT_BYTES, "little")
-        text = self.text.encode()[:ANSWER_BYTES].ljust(ANSWER_BYTES, b"\0")
-        return torch.tensor([[_STATES.index(self.state), *count, *text]], dtype=torch.float32)
 
-    @classmethod
-    def of_row(cls, row: torch.Tensor) -> "_Answer":
-        """The inverse of `row`."""
-        state, *data = row.int().tolist()
-        count, text = bytes(data[:_COUNT_BYTES]), bytes(data[_COUNT_BYTES:])
-        return cls(_STATES[state], text.rstrip(b"\0").decode(errors="ignore"), int.from_bytes(count, "little"))
+_BUSY = _Answer("busy")
+_read_answer = msgspec.msgpack.Decoder(_Answer).decode
+
+
+def _gather_answers(group: Group, own: _Answer) -> list[_Answer]:
+    """Those of all ranks; nothing in a follower."""
+    text = own.text.encode()[:ANSWER_BYTES].decode(errors="ignore")
+    data = msgspec.msgpack.encode(_Answer(own.state, text, own.num_bytes))
+    return [_read_answer(one) for one in gathered(group, data, ANSWER_BYTES + _OTHER_BYTES)]
 
 
 class LeaderJobs:
@@ -144,12 +140,10 @@ class LeaderJobs:
 
     def ask(self, message: OperationReq, own: OperationReply) -> list[OperationReply]:
         """What all ranks reply to a control operation, this one first."""
-        size = self._group.size
-        out = torch.empty(1, size * rank_operations.COLUMNS)
         with self._turn:
             self._group.send(pack(RankAsk(message)))
-            self._group.gather(rank_operations.row_of(own), [rank_operations.COLUMNS] * size, out)
-        return [rank_operations.reply_of(row) for row in out.view(size, rank_operations.COLUMNS)]
+            replies = gathered(self._group, reply_bytes(own), REPLY_BYTES)
+        return [msgspec.msgpack.decode(reply, type=OperationReply) for reply in replies]
 
     @property
     def span_hosts(self) -> bool:
@@ -189,13 +183,9 @@ class LeaderJobs:
         return sum(answer.num_bytes for answer in answers)
 
     def _poll(self, job: int) -> list[_Answer]:
-        """The followers' answers."""
-        size = self._group.size
-        out = torch.empty(1, size * _COLUMNS)
         with self._turn:
             self._group.send(pack(RankPoll(job)))
-            self._group.gather(_Answer("done").row(), [_COLUMNS] * size, out)
-        return [_Answer.of_row(row) for row in out.view(size, _COLUMNS)[1:]]
+            return _gather_answers(self._group, _Answer("done"))[1:]
 
     def _install(self, job: int, prepared: Prepared) -> None:
         """Take up the result in every rank. If this rank cannot, none does."""
@@ -212,11 +202,10 @@ class LeaderProfiler(StepProfiler):
     """Profiles the same steps in all ranks, each in a file of its own."""
 
     def __init__(self, folder: str | None, jobs: LeaderJobs) -> None:
-        super().__init__(folder, rank_suffix(0))
+        super().__init__(folder, "-rank0")
         self._jobs = jobs
 
     def handle(self, request: ProfileReq) -> str:
-        """See `StepProfiler.handle`."""
         stem = new_stem()
         if request.start:
             text = self.start(request, stem)
@@ -237,19 +226,12 @@ class LeaderExperts(ExpertRecorder):
         self._jobs = jobs
 
     def start(self) -> None:
-        """See `ExpertRecorder.start`."""
         self._jobs.tell(RankExperts(True))
         super().start()
 
     def stop(self) -> None:
-        """See `ExpertRecorder.stop`."""
         self._jobs.tell(RankExperts(False))
         super().stop()
-
-
-def rank_suffix(rank: int) -> str:
-    """What the names of a rank's files end with."""
-    return f"-rank{rank}"
 
 
 class LeaderAdapters:
@@ -260,11 +242,9 @@ class LeaderAdapters:
         self._jobs = jobs
 
     def __contains__(self, lora_id: int) -> bool:
-        """See `Adapters`. The leader has what all have."""
         return lora_id in self._pool
 
     def load(self, lora_id: int, path: str, fingerprint: str = "") -> str:
-        """See `Adapters.load`."""
         work = RankLora(lora_id, path, fingerprint)
         try:
             _, prepared = self._jobs.prepare(
@@ -277,7 +257,6 @@ class LeaderAdapters:
         return prepared.fingerprint
 
     def unload(self, lora_id: int) -> None:
-        """See `Adapters.unload`."""
         self._pool.unload(lora_id)
         self._jobs.tell(RankUnload(lora_id))
 
@@ -293,7 +272,6 @@ class LeaderWeights:
         self._size = size
 
     def start(self, operation: WorkerOperation) -> WeightJob:
-        """See `WeightExecutor`."""
         match operation:
             case (
                 UpdateFromTensors()
@@ -315,7 +293,6 @@ class LeaderWeights:
                 return self._weights.start(operation)
 
     def ask_ranks(self, message: OperationReq) -> list[OperationReply]:
-        """See `WeightExecutor`."""
         return self._jobs.ask(message, self._weights.answer(message, 0))
 
     def _prepare(self, operation: RankWeights, begun: list[int], abandoned: threading.Event) -> Prepared:
@@ -405,7 +382,7 @@ class _Begun:
 
     work: RankWork
     job: Job
-    answer: _Answer = _Answer("busy")
+    answer: _Answer = _BUSY
     prepared: Prepared | None = None
 
 
@@ -432,12 +409,11 @@ class FollowerJobs:
         match message:
             case RankAsk():
                 reply = self._weights.answer(message.message, self._group.rank)
-                columns = [rank_operations.COLUMNS] * self._group.size
-                self._group.gather(rank_operations.row_of(reply), columns, None)
+                gathered(self._group, reply_bytes(reply), REPLY_BYTES)
             case RankJob():
                 self._begun[message.id] = _Begun(message.work, self._start(message.work))
             case RankPoll():
-                self._group.gather(self._progress(self._begun[message.id]).row(), [_COLUMNS] * self._group.size, None)
+                _gather_answers(self._group, self._progress(self._begun[message.id]))
             case RankInstall():
                 prepared = self._begun.pop(message.id).prepared
                 assert prepared is not None, message

@@ -13,13 +13,13 @@ import torch
 
 from headrace.attention.base import KvPool
 from headrace.child_pool.child_side import resident_bytes
+from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, RequestError
 from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered, fault_of
 from headrace.models.spec import Model
 
 REPLY_BYTES = 1024
 """Of an answer of one rank."""
-COLUMNS = 2 + REPLY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,22 @@ def answer(view: RankView, message: OperationReq) -> OperationReply:
         return OperationReply(message.id, fault=fault_of(error))
 
 
-def row_of(reply: OperationReply) -> torch.Tensor:
-    """float32[1, COLUMNS], a byte in each, which a group can gather."""
+def reply_bytes(reply: OperationReply) -> bytes:
+    """What `gathered` takes of a reply, or of why it is too long."""
     data = msgspec.msgpack.encode(reply)
     if len(data) > REPLY_BYTES:
         too_long = ExecutionError(f"the answer of a rank has {len(data)} bytes, at most {REPLY_BYTES} are sent")
         data = msgspec.msgpack.encode(OperationReply(reply.id, fault=fault_of(too_long)))
-    whole = len(data).to_bytes(2, "little") + data.ljust(REPLY_BYTES, b"\0")
-    return torch.frombuffer(bytearray(whole), dtype=torch.uint8).float()[None]
+    return data
 
 
-def reply_of(row: torch.Tensor) -> OperationReply:
-    """The inverse of `row_of`."""
-    whole = bytes(row.int().tolist())
-    return msgspec.msgpack.decode(whole[2 : 2 + int.from_bytes(whole[:2], "little")], type=OperationReply)
+def gathered(group: Group, data: bytes, most: int) -> list[bytes]:
+    """What each rank gives, at most `most` bytes, in their order; nothing in a follower. A group gathers numbers, so each byte is one."""
+    columns = [2 + most] * group.size
+    row = len(data).to_bytes(2, "little") + data.ljust(most, b"\0")
+    out = torch.empty(1, sum(columns)) if group.rank == 0 else None
+    group.gather(torch.frombuffer(bytearray(row), dtype=torch.uint8).float()[None], columns, out)
+    if out is None:
+        return []
+    rows = [bytes(whole) for whole in out.view(group.size, -1).int().tolist()]
+    return [whole[2 : 2 + int.from_bytes(whole[:2], "little")] for whole in rows]

@@ -9,7 +9,15 @@ With stages the leader starts a step, and finishes it when the last stage has se
     leader     start n | start n+1 | finish n | start n+2 | finish n+1 | ...
     stage 1              n           n+1        n+2
 
-On devices, steps are queued as `device_ranks` says, except those that need the host.
+On devices, steps are queued, except those that need the host: the leader tells the followers how it queues each step, and they queue the same, each
+its part. What is sampled stays on the devices: the leader's ids go to the others in the stream of the steps, so no host waits for them, and the order
+is the same in every rank:
+
+    leader      tell n | layers n, logits of all | pick | ids n -> | tell late rows | their ids -> | tell n+1 ...
+    follower             layers n, its logits           | -> ids n |                | -> their ids | layers n+1 ...
+
+Decode steps in which every row takes the most likely token are one graph in each rank, with the sending of the ids in it. Graphs are captured by all
+ranks at the same time, since their captures meet like their steps.
 """
 
 import contextlib
@@ -22,10 +30,14 @@ import numpy as np
 import torch
 
 from headrace.distributed.base import Group
+from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import Rank
 from headrace.errors import ExecutionError, HeadraceError
+from headrace.execution.device import Device, upload_parts
+from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, Begun, ModelRunner
 from headrace.execution.profiler import StepProfiler
+from headrace.execution.queued_step import Followers, StepQueue
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.execution.update_weights import ModelWeights
 from headrace.execution.worker import Pending
@@ -39,6 +51,7 @@ from headrace.messages.ranks import (
     RankStop,
     SampledTokens,
     StepKind,
+    late_rows,
     pack,
     places_of,
     plan_of,
@@ -46,7 +59,7 @@ from headrace.messages.ranks import (
     unpack,
 )
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
-from headrace.messages.weights import Adapters
+from headrace.sampling.draw import greedy_ids
 
 _logger = get_logger(__name__)
 
@@ -56,52 +69,45 @@ class OtherRanks(Protocol):
 
     def check(self) -> None:
         """Raises the error of one that has ended instead of loading its part."""
+        return
 
     def wait_loaded(self) -> None:
         """Wait until all have their weights, where they have been told that this is waited for. Raises the error of one that cannot load."""
+        return
 
     def wait_ready(self) -> None:
         """Wait until all can run steps, and watch them from then on. Raises the error of one that cannot."""
+        return
 
     def give_up(self, reason: str) -> None:
         """End every rank: they no longer agree on where they are."""
+        return
 
 
-class _NoOtherRanks:
-    """`OtherRanks` of a whole model."""
-
-    def check(self) -> None:
-        """See `OtherRanks`."""
-
-    def wait_loaded(self) -> None:
-        """See `OtherRanks`."""
-
-    def wait_ready(self) -> None:
-        """See `OtherRanks`."""
-
-    def give_up(self, reason: str) -> None:
-        """See `OtherRanks`."""
+class _NoOtherRanks(OtherRanks):
+    """Those of a whole model."""
 
 
 NO_OTHER_RANKS: OtherRanks = _NoOtherRanks()
 
 
-class LeaderRunner:
+class LeaderRunner(Followers):
     """Runs the steps of all ranks: tells the others of each before `runner` does this rank's part, and is the `Peers` of that runner.
 
     on_broken: called with the reason when the ranks no longer agree on where they are. settle: see `Peers`.
     """
 
     def __init__(self, runner: ModelRunner, rank: Rank) -> None:
-        self.runner = runner
+        super().__init__(runner)
         self.on_broken: Callable[[str], None] = lambda reason: None
         self.settle: Callable[[], None] = lambda: None
         self.only_peaks = False
         self._group = group = group_of(rank)
+        self._devices = rank.devices
         self._shares_logits = not rank.shard.is_whole
         self._turn = Turn()
         self.jobs = LeaderJobs(group, self._turn)
-        self.adapters: Adapters = LeaderAdapters(runner.loras, self.jobs)
+        self.adapters = LeaderAdapters(runner.loras, self.jobs)
         self._sampled = SampledTokens()
         self._is_sent = False
         self._absent: set[int] = set()
@@ -109,8 +115,7 @@ class LeaderRunner:
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """See `ModelRunner.run`."""
-        with self.in_turn():
+        with self.turn():
             self.add(plan)
             self.begin(plan, "whole")
             return self.runner.compute(plan, on_layers)
@@ -118,14 +123,14 @@ class LeaderRunner:
     @torch.inference_mode()
     def launch(self, plan: ModelWorkerBatch) -> Pending:
         """The first part of `run`: up to what this stage sends to the next."""
-        with self.in_turn():
+        with self.turn():
             self.add(plan)
             self.begin(plan, "whole")
             return _StartedStep(self, self.runner.start(plan))
 
     def finish(self, begun: Begun) -> StepResult:
         """The second part of `run`, for the oldest of the steps that were launched."""
-        with self.in_turn():
+        with self.turn():
             self._is_sent = True
             if self._shares_logits:
                 self.only_peaks = self._needs_only_peaks(begun.plan)
@@ -133,11 +138,10 @@ class LeaderRunner:
             return self.runner.finish(begun)
 
     def idle(self, left: Iterable[int]) -> None:
-        """See `ModelRunner.idle`."""
         self.runner.idle(left)
 
     @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         """If a step fails after the followers have begun it, they are somewhere in it, so the ranks have to start anew."""
         with self._turn:
             self._is_sent = False
@@ -145,10 +149,10 @@ class LeaderRunner:
                 yield
             except Exception as error:
                 if self._is_sent:
-                    self.give_up(error)
+                    self._give_up(error)
                 raise
 
-    def give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         """The followers have begun what failed here."""
         _logger.error("a step failed", exc_info=error)
         self.on_broken(error.message if isinstance(error, HeadraceError) else type(error).__name__)
@@ -181,7 +185,33 @@ class LeaderRunner:
             self._is_sent = found != "none"
             self._group.send(pack(rank_step(plan, sampled, found, self.only_peaks)))
 
-    def tell(self, message: RankLateRows | RankCapture) -> None:
+    @property
+    def devices(self) -> DeviceGroup:
+        """Those of the ranks, if each has one."""
+        assert self._devices is not None, "ranks without devices"
+        return self._devices
+
+    def share(self, ids: torch.Tensor) -> None:
+        self.devices.broadcast(ids)
+
+    def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
+        try:
+            self._tell(late_rows(seqs, positions))
+            self.devices.broadcast(ids)
+        except Exception as error:  # kept for the result of that step; but the ranks no longer agree
+            self._give_up(error)
+            raise
+
+    def capture(self) -> None:
+        self._tell(RankCapture())
+
+    def greedy_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """Like `draw.greedy_ids`, for a graph: in every rank."""
+        ids = greedy_ids(logits)
+        self.devices.broadcast(ids)
+        return ids
+
+    def _tell(self, message: RankLateRows | RankCapture) -> None:
         """Send what belongs to queued steps, within a turn."""
         self._is_sent = True
         self._group.send(pack(message))
@@ -206,37 +236,44 @@ class _StartedStep:
     begun: Begun
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         return self.leader.finish(self.begun)
 
 
-class QueuedPart(Protocol):
+class FollowerQueue:
     """What a follower does of the steps that are queued on devices."""
 
+    def __init__(self, runner: ModelRunner, device: Device, graphs: GraphPool | None, devices: DeviceGroup) -> None:
+        self._device = device
+        self._graphs = graphs
+        self._devices = devices
+        self._tokens = runner.table.tokens
+        self._steps = StepQueue(
+            runner, device, graphs, lambda logits, seqs, positions, constrained: received_ids(devices, logits)
+        )
+
+    @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
         """Queue its part of a step whose new sequences have been added."""
+        self._steps.run(plan, kind)
 
+    @torch.inference_mode()
     def write_late(self, seqs: Int32Array, positions: Int32Array) -> None:
         """Queue the writing of ids that the leader sends later, int64[n], to the token buffer."""
+        at_seqs, at_positions = upload_parts(self._device, [part.astype(np.int64) for part in (seqs, positions)])
+        ids = torch.empty_like(at_seqs)
+        self._devices.broadcast(ids)
+        self._tokens.index_put_((at_seqs, at_positions), ids.clamp(min=0))
 
     def capture(self) -> None:
-        """Capture its graphs."""
+        assert self._graphs is not None, "the leader has graphs and this rank has none"
+        self._graphs.capture()
 
 
-class _NothingQueued:
-    """`QueuedPart` on a CPU."""
-
-    def run(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
-        """See `QueuedPart`."""
-        raise AssertionError(f"step {plan.step} was queued ({kind}) without a device")
-
-    def write_late(self, seqs: Int32Array, positions: Int32Array) -> None:
-        """See `QueuedPart`."""
-        raise AssertionError(f"{len(seqs)} ids come late without a device")
-
-    def capture(self) -> None:
-        """See `QueuedPart`."""
-        raise AssertionError("there is no device whose graphs could be captured")
+def received_ids(devices: DeviceGroup, logits: torch.Tensor) -> torch.Tensor:
+    """int64[R]: the leader's choice for the rows of which logits [R, own columns] is this rank's part."""
+    ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    devices.broadcast(ids)
+    return ids
 
 
 class FollowerRunner:
@@ -245,11 +282,16 @@ class FollowerRunner:
 
     def __init__(self, runner: ModelRunner, rank: Rank, weights: ModelWeights, profiler: StepProfiler) -> None:
         self.runner = runner
-        self.queued: QueuedPart = _NothingQueued()
+        self.queued: FollowerQueue | None = None
         self._group = group_of(rank)
         self._profiler = profiler
         self._jobs = FollowerJobs(self._group, runner.loras, weights, profiler, runner.table.tokens.device)
         self._started: deque[Begun] = deque()
+
+    @property
+    def _on_device(self) -> FollowerQueue:
+        assert self.queued is not None, "a step was queued without a device"
+        return self.queued
 
     def follow(self) -> None:
         """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
@@ -259,9 +301,9 @@ class FollowerRunner:
                     with self._profiler.step(message.step):
                         self._run_step(message)
                 case RankLateRows():
-                    self.queued.write_late(*places_of(message))
+                    self._on_device.write_late(*places_of(message))
                 case RankCapture():
-                    self.queued.capture()
+                    self._on_device.capture()
                 case RankFinish():
                     if self.runner.stage.is_first:
                         self._finish(self._started.popleft(), message.only_peaks)
@@ -277,7 +319,7 @@ class FollowerRunner:
         if step.kind == "none":
             return
         if step.kind != "whole":
-            self.queued.run(plan, step.kind)
+            self._on_device.run(plan, step.kind)
             return
         begun = runner.start(plan)
         if runner.stage.is_whole:

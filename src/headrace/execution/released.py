@@ -16,6 +16,7 @@ import torch
 
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.errors import ExecutionError
+from headrace.execution.weight_files import bytes_of
 from headrace.layers.weight import Keeper, Weight
 
 
@@ -103,8 +104,6 @@ _Plain = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in the file."""
-
     offset: int
     shape: torch.Size
     dtype: torch.dtype
@@ -120,7 +119,7 @@ def _store(value: torch.Tensor | _Plain, fd: int) -> _Stored | _Plain:
         return value
     place = _Stored(os.lseek(fd, 0, os.SEEK_CUR), value.shape, value.dtype, value.device)
     host = value.cpu().contiguous()
-    view = _memory(host)
+    view = bytes_of(host)
     while view.nbytes:
         view = view[os.write(fd, view) :]
     return place
@@ -130,23 +129,13 @@ def _load(place: _Stored | _Plain, fd: int) -> torch.Tensor | _Plain:
     if not isinstance(place, _Stored):
         return place
     host = torch.empty(place.shape, dtype=place.dtype)
-    view, offset = _memory(host), place.offset
+    view, offset = bytes_of(host), place.offset
     while view.nbytes:
         count = os.preadv(fd, [view], offset)
         if count == 0:
             raise OSError(0, "the file has become shorter")
         view, offset = view[count:], offset + count
     return host.to(place.device)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU. The caller keeps the tensor alive."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    return (
-        memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
-        if num_bytes
-        else memoryview(b"")
-    )
 
 
 def _drop_pages(tensor: torch.Tensor) -> None:

@@ -29,15 +29,13 @@ from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_thr
 from headrace.execution.memory import available_bytes, check_pool_fits
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.released import DraftMemory
-from headrace.execution.save_weights import WeightSaver
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
-from headrace.execution.weight_cache import Progress, WeightCache, open_cache
+from headrace.execution.weight_files import Progress, WeightCache, WeightSaver, open_cache
 from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
-from headrace.kernels.cpu.threads import default_num_threads
+from headrace.kernels.cpu import default_num_threads
 from headrace.layers.weight import Placement
-from headrace.models.multimodal import stored_name
-from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for
+from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for, stored_name
 from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 
 
@@ -45,7 +43,7 @@ from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 class Setup:
     """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs.
 
-    pooling: what it makes of a text; None = it generates. file_format, stored_precision: of its checkpoint.
+    pooling: what it makes of a text; None = it generates. file_format, stored_precision, fingerprint (when it was opened): of its checkpoint.
     """
 
     args: ServerArgs
@@ -56,10 +54,10 @@ class Setup:
     placement: Placement
     file_format: Literal["gguf", "safetensors"]
     stored_precision: str
+    fingerprint: str
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the model runs on the CPU."""
         return self.config.device == "cpu"
 
     def kv_shape(self, stage: Stage) -> KvShape:
@@ -68,7 +66,6 @@ class Setup:
         return kv_shape(self.model_config, dtype, self.placement.attention.shard, stage)
 
     def make_attention(self) -> AttentionBackend:
-        """A fresh backend, still without a pool."""
         config = self.config
         rounded = config.activations == "bfloat16"
         return select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
@@ -76,6 +73,7 @@ class Setup:
 
 def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
     """Raises ConfigError or ModelError."""
+    fingerprint = fingerprint_of(checkpoint)
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     pooling = read_pooling(checkpoint.path, model_config, args.is_embedding)
     spec = _spec(model_config, pooling, args)
@@ -103,7 +101,7 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_attention=args.enable_dp_attention,
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
     )
-    stored = checkpoint.file_format, checkpoint.stored_precision
+    stored = checkpoint.file_format, checkpoint.stored_precision, fingerprint
     setup = Setup(args, model_config, pooling, spec, config, placement, *stored)
     if model_config.encoder is None:
         check_asked_pool(setup, rank)
@@ -146,14 +144,13 @@ def _spec(model_config: ModelConfig, pooling: PoolingConfig | None, args: Server
 def load_checkpoint(
     setup: Setup,
     checkpoint: Checkpoint,
-    fingerprint: str,
-    progress: Progress,
     resources: ExitStack,
     decisions: list[str],
+    progress: Progress = lambda done, total: None,
 ) -> tuple[Any, WeightCache | None]:
     """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go. Returns both.
 
-    fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
+    resources: get what must end with the worker. Raises ModelError.
     """
     decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
@@ -173,7 +170,7 @@ def load_checkpoint(
         # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
         resources.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-    check_unchanged(checkpoint, fingerprint)
+    check_unchanged(checkpoint, setup.fingerprint)
     checkpoint.release()
     give_back_free_memory()
     if cache is not None and cache.needs_writing:
@@ -184,7 +181,6 @@ def load_checkpoint(
 
 
 def device_facts() -> DeviceFacts:
-    """The devices and kernels available to this process."""
     has_cuda = torch.cuda.is_available()
     reason = native_cpu.why_not()
     return DeviceFacts(

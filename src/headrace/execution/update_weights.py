@@ -30,7 +30,7 @@ from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, 
 from headrace.errors import ExecutionError, ModelError, RequestError
 from headrace.execution.rank_operations import RankView, answer
 from headrace.execution.released import DraftMemory, Released, keepers_of, release_kv, release_weights
-from headrace.execution.save_weights import WeightSaver
+from headrace.execution.weight_files import WeightSaver, bytes_of, tensor_at
 from headrace.garbage import give_back_free_memory
 from headrace.layers.weight import Keeper, Kept, Weight
 from headrace.log import get_logger
@@ -112,11 +112,9 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """See `WeightJob`."""
         return not self._thread.is_alive()
 
     def result(self) -> Prepared:
-        """See `WeightJob`."""
         self._thread.join()
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, BaseException):
@@ -125,7 +123,6 @@ class Job:
         return outcome
 
     def abandon(self) -> None:
-        """See `WeightJob`."""
         with self._lock:
             self._abandoned.set()
             self._outcome = None
@@ -134,7 +131,7 @@ class Job:
     def _run(self, work: Callable[[threading.Event], Prepared]) -> None:
         outcome: Prepared | BaseException
         try:
-            _yield_to_steps()
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # also of threads that it starts
             with torch.no_grad():
                 outcome = work(self._abandoned)
         except BaseException as error:
@@ -147,41 +144,6 @@ class Job:
                 return
         del outcome
         give_back_free_memory()
-
-
-def _yield_to_steps() -> None:
-    """Lower the priority of this thread and of those that it starts."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-@dataclass(slots=True)
-class _Switch:
-    """Complete new weights, and the switch to them."""
-
-    model: Model
-    attention: AttentionBackend
-    new: list[tuple[Keeper, Kept]]
-    moved: Callable[[], None]
-
-    def __call__(self) -> None:
-        """Switch all weights or none. Called between two steps."""
-        old = [(keeper, keeper.kept()) for keeper, _ in self.new]
-        try:
-            self._take(self.new)
-        except BaseException:
-            self._take(old)
-            raise
-        self.new.clear()
-        old.clear()
-        # Otherwise the allocator would keep the memory of the old weights.
-        give_back_free_memory()
-
-    def _take(self, weights: list[tuple[Keeper, Kept]]) -> None:
-        for keeper, kept in weights:
-            keeper.restore(kept)
-        # The native call refers to the weights' old addresses.
-        self.model.fuse(self.attention)
-        self.moved()
 
 
 @dataclass(slots=True)
@@ -211,7 +173,6 @@ class ModelWeights:
     _snapshot: dict[str, str] | None = None
 
     def start(self, operation: WorkerOperation) -> Job:
-        """See `WeightExecutor`."""
         return Job(lambda abandoned: self.prepare(operation, abandoned))
 
     def ask_ranks(self, message: OperationReq) -> list[OperationReply]:
@@ -219,7 +180,6 @@ class ModelWeights:
         return [self.answer(message, 0)]
 
     def answer(self, message: OperationReq, rank: int) -> OperationReply:
-        """What this rank replies to a control operation."""
         return answer(RankView(rank, self.model, self.pool), message)
 
     def prepare(
@@ -241,9 +201,11 @@ class ModelWeights:
             case InitGroup():
                 return self._init_group(operation)
             case DestroyGroup():
-                return self._destroy_group(operation.group_name)
+                self._take_group(operation.group_name).close()
+                return Prepared(f"left the group {operation.group_name!r}")
             case GetWeight():
-                return self._get(operation, read)
+                rows = read(self.weight(operation.name))[: operation.truncate_size].float().cpu().contiguous()
+                return Prepared("read", shape=tuple(rows.shape), values=rows.numpy().tobytes())
             case CheckWeights():
                 return self._check(operation, read)
             case SaveWeights():
@@ -279,15 +241,31 @@ class ModelWeights:
         return Prepared(f"updated tensors: {given}", self._switch(new), changes_weights=True)
 
     def _switch(self, new: list[tuple[Keeper, Kept]]) -> Callable[[], None]:
-        switch = _Switch(self.model, self.attention, new, self.moved)
+        """The switch to complete new weights: of all or of none. To be called between two steps."""
 
         def install() -> None:
-            switch()
+            old = [(keeper, keeper.kept()) for keeper, _ in new]
+            try:
+                self._take(new)
+            except BaseException:
+                self._take(old)
+                raise
+            new.clear()
+            old.clear()
+            # Otherwise the allocator would keep the memory of the old weights.
+            give_back_free_memory()
             if self.at_first_update:
                 _logger.warning("%s", self.at_first_update)
                 self.at_first_update = ""
 
         return install
+
+    def _take(self, weights: list[tuple[Keeper, Kept]]) -> None:
+        for keeper, kept in weights:
+            keeper.restore(kept)
+        # The native call refers to the weights' old addresses.
+        self.model.fuse(self.attention)
+        self.moved()
 
     # -- groups
 
@@ -306,10 +284,6 @@ class ModelWeights:
         )
         rank = f"rank {operation.rank_offset} of {operation.world_size}"
         return Prepared(f"joined the group {name!r} as {rank}", lambda: self._groups.update({name: group}))
-
-    def _destroy_group(self, name: str) -> Prepared:
-        self._take_group(name).close()
-        return Prepared(f"left the group {name!r}")
 
     def _take_group(self, name: str) -> WeightGroup:
         """Remove a group from the table, so that a thread that was given up on never shares it. Raises RequestError."""
@@ -359,10 +333,6 @@ class ModelWeights:
             if ours in (weight.name, weight.tied_name):
                 return weight
         raise RequestError(f"the model has no weight {name!r}", "name")
-
-    def _get(self, operation: GetWeight, read: Callable[[Weight], torch.Tensor]) -> Prepared:
-        rows = read(self.weight(operation.name))[: operation.truncate_size].float().cpu().contiguous()
-        return Prepared("read", shape=tuple(rows.shape), values=rows.numpy().tobytes())
 
     def _check(self, operation: CheckWeights, read: Callable[[Weight], torch.Tensor]) -> Prepared:
         """Raises RequestError without a snapshot, and ModelError where the weights are not those of the snapshot."""
@@ -438,9 +408,8 @@ def _chosen(model: Model, skipped: Sequence[str]) -> list[Weight]:
 
 def _checksum(tensor: torch.Tensor) -> str:
     """Of dtype, shape and bytes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
     found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    found.update(flat.view(torch.uint8).numpy().data)
+    found.update(bytes_of(tensor.cpu().contiguous()))
     return found.hexdigest()
 
 
@@ -512,7 +481,6 @@ def _dtype_fault(name: str, tensor: torch.Tensor) -> str:
 
 
 def _raise(faults: Sequence[str]) -> None:
-    """Raises ModelError if there are any."""
     if faults:
         more = f" and {len(faults) - _NAMES_IN_A_MESSAGE} more" if len(faults) > _NAMES_IN_A_MESSAGE else ""
         raise ModelError(f"the tensors do not fit the model: {'; '.join(faults[:_NAMES_IN_A_MESSAGE])}{more}")
@@ -537,14 +505,10 @@ def tensor_in_file(file: SafetensorsFile, entry: SafetensorsEntry) -> torch.Tens
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise ModelError(f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}")
-    if not entry.num_bytes:
-        return torch.empty(entry.shape, dtype=dtype)
-    size = DTYPE_BYTES[entry.dtype]
-    if entry.offset % size:
+    if entry.offset % DTYPE_BYTES[entry.dtype]:
         data = bytearray(file.buffer[entry.offset : entry.offset + entry.num_bytes])
-        return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
-    count = entry.num_bytes // size
-    return torch.frombuffer(file.buffer, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+        return tensor_at(data, dtype, entry.shape, 0)
+    return tensor_at(file.buffer, dtype, entry.shape, entry.offset)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -44,7 +44,6 @@ class Place:
 
     @property
     def logits(self) -> int:
-        """Its row among the step's logits."""
         return self.row.place + self.index
 
     @property

@@ -1,4 +1,4 @@
-"""The model as the scheduler sees it: `ModelWorker`, a runner whose steps go through a lane.
+"""The model as the scheduler sees it: `ModelWorker`, a runner whose steps go through a lane; and its first steps (`warm_up`).
 
 Owns the results that wait for `collect`, and the boundary at which any exception of a step becomes that step's ExecutionError. A lane is chosen when
 the worker is built: `InlineLane` runs a step inside `submit`, `ThreadedLane` in a thread of its own, and `QueuedLane` begins it in `submit` and ends
@@ -7,18 +7,25 @@ it in `collect`, on a GPU and where the layers are in stages.
 
 import queue
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.profiler import NO_EXPERTS, ExpertRecorder, StepProfiler
 from headrace.log import get_logger
-from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.control import ReadyInfo
+from headrace.messages.requests import PromptContent, SampleTask
+from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.messages.weights import Adapters, WeightExecutor
+from headrace.sampling.params import ResolvedSamplingParams
 
 _logger = get_logger(__name__)
 
@@ -59,41 +66,30 @@ class Launcher(StepHost, Protocol):
         """Begin a step. Raises what goes wrong before it waits for anything."""
 
 
-class Lane(Protocol):
-    """How steps run, in the order of `submit`. Used by the scheduler's thread."""
+class Lane(ABC):
+    """How steps run, in the order of `submit`. Used by the scheduler's thread; here steps run in it, too."""
 
+    @abstractmethod
     def submit(self, batch: ModelWorkerBatch) -> None:
         """See `Worker.submit`."""
 
+    @abstractmethod
     def collect(self) -> StepResult:
         """See `Worker.collect`."""
 
     def between(self, act: Callable[[], _Reply]) -> _Reply:
         """Call `act` after the steps that were submitted, in their thread, and wait for what it returns. Raises its HeadraceError."""
-
-    def later(self, act: Callable[[], None]) -> None:
-        """Like `between`, without waiting."""
-
-    def close(self) -> None:
-        """Let the steps end. Idempotent."""
-
-
-class _SameThread:
-    """What a lane in the scheduler's thread does between steps."""
-
-    def between(self, act: Callable[[], _Reply]) -> _Reply:
-        """See `Lane`."""
         return act()
 
     def later(self, act: Callable[[], None]) -> None:
-        """See `Lane`."""
+        """Like `between`, without waiting."""
         act()
 
-    def close(self) -> None:
-        """See `Lane`."""
+    def close(self) -> None:  # noqa: B027, most have nothing to end
+        """Let the steps end. Idempotent."""
 
 
-class InlineLane(_SameThread):
+class InlineLane(Lane):
     """A step runs inside `submit`; its result, or its failure, waits for `collect`."""
 
     def __init__(self, runner: Runner, profiler: StepProfiler) -> None:
@@ -102,16 +98,14 @@ class InlineLane(_SameThread):
         self._done: deque[StepResult | ExecutionError] = deque()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
-        """See `Lane`."""
         with self._profiler.step(batch.step):
             self._done.append(_guarded(batch, lambda: self._run(batch)))
 
     def collect(self) -> StepResult:
-        """See `Lane`."""
         return _raised(self._done.popleft())
 
 
-class QueuedLane(_SameThread):
+class QueuedLane(Lane):
     """`submit` begins a step, `collect` waits for the oldest.
 
     With two of them a device computes one while the scheduler commits the previous one and plans the next; with stages, the other ones compute them.
@@ -124,17 +118,14 @@ class QueuedLane(_SameThread):
         self.in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
-        """See `Lane`."""
         with self._profiler.step(batch.step):
             self.in_flight.append((batch, _alive(_guarded(batch, lambda: self._launch(batch)))))
 
     def collect(self) -> StepResult:
-        """See `Lane`."""
         batch, pending = self.in_flight.popleft()
         return _raised(pending if isinstance(pending, ExecutionError) else _alive(_guarded(batch, pending.result)))
 
     def close(self) -> None:
-        """See `Lane`."""
         self.in_flight.clear()
 
 
@@ -142,7 +133,7 @@ _Todo = ModelWorkerBatch | Callable[[], None] | None
 """A step; a function to call after the steps before it; None = stop."""
 
 
-class ThreadedLane:
+class ThreadedLane(Lane):
     """Steps run in a thread of their own, so that the scheduler plans while the model computes.
 
     The next step may be submitted before this one is collected: it reads the tokens that this one samples from the runner's token buffer. If it has
@@ -169,14 +160,12 @@ class ThreadedLane:
         self._todo.put(batch)
 
     def collect(self) -> StepResult:
-        """See `Lane`."""
         assert self._num_in_flight > 0, "collect without a step in flight"
         result = self._done.get()
         self._num_in_flight -= 1
         return _raised(result)
 
     def between(self, act: Callable[[], _Reply]) -> _Reply:
-        """See `Lane`."""
         done: queue.SimpleQueue[_Reply | HeadraceError] = queue.SimpleQueue()
 
         def run() -> None:
@@ -192,11 +181,9 @@ class ThreadedLane:
         return reply
 
     def later(self, act: Callable[[], None]) -> None:
-        """See `Lane`."""
         self._todo.put(act)
 
     def close(self) -> None:
-        """See `Lane`."""
         if self._thread.is_alive():
             self._todo.put(None)
             self._thread.join()
@@ -208,15 +195,12 @@ class ThreadedLane:
                 todo()
                 continue
             with self._profiler.step(todo.step):
-                result = self._result_of(todo)
+                result = _guarded(todo, partial(self._step, todo, self._hand_over))
             self._hand_over()  # the previous result, in case this step failed before its layers
             self._finished = result
             if self._todo.empty():
                 self._hand_over()
         self._hand_over()
-
-    def _result_of(self, batch: ModelWorkerBatch) -> StepResult | ExecutionError:
-        return _guarded(batch, lambda: self._step(batch, self._hand_over))
 
     def _hand_over(self) -> None:
         if self._finished is not None:
@@ -265,11 +249,9 @@ class ModelWorker(Generic[_Host]):
         self.lane.submit(batch)
 
     def collect(self) -> StepResult:
-        """See `Worker.collect`."""
         return self.lane.collect()
 
     def idle(self, left: tuple[int, ...]) -> None:
-        """See `Worker.idle`."""
         self.lane.later(lambda: self.runner.idle(left))
 
     def close(self) -> None:
@@ -303,3 +285,65 @@ def _raised(result: StepResult | ExecutionError) -> StepResult:
     if isinstance(result, ExecutionError):
         raise result
     return result
+
+
+_WARM_UP_ROOM = 64
+"""Tokens of a made-up sequence at most, and slots that it has."""
+
+_WARM_UP_PARAMS = (
+    ResolvedSamplingParams(max_new_tokens=_WARM_UP_ROOM, seed=0, temperature=0.0, ignore_eos=True),
+    ResolvedSamplingParams(max_new_tokens=_WARM_UP_ROOM, seed=0, temperature=1.0, top_k=8, top_p=0.9, ignore_eos=True),
+)
+
+_WARM_UP_STEPS = (
+    ((0, 5, True), (1, 20, False)),
+    ((0, 1, True), (1, 17, True)),
+    ((0, 1, True), (1, 1, True)),
+    ((0, 1, True),),
+)
+"""Rows of each step: sequence, tokens, whether it samples. A prompt, another in two chunks beside decode, decode of two and of one."""
+
+
+def warm_up(worker: Worker, info: ReadyInfo) -> None:
+    """Prompts, chunks beside decode and decode, greedy and drawn. Nothing where two sequences of this length do not fit."""
+    if min(info.max_total_tokens // 2, info.context_length) < _WARM_UP_ROOM or info.max_running_requests < 2:
+        return
+    begin = time.perf_counter()
+    computed = [0, 0]
+    for number, rows in enumerate(_WARM_UP_STEPS):
+        seqs, counts, samples = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+        starts = np.array([computed[seq] for seq in seqs], np.int32)
+        slots = [
+            seq * _WARM_UP_ROOM + start + np.arange(count)
+            for seq, start, count in zip(seqs, starts, counts, strict=True)
+        ]
+        worker.submit(
+            ModelWorkerBatch(
+                number,
+                () if number else (_warm_up_sequence(0, 5), _warm_up_sequence(1, 37)),
+                seqs,
+                starts,
+                counts,
+                samples,
+                np.concatenate(slots).astype(np.int32),
+            )
+        )
+        worker.collect()
+        for seq, count in zip(seqs, counts, strict=True):
+            computed[seq] += int(count)
+    worker.idle((0, 1))
+    get_logger(__name__).debug("warmed up in %.1f s", time.perf_counter() - begin)
+
+
+def _warm_up_sequence(seq: int, num_tokens: int) -> NewSequence:
+    tokens = np.zeros(num_tokens, np.int32)
+    return NewSequence(
+        seq=seq,
+        rid=f"warm-up-{seq}",
+        token_ids=tokens,
+        num_prompt_tokens=num_tokens,
+        prefix_slots=np.empty(0, np.int32),
+        task=SampleTask(_WARM_UP_PARAMS[seq]),
+        end_token_ids=(),
+        content=PromptContent(tokens.tobytes()),
+    )

@@ -1,4 +1,4 @@
-"""BERT: learned positions, token types, norms after each part (J. Devlin et al., 2018).
+"""BERT: learned positions, token types, norms after each part (J. Devlin et al., 2018); RoBERTa (Y. Liu et al., 2019), XLM-RoBERTa, CamemBERT.
 
 GGUF files of architecture `bert` have BERT and DistilBERT, and RoBERTa without the first rows of its table of positions, which no token uses.
 """
@@ -72,12 +72,12 @@ def _gguf_name(file: "GgufFile", name: str) -> str:
 def _gguf_config(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
     types = file.tensors.get("token_types.weight")
     return {
-        "vocab_size": _rows(file, "token_embd.weight"),
+        "vocab_size": file.rows("token_embd.weight"),
         "hidden_size": file.count("bert.embedding_length"),
         "num_hidden_layers": file.count("bert.block_count"),
         "num_attention_heads": file.count("bert.attention.head_count"),
         "intermediate_size": file.count("bert.feed_forward_length"),
-        "max_position_embeddings": _rows(file, "position_embd.weight"),
+        "max_position_embeddings": file.rows("position_embd.weight"),
         "type_vocab_size": 0 if types is None else types.shape[0],
         "layer_norm_eps": file.decimal("bert.attention.layer_norm_epsilon"),
         "hidden_act": "gelu",
@@ -85,11 +85,22 @@ def _gguf_config(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows(file: "GgufFile", name: str) -> int:
-    tensor = file.tensors.get(name)
-    if tensor is None:
-        raise ModelError(f"{file.path.name}: tensor {name} is missing")
-    return tensor.shape[0]
+_ROBERTA: dict[str, Any] = DEFAULTS | {"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+
+
+def _roberta(**defaults: Any) -> Encoder:
+    """Positions are counted from after the padding id, and the head is another."""
+    return Encoder(
+        name="roberta",
+        prefix="roberta.",
+        defaults=_ROBERTA | defaults,
+        embeddings=EMBEDDINGS,
+        blocks=BLOCKS,
+        head=("classifier.dense", "classifier.out_proj"),
+        head_activation="tanh",
+        unused=UNUSED,
+        after_padding=True,
+    )
 
 
 FAMILY = Family(
@@ -104,7 +115,10 @@ FAMILY = Family(
             head=("pooler.dense", "classifier"),
             head_activation="tanh",
             unused=UNUSED,
-        )
+        ),
+        "roberta": _roberta(),
+        "xlm-roberta": _roberta(vocab_size=30522),
+        "camembert": _roberta(vocab_size=30522),
     },
     gguf={"bert": Gguf(model_type="bert", architecture="BertModel", config=_gguf_config, name=_gguf_name)},
 )

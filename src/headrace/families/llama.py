@@ -1,4 +1,4 @@
-"""Llama and models with the same structure: Llama 1-3, SmolLM, Mistral (which may have a sliding window)."""
+"""Llama and models with the same structure: Llama 1-3, SmolLM, Mistral (which may have a sliding window), Mixtral (experts in every layer)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,28 @@ FAMILY = Family(
                 "num_key_value_heads": 8,
                 "max_position_embeddings": 131072,
                 "sliding_window": 4096,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+        ),
+        "mixtral": Decoder(
+            name="mixtral",
+            options=DecoderOptions(
+                qkv_bias=False,
+                out_bias=False,
+                experts="all",
+                mlp_name="block_sparse_moe",
+                expert_names=(("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")),
+            ),
+            defaults={
+                "intermediate_size": 14336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
                 "bos_token_id": 1,
                 "eos_token_id": 2,
             },

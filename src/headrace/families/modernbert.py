@@ -6,10 +6,8 @@ Source: B. Warner et al., "Smarter, Better, Faster, Longer" (2024).
 from typing import Literal, cast
 
 from headrace.checkpoint.config_keys import ConfigKeys
-from headrace.checkpoint.encoder_config import EncoderConfig, norm_eps
 from headrace.checkpoint.family import EmbeddingOptions, Encoder, EncoderOptions, Family
-from headrace.checkpoint.layer_types import LayerType
-from headrace.checkpoint.rope_config import RopeConfig, one_rope
+from headrace.checkpoint.layer_config import EncoderConfig, LayerType, RopeConfig, norm_eps, one_rope
 from headrace.errors import ModelError
 
 

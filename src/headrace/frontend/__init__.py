@@ -1,7 +1,8 @@
 """The client side of the engine: a call becomes samples, sent by messages; their outputs come back as updates.
 
 Read first: tokenizer_manager.py (one call, and the parts it needs), request_state.py (a sample and its call),
-engine_link.py (to the schedulers).
+engine_link.py (to the schedulers). Everything runs in the tokenizer manager's event loop, except where a module or a
+method says otherwise.
 
 - A call: prompts.py (its shape), inputs.py (what its prompts contain), tokenize.py (tokens and parameters), pooled.py
   (the same for embedding models and classifiers), media.py (media of its prompts), sessions.py, tenants.py (limits of

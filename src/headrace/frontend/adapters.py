@@ -1,8 +1,7 @@
 """LoRA adapters by name: which exist, which are in memory, and how many samples use them.
 
 Owns names, numbers and use counts, and the choice of the adapter to evict when memory is full: the least recently used one that is neither
-pinned nor in use. It stays known and is read again when a request names it. Does not read files: the engine does, on request. Used by the
-tokenizer manager, in its event loop only.
+pinned nor in use. It stays known and is read again when a request names it. The engine reads the files.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ class AdapterReplicas:
 
 
 class Adapters:
-    """See the module docstring. loaded: (name, path) of those that the engine loaded at start, with the numbers 1, 2, ...
+    """loaded: (name, path) of those that the engine loaded at start, with the numbers 1, 2, ...
 
     fingerprints: of their files.
     """
@@ -97,7 +96,8 @@ class Adapters:
         adapter can be evicted.
         """
         self._replicas.check()
-        self._check_name(name)
+        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
         if not path:
             raise RequestError("lora_path is empty", "lora_path")
         if self._max_loras == 0:
@@ -177,11 +177,6 @@ class Adapters:
         if adapter.leaving:
             raise RequestError(f"the adapter {name!r:.100} is being unloaded", param)
         return adapter
-
-    @staticmethod
-    def _check_name(name: str) -> None:
-        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
-            raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
 
     async def _bring_in(self, adapter: Adapter) -> None:
         """With the lock held: make room, and load it under a new number."""

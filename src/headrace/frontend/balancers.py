@@ -1,9 +1,8 @@
 """Load balancing: which of several replicas gets a request (--dp-size, --load-balance-method).
 
-Owns the policies and their view of each replica's load and cache. It is a layer within the main process, not a process of its own:
-every request and output passes through the tokenizer manager anyway, which knows all live samples and their lengths; a separate process
-would add two hops to every message and a second copy of that state. Not used with one replica. Does not send: `engine_link` does, which also
-moves the samples of a replica that has died. Event loop only.
+Owns the policies and their view of each replica's load and cache. It is a layer within the main process: every request and output passes
+through the tokenizer manager anyway, and another process would add two hops to every message and a second copy of that state.
+`engine_link` sends, and moves the samples of a replica that has died.
 """
 
 import itertools
@@ -78,7 +77,6 @@ class LeastLoaded(Balancer):
         return self.least(replicas)
 
     def least(self, replicas: Sequence[int]) -> int:
-        """The one of `replicas` with the least load."""
         heap = self._heap
         passed = []
         while True:

@@ -1,7 +1,7 @@
 """Control operations: the way of all of them to the schedulers (`ask`), those that need more, and those of the main process itself.
 
 Owns the requests to the replicas, and what a restarted one is told again. Operations on weights are in `weight_control`, lasting settings in
-`runtime_settings`. Runs in the tokenizer manager's event loop.
+`runtime_settings`.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.errors import HeadraceError, NotFoundError, RequestError
-from headrace.frontend.communicator import Communicator, Replica
+from headrace.frontend.communicator import Communicator
 from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.inputs import check_text
 from headrace.frontend.records import Records
@@ -49,7 +49,7 @@ RETRY_S = 0.02
 
 
 class Control:
-    """See the module docstring. to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works.
+    """to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works.
 
     own: set by the owner; the operations of this process.
     """
@@ -62,9 +62,8 @@ class Control:
         self._to_detokenizer = to_detokenizer
         self._faults_allowed = faults_allowed
         self.own: MainOperations
-        self._replies = Communicator[OperationReply]("control")
+        self.replies = Communicator[OperationReply]("control")
         self._lasting: dict[str, bytes] = {}
-        engine_loop.handlers.register(OperationReply, self._replies.handle)
 
     async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
         """See `Asks`; `Operation.ask` is the typed form. Raises RequestError, CapacityError, ExecutionError."""
@@ -78,7 +77,7 @@ class Control:
         if operation.lasts:
             # Kept before the call, so that a replica that comes back meanwhile gets it too.
             self._lasting[name] = request
-        replies = await self._replies.call(
+        replies = await self.replies.call(
             self._link.replicas_up(), lambda i: OperationReq(i, name, request), operation.timeout_s, name
         )
         in_order = sorted(replies.items(), key=lambda one: one[0].index)
@@ -122,12 +121,6 @@ class Control:
         """Every replica is making tokens, or is paused and answers. Raises CapacityError, ExecutionError."""
         replies = await CHECK_HEALTH.ask(self, Nothing())
         return all(reply.busy or reply.held for reply in replies.values())
-
-    def lost(self, replica: Replica) -> None:
-        self._replies.lost(replica)
-
-    def fail_all(self, error: HeadraceError) -> None:
-        self._replies.fail_all(error)
 
     async def _flush_now(self) -> FlushCacheReply:
         replies = list((await FLUSH_CACHE.ask(self, Nothing())).values())
@@ -196,7 +189,6 @@ class ExpertRecording:
         }
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """Start recording on a restarted scheduler, before it gets requests."""
         if self._is_recording:
             self._num_begun_again += 1
             sender.send(COUNT_EXPERTS.message(0, ExpertCountsReq("start")))

@@ -1,14 +1,13 @@
-"""Sends samples to the schedulers, and sends them again when a scheduler has died.
+"""The way to the schedulers, and the loop that receives the engine's messages.
 
 Owns which replica has which sample, and the samples that are held while no scheduler can take them. After a death a sample is sent again
 with the outputs that have arrived here, and the new scheduler continues after them, as after a retraction. Outputs are functions of the
 prompt, the seed and the position, so the text continues as if nothing had happened. Late outputs of a dead scheduler are recognised by
-their `source` and dropped. Does not notice deaths or start processes (`supervisor`, `recovery`), or choose among replicas
-(`balancers`). Used by the tokenizer manager, in its event loop only, except `new_source`.
+their `source` and dropped. `processes` notices deaths and starts processes; `balancers` chooses among replicas.
 
 A request itself may be what kills a scheduler. Samples that were in flight at SUSPECT_DEATHS deaths, without PROBATION_TOKENS new tokens
 between them, are suspects: they are sent one at a time, each until it has made that much progress, while all others continue. The suspect
-that is on probation when the next death comes, or that was alone in flight, is given up.
+that is on probation when the next death comes, or that was alone in flight, is cancelled.
 """
 
 import asyncio
@@ -90,7 +89,6 @@ class EngineLink:
         return self._detokenizer_is_up and bool(self.replicas_up())
 
     def replicas_up(self) -> list[Replica]:
-        """The live replicas, by index."""
         return [replica for replica in self._replicas if not replica.is_lost]
 
     @property
@@ -353,47 +351,34 @@ def _has_passed(sample: ReqState) -> bool:
 
 
 class EngineLoop:
-    """See the module docstring.
+    """Receives the engine's messages, in the event loop that first uses it; `is_here` may be called from any thread.
 
-    handlers: by kind of message. failure: why the engine has failed; None while it works. on_broken: set by the owner; called in the event
-    loop when a handler has failed and no more messages are received.
+    handlers: by kind of message. asyncio_loop: None before `start`. failure: why the engine has failed; None while it works. on_broken: set by
+    the owner; called in the event loop when a handler has failed and no more messages are received.
     """
 
     def __init__(self, receiver: Receiver, link: EngineLink, watchdog: Watchdog) -> None:
         self.handlers = TypeBasedDispatcher()
         self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
-        self._receiver = receiver
+        self.receiver = receiver
         self._link = link
-        self._watchdog = watchdog
+        self.watchdog = watchdog
         self._thread = -1
-        self._asyncio_loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def asyncio_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that it runs in; None before `start`."""
-        return self._asyncio_loop
-
-    @property
-    def dropped_frames(self) -> int:
-        return self._receiver.dropped_frames
-
-    @property
-    def num_stalls(self) -> int:
-        return self._watchdog.num_stalls
+        self.asyncio_loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Start receiving messages in the running event loop. Later calls do nothing."""
-        if self._asyncio_loop is None:
-            self._asyncio_loop = asyncio.get_running_loop()
+        if self.asyncio_loop is None:
+            self.asyncio_loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
-            self._receiver.listen(self._handle)
-            self._watchdog.start()
+            self.receiver.listen(self._handle)
+            self.watchdog.start()
 
     def close(self) -> None:
         """Stop receiving and close the receiver: in the loop. Idempotent."""
-        self._receiver.close()
-        self._watchdog.stop()
+        self.receiver.close()
+        self.watchdog.stop()
 
     def check(self) -> None:
         if self.failure is not None:
@@ -411,7 +396,7 @@ class EngineLoop:
 
     def is_here(self, method: Callable[..., None], *args: object) -> bool:
         """Whether this is the loop's thread (or there is none yet). If not, `method` is scheduled to be called there."""
-        loop = self._asyncio_loop
+        loop = self.asyncio_loop
         if loop is None or threading.get_ident() == self._thread:
             return True
         if not loop.is_closed():
@@ -419,11 +404,11 @@ class EngineLoop:
         return False
 
     def _handle(self, message: Message) -> None:
-        self._watchdog.begin()
+        self.watchdog.begin()
         try:
             self.handlers(message)
         except Exception:
             logger.exception("receiving engine messages failed")
-            self._receiver.close()
+            self.receiver.close()
             self.on_broken()
-        self._watchdog.end()
+        self.watchdog.end()

@@ -1,8 +1,8 @@
-"""What the front end does when a process of the engine dies, and when it has been restarted.
+"""Whether the engine is alive and makes tokens, and what the front end does when one of its processes dies and has been restarted.
 
 Owns the restarted schedulers that are on their way into service: each first gets all operations that the others have carried out, then it
-gets requests. Nothing is awaited between the last operation and the first request, so no operation is missed. Does not notice deaths nor
-start processes (`processes`). The methods may be called from any thread; the work is done in the tokenizer manager's event loop.
+gets requests. Nothing is awaited between the last operation and the first request, so no operation is missed. The methods of `EngineParts`
+may be called from any thread; the work is done in the event loop.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ import concurrent.futures
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from headrace.errors import ExecutionError, HeadraceError
-from headrace.frontend.communicator import Replica
+from headrace.frontend.communicator import Communicator, Replica
 from headrace.frontend.control import Control
 from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.records import Records
@@ -40,16 +40,16 @@ FRESH_S = 1.0
 
 
 class Heartbeats:
-    """When each process of the engine was last heard. clock: in seconds."""
+    """When each process of the engine was last heard. clock: in seconds. dropped_frames: malformed ones that each has received."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._heard_s: dict[str, float] = {}
-        self._dropped_frames: dict[str, int] = {}
+        self.dropped_frames: dict[str, int] = {}
 
     def handle(self, message: Heartbeat) -> None:
         self._heard_s[message.process] = self._clock()
-        self._dropped_frames[message.process] = message.dropped_frames
+        self.dropped_frames[message.process] = message.dropped_frames
 
     def forget(self, process: str) -> None:
         self._heard_s.pop(process, None)
@@ -70,10 +70,6 @@ class Heartbeats:
         silent = {name: now - last_s > HEARTBEAT_LIMIT_S for name, last_s in self._heard_s.items()}
         schedulers = [is_silent for name, is_silent in silent.items() if name != DETOKENIZER]
         return silent.get(DETOKENIZER, False) or (bool(schedulers) and all(schedulers))
-
-    @property
-    def detokenizer_dropped_frames(self) -> int:
-        return self._dropped_frames.get(DETOKENIZER, 0)
 
 
 class SharedProbe:
@@ -157,27 +153,10 @@ LOOK_S = 0.2
 """Seconds between two checks that the event loop still runs, while a thread waits for it."""
 
 
-class Asker(Protocol):
-    """Waits for replies of replicas."""
-
-    def lost(self, replica: Replica) -> None: ...
-
-    def fail_all(self, error: HeadraceError) -> None: ...
-
-
-class Teller(Protocol):
-    """Has something to tell a restarted scheduler before it gets requests."""
-
-    def tell_scheduler(self, sender: Sender) -> None:
-        """Send what a scheduler that has just started does not know."""
-
-
 @dataclass(eq=False)
 class EngineParts:
-    """See the module docstring.
-
-    num_restarts: how often a process came back into service. askers: may wait for replies of a scheduler that dies. tellers: are called in
-    this order.
+    """num_restarts: how often a process came back into service. replies: for which the front end may wait. tellers: send
+    a scheduler that has just started what it does not know, in this order.
     """
 
     engine_loop: EngineLoop
@@ -187,8 +166,8 @@ class EngineParts:
     heartbeats: Heartbeats
     records: Records
     metrics: Metrics
-    askers: Sequence[Asker]
-    tellers: Sequence[Teller]
+    replies: Sequence[Communicator[Any]]
+    tellers: Sequence[Callable[[Sender], None]]
     num_restarts: int = field(init=False, default=0)
     _rejoining: dict[int, Replica] = field(init=False, default_factory=dict)
 
@@ -207,10 +186,10 @@ class EngineParts:
             return
         if (rejoining := self._rejoining.get(index)) is not None:
             rejoining.is_lost = True
-            self.weights.lost(rejoining)
+            self.weights.replies.lost(rejoining)
         replica = self.link.scheduler_down(index)
-        for asker in self.askers:
-            asker.lost(replica)
+        for replies in self.replies:
+            replies.lost(replica)
 
     def gone(self, name: str, index: int) -> None:
         """A scheduler that has died is not restarted; the other replicas continue."""
@@ -230,8 +209,8 @@ class EngineParts:
             self.settings.tell_detokenizer()
             self.link.detokenizer_up()
         else:
-            for teller in self.tellers:
-                teller.tell_scheduler(sender)
+            for tell in self.tellers:
+                tell(sender)
             self.link.scheduler_up(index, source, sender)
 
     def rejoin(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:

@@ -118,7 +118,6 @@ class _Call:
             await self.wake.wait()
 
     def cancel(self) -> None:
-        """Cancel the call: nobody waits for it any more."""
         if self.task is not None:
             self.task.cancel()
 
@@ -135,9 +134,7 @@ class _Worker:
 
 @dataclass(eq=False)
 class FrontDoor:
-    """See the module docstring.
-
-    frontend: the object whose methods are called. methods: by name (`weights.operate` is one of an attribute). receiver: calls of all
+    """frontend: the object whose methods are called. methods: by name (`weights.operate` is one of an attribute). receiver: calls of all
     workers. make_news: the current state for workers. find_tenant: by the name that a worker sends.
     """
 

@@ -1,7 +1,6 @@
 """The prompts that a call gives, as text, token ids or embeddings, and what each of them contains once it is tokenized.
 
-Owns the fields of a call that hold prompts: their shape, their checks, and the `PromptContent` made of them. Does not own the other fields
-(`prompts`) or what is done with a prompt (`tokenize`). Used in the tokenizer manager's event loop; large calls are checked in a thread.
+Owns the fields of a call that hold prompts: their shape, their checks, and the `PromptContent` made of them. Large calls are checked in a thread.
 """
 
 import math
@@ -46,7 +45,6 @@ class PromptInput:
 
     @property
     def only_tokens(self) -> bool:
-        """Whether tokens are all that it will contain."""
         return self.embeds is None and not self.media
 
     def most_bytes(self, context_length: int) -> int:
@@ -78,7 +76,7 @@ def given_inputs(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tu
 
 
 def _without_media(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
-    _check_one_input(obj)
+    only_input(obj, "text", "input_ids", "input_embeds")
     if obj.text is not None:
         return [PromptInput(text=text) for text in _texts(obj.text)], isinstance(obj.text, list)
     if obj.input_ids is not None:
@@ -118,17 +116,17 @@ def check_num_prompts(obj: GenerateReqInput, limit: int) -> None:
             raise RequestError(f"at most {limit} prompts in one request, got {len(value)}", name)
 
 
-def _check_one_input(obj: GenerateReqInput) -> None:
-    """Raises RequestError unless exactly one of the three inputs is given and it is no empty list."""
-    given = [name for name in ("text", "input_ids", "input_embeds") if getattr(obj, name) is not None]
+def only_input(obj: CallInput, *names: str) -> tuple[str, object]:
+    """The one field of these that is given, and its value. Raises RequestError if it is not one, or an empty list."""
+    given = [name for name in names if getattr(obj, name) is not None]
     if len(given) != 1:
-        raise RequestError(
-            f"give exactly one of text, input_ids and input_embeds, got {' and '.join(given) or 'none of them'}",
-            given[1] if given else "text",
-        )
-    value: object = getattr(obj, given[0])
+        listed = f"{', '.join(names[:-1])} and {names[-1]}"
+        message = f"give exactly one of {listed}, got {' and '.join(given) or 'none of them'}"
+        raise RequestError(message, given[1] if given else "text")
+    name, value = given[0], getattr(obj, given[0])
     if isinstance(value, list) and not value:
-        raise RequestError(f"{given[0]} is empty", given[0])
+        raise RequestError(f"{name} is empty", name)
+    return name, value
 
 
 def _texts(given: str | list[str]) -> list[str]:

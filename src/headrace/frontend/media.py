@@ -1,8 +1,7 @@
 """The media of prompts: from what a call gives to the `PromptContent` with them.
 
-Owns their checks against the model and its limits, and the bounds on the bytes of media in one call. Does not own the shapes in which they are given
-(`headrace.media_kinds`), fetching and decoding (`multimodal.loader`), nor what stands for an item in a prompt (`multimodal.families`). Runs in the
-tokenizer manager's event loop.
+Owns their checks against the model and its limits, and the bounds on the bytes of media in one call. `headrace.media_kinds` has the shapes in
+which they are given, `multimodal` fetches, decodes, and says what stands for an item in a prompt.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ MAX_MEDIA_BYTES = 256 << 20
 
 
 class PromptMedia:
-    """See the module docstring. loader: None = the model takes text only; support: then why, if it could do more."""
+    """loader: None = the model takes text only; support: then why, if it could do more."""
 
     def __init__(self, loader: "MediaLoader | None" = None, support: MediaSupport = NO_MEDIA_SUPPORT) -> None:
         self.loader = loader

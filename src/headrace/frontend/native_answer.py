@@ -16,6 +16,8 @@ from headrace.messages.packing import unpack_float32
 
 NativeAnswer = dict[str, Any]
 
+_POOLED_META = ("id", "finish_reason", "prompt_tokens", "cached_tokens", "weight_version", "e2e_latency", "queue_time")
+
 
 class NativeStream:
     """Makes the replies of a streaming call. incremental: each has only new output, otherwise all output of its sample so far."""
@@ -48,18 +50,10 @@ def pooled_answers(updates: Sequence[SampleUpdate]) -> NativeAnswer | list[Nativ
 
 def pooled_answer(update: SampleUpdate) -> NativeAnswer:
     """The reply for one input; `embedding` is None if it failed, and then the finish reason says why."""
-    usage, times = update.usage, update.times
+    meta = _meta_info(update)
     answer: NativeAnswer = {
         "embedding": unpack_float32(update.pooled) if update.pooled is not None else None,
-        "meta_info": {
-            "id": update.rid,
-            "finish_reason": _finish_reason(update.finish) if update.finish is not None else None,
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "weight_version": update.weight_version,
-            "e2e_latency": times.e2e_s,
-            "queue_time": times.queue_s,
-        },
+        "meta_info": {name: meta[name] for name in _POOLED_META},
     }
     if update.is_listed:
         answer["index"] = update.index

@@ -1,7 +1,8 @@
-"""Takes the detokenizer's messages and applies them to the samples.
+"""Takes the detokenizer's messages, applies them to the samples, and ends samples.
 
-Owns the counting of outputs, and the limit on output that a client has not read. Each `ReqState` owns its output. Runs in the tokenizer
-manager's event loop.
+Owns the counting of outputs, the limit on output that a client has not read, and the order of what happens at an end: a sample leaves the
+table, is counted and logged, its client is woken, and what it held is released. `engine_link` ends those that cannot be sent, the tokenizer
+manager those whose client leaves.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ NO_ROOM_STATUS = 503
 
 @dataclass(eq=False)
 class Endings:
-    """See the module docstring. clock: in seconds. balancer: None with one replica. spans: receives every sample that has ended."""
+    """clock: in seconds. balancer: None with one replica. spans: receives every sample that has ended."""
 
     table: SampleTable
     sessions: Sessions
@@ -103,7 +104,7 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class Outputs:
-    """See the module docstring. max_unread_bytes: limit per streaming sample. num_unknown: outputs for rids that are not in the table."""
+    """max_unread_bytes: limit per streaming sample. num_unknown: outputs for rids that are not in the table."""
 
     table: SampleTable
     endings: Endings

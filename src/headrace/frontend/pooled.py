@@ -1,7 +1,7 @@
 """A call of an embedding model or a classifier (`EmbeddingReqInput`): its inputs, and the tokens of each as the scheduler gets them.
 
-Owns the shape of such a call, and the checks that need the number of tokens; `prompts` and `tokenize` do the same for calls that generate. Runs in
-the tokenizer manager's event loop; large calls are split in a thread.
+Owns the shape of such a call, and the checks that need the number of tokens; `prompts` and `tokenize` do the same for calls that generate.
+Large calls are split in a thread.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ContextLengthError, RequestError
-from headrace.frontend.inputs import PromptInput, check_text, id_lists, is_large
+from headrace.frontend.inputs import PromptInput, check_text, id_lists, is_large, only_input
 from headrace.frontend.prompts import (
     MAX_CALL_BYTES,
     Call,
@@ -88,18 +88,9 @@ def split_pooled_call(
 
 
 def _inputs(obj: EmbeddingReqInput, limits: CallLimits) -> PromptInputs:
-    given = [name for name in ("text", "input_ids") if getattr(obj, name) is not None]
-    if len(given) != 1:
-        raise RequestError(
-            f"give exactly one of text and input_ids, got {' and '.join(given) or 'none of them'}",
-            given[-1] if given else "text",
-        )
-    value: object = getattr(obj, given[0])
-    if isinstance(value, list):
-        if not value:
-            raise RequestError(f"{given[0]} is empty", given[0])
-        if type(value[0]) is not int and len(value) > limits.max_prompts:
-            raise RequestError(f"at most {limits.max_prompts} inputs in one request, got {len(value)}", given[0])
+    name, value = only_input(obj, "text", "input_ids")
+    if isinstance(value, list) and type(value[0]) is not int and len(value) > limits.max_prompts:
+        raise RequestError(f"at most {limits.max_prompts} inputs in one request, got {len(value)}", name)
     if obj.input_ids is not None:
         if obj.is_cross_encoder_request:
             raise RequestError("is_cross_encoder_request: pairs are given as text", "is_cross_encoder_request")

@@ -1,8 +1,7 @@
-"""Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar. `pooled_prompts` does so for an `EmbeddingReqInput`.
+"""Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar; `pooled` does so for an `EmbeddingReqInput`.
 
-Owns the shape of a call: which fields may be lists, how they are distributed over the prompts, which are refused by name.
-Does not own the fields that give the prompts themselves (`inputs`). Pure functions, run in the tokenizer manager's event loop, or in a
-thread for large calls.
+Owns the shape of a call: which fields may be lists, how they are distributed over the prompts, which are refused by name. Pure functions,
+in a thread for large calls.
 """
 
 import uuid
@@ -128,7 +127,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     samplings = _samplings(obj, inputs, limits)
     grammars = _grammars(samplings, limits)
     multiple = any(sampling.n > 1 for sampling in samplings)
-    logprobs = _logprobs(obj, inputs, multiple, limits.vocab_size)
+    wanted, starts, tops, picked = _logprobs(obj, inputs, multiple, limits.vocab_size)
     refuse_routed_experts(
         any(inputs.spread("return_routed_experts", obj.return_routed_experts, bool)), limits.has_experts
     )
@@ -144,10 +143,10 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
             rid=rids[i],
             given=inputs.given[i],
             sampling=samplings[i],
-            return_logprob=logprobs.wanted[i],
-            logprob_start_len=logprobs.starts[i],
-            top_logprobs_num=logprobs.tops[i],
-            token_ids_logprob=logprobs.picked[i],
+            return_logprob=wanted[i],
+            logprob_start_len=starts[i],
+            top_logprobs_num=tops[i],
+            token_ids_logprob=picked[i],
             return_hidden_states=hidden[i],
             custom_logit_processor=processors[i] or "",
             namespace=namespaces[i],
@@ -163,7 +162,6 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
 
 
 def _refuse_not_yet(obj: GenerateReqInput) -> None:
-    """Raises RequestError for a field of a capability that is not there yet."""
     for name in _DISAGGREGATION:
         value = getattr(obj, name)
         if not is_empty(value) and not (isinstance(value, list) and all(map(is_empty, value))):
@@ -272,7 +270,6 @@ class PromptInputs:
 
 
 def _samplings(obj: GenerateReqInput, inputs: PromptInputs, limits: CallLimits) -> list[SamplingParams]:
-    """The sampling parameters of each prompt, checked as far as `_check_sampling` does. Raises RequestError."""
     given = inputs.spread("sampling_params", obj.sampling_params, SamplingParams)
     samplings = [sampling or SamplingParams() for sampling in given]
     for sampling in samplings:
@@ -363,18 +360,11 @@ def _sessions(
     return sessions
 
 
-@dataclass(slots=True)
-class _Logprobs:
-    """What each prompt asks of logprobs; the fields of `Prompt`, as lists."""
-
-    wanted: list[bool]
-    starts: list[int]
-    tops: list[int]
-    picked: list[tuple[int, ...]]
+_LogprobLists = tuple[list[bool], list[int], list[int], list[tuple[int, ...]]]
 
 
-def _logprobs(obj: GenerateReqInput, inputs: PromptInputs, multiple: bool, vocab_size: int) -> _Logprobs:
-    """What each prompt asks of logprobs. multiple: whether a prompt has several samples. Raises RequestError."""
+def _logprobs(obj: GenerateReqInput, inputs: PromptInputs, multiple: bool, vocab_size: int) -> _LogprobLists:
+    """The fields of `Prompt` for logprobs, in their order. multiple: whether a prompt has several samples. Raises RequestError."""
     wanted = inputs.spread("return_logprob", obj.return_logprob, bool)
     starts = inputs.spread("logprob_start_len", obj.logprob_start_len, int)
     tops = inputs.spread("top_logprobs_num", obj.top_logprobs_num, int)
@@ -387,7 +377,7 @@ def _logprobs(obj: GenerateReqInput, inputs: PromptInputs, multiple: bool, vocab
             raise RequestError("token_ids_logprob must be one list of ids when n > 1", "token_ids_logprob")
     for want, start, top, ids in zip(wanted, starts, tops, picked, strict=True):
         _check_logprobs(want, start, top, ids, vocab_size)
-    return _Logprobs(wanted, starts, tops, picked)
+    return wanted, starts, tops, picked
 
 
 def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...], vocab_size: int) -> None:

@@ -1,7 +1,13 @@
-"""Timelines of the last requests: recorded, looked up for clients, and dumped to files for operators.
+"""What is known of requests afterwards: timelines of the last ones, looked up and dumped to files, and the lines of --log-requests.
 
-Owns the lookup, and when a file is written. What is recorded is in `timeline`, the format of the files in `crash_dump`. Runs in the
-tokenizer manager's event loop.
+Owns the lookup, when a file is written, and what a line shows. What is recorded, and the format of the files, is in `timeline`.
+
+```
+ level 0   counts and times
+       1   also the sampling parameters
+       2   also the first 2,048 characters of the input and of the output
+       3   also all of the input and the output
+```
 """
 
 import asyncio
@@ -28,8 +34,7 @@ from headrace.messages.weights import (
     UpdateFromTensors,
     WeightOperation,
 )
-from headrace.metrics.crash_dump import described, write_crash_dump, write_dump
-from headrace.metrics.timeline import Note, Timeline, Timelines
+from headrace.metrics.timeline import Note, Timeline, Timelines, described, write_crash_dump, write_dump
 
 logger = get_logger(__name__)
 
@@ -92,14 +97,13 @@ class RequestLog:
 
 
 def _cut(text: str, limit: int | None) -> str:
-    """At most `limit` characters of the text, as one line."""
     if limit is None or len(text) <= limit:
         return repr(text)
     return f"{text[:limit]!r}... ({len(text)} characters)"
 
 
 class Records:
-    """See the module docstring. timelines: of the samples in `table`, and of the last ones that ended. clock: in seconds."""
+    """timelines: of the samples in `table`, and of the last ones that ended. clock: in seconds."""
 
     def __init__(self, args: ServerArgs, table: SampleTable, timelines: Timelines, clock: Callable[[], float]) -> None:
         self._args = args

@@ -1,8 +1,7 @@
 """The few settings that may change while the server runs, and their distribution to all processes.
 
-Owns their values and bounds: the log level, the scheduler's limits (/set_internal_state), frozen garbage collection (/freeze_gc). A process that is
-restarted gets the changed settings before any request. Used by the tokenizer manager, in its
-event loop.
+Owns their values and bounds: the log level, the scheduler's limits (/set_internal_state), frozen garbage collection (/freeze_gc). A process
+that is restarted gets the changed settings before any request.
 """
 
 import math
@@ -37,9 +36,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class RuntimeSettings:
-    """See the module docstring.
-
-    check: raises while the engine takes no control calls. to_schedulers: reaches all that are up. queue, request_log: changed in this
+    """check: raises while the engine takes no control calls. to_schedulers: reaches all that are up. queue, request_log: changed in this
     process.
     """
 

@@ -1,8 +1,5 @@
 """The table of live samples: by rid, by the names of their calls, with the count of those that wait; and their aborts.
 
-Owns the rids and names in use, the count of waiting samples (`SampleQueue`), the calls that a client waits for, and whether the table is
-empty. Does not own the outputs of a sample, nor which replica has it. Used by the tokenizer manager, in its event loop only.
-
 Either all samples of a call enter the table or none. A sample stays until `forget`, possibly longer than its client (`leave`): its rid is in
 use until the engine's last output for it has arrived.
 """
@@ -103,7 +100,7 @@ class SampleQueue:
 
 
 class SampleTable:
-    """See the module docstring. samples: the live samples by rid, a view of the table."""
+    """samples: the live samples by rid, a view of the table."""
 
     def __init__(self, queue: SampleQueue) -> None:
         self.queue = queue

@@ -1,6 +1,6 @@
-"""The /server_info object: options, memory plan and state in one flat object, with the names that SGLang's clients expect.
+"""What is told of the engine: the /server_info object and loads, with the names that SGLang's clients expect; the sums over replicas.
 
-Owns which options are secret and which name files. Used by /server_info and `Engine.get_server_info`.
+Owns which options are secret and which name files.
 """
 
 import dataclasses

@@ -1,9 +1,7 @@
 """Sessions: turns of a conversation whose tokens the server keeps, so that a client sends only what is new.
 
-Owns the open sessions and the tokens of their turns. A session belongs to the key that opened it, and is unknown to others. It is a
-tree: a turn continues another one (`rid`), the latest one, or none. Only ids are kept here; the KV of earlier turns is
-found by the prefix cache like any other prefix, and computed again if it was evicted. Used by the tokenizer manager, in its event
-loop only. No torch.
+A session belongs to the key that opened it, and is unknown to others. It is a tree: a turn continues another one (`rid`), the latest one, or
+none. Only ids are kept here; the KV of earlier turns is found by the prefix cache like any other prefix, and computed again if it was evicted.
 """
 
 import uuid
@@ -196,7 +194,6 @@ class Sessions:
             self._remove(turn)
 
     def _find(self, session_id: str, scope: str, field: str) -> _Session:
-        """The session. Raises NotFoundError that names `field` of the request."""
         session = self._open.get((scope, session_id))
         if session is not None and session.is_stale(self.clock()):
             self._drop(session)

@@ -1,7 +1,6 @@
 """Callers and their API keys: what belongs to each, its limits, and its current use.
 
-Owns the counting, and the prefix that separates the rids of one key from those of others. Which key a request carries is found by
-`server.keys`. Used by the tokenizer manager, in its event loop only.
+Owns the counting, and the prefix that separates the rids of one key from those of others. `server.keys` finds which key a request carries.
 
 Rates are token buckets: a bucket holds a minute's worth and fills evenly, so a key that was idle may use one minute's worth at once.
 Tokens are charged as they are computed: a request may take the bucket below zero, and the key then waits until it is filled again.
@@ -128,7 +127,6 @@ class Tenant:
             self._tokens.take(count)
 
     def leave(self, duration_s: float) -> None:
-        """A request has ended after `duration_s` seconds."""
         self.num_live -= 1
         self._duration_s += DURATION_WEIGHT * (duration_s - self._duration_s)
 

@@ -1,7 +1,7 @@
 """Tokenizes the prompts of a call: tokens and checked parameters of each sample, as the scheduler gets them.
 
-Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Does not own the shape of a
-call (`prompts`), nor sending. Runs in the tokenizer manager's event loop; large calls are checked in a thread.
+Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Large calls are checked in a
+thread.
 """
 
 import asyncio
@@ -44,32 +44,8 @@ from headrace.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
-from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 from headrace.text.tokenizers import RenderedPrompt, Tokenizer
-
-
-class NoTokenizer(Tokenizer):
-    """Reads no files and knows no tokens."""
-
-    def __init__(self) -> None:
-        super().__init__(tokenizers.Tokenizer(models.BPE({}, [])))
-
-    def encode_batch(
-        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
-    ) -> list[list[int]]:
-        refuse_text("text")
-
-    def encode_whole(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        most_tokens: int | None = None,
-        side: Literal["right", "left"] = "right",
-    ) -> list[tuple[list[int], list[int]]]:
-        refuse_text("text")
-
-    def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
-        refuse_text("messages")
-
 
 log = get_logger(__name__)
 
@@ -88,15 +64,13 @@ MAX_TOKEN_CHARACTERS = 256
 
 @dataclass(eq=False)
 class PromptTokenizer:
-    """See the module docstring.
-
-    limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
+    """limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
     found that a request of a session replaces. pooling: what the model makes of a text; None = it generates. media: makes those of prompts.
     """
 
     args: ServerArgs
     ready: ReadyInfo
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     defaults: GenerationDefaults
     table: SampleTable
     aborts: Aborts
@@ -172,7 +146,8 @@ class PromptTokenizer:
             words = prompt.sampling.bad_words
             bad_word_ids = await self._bad_word_ids(words) if words else []
             if prompt.prediction and prompt.prediction not in predictions:
-                predictions[prompt.prediction] = await self._predicted_ids(prompt.prediction)
+                [ids] = await self._batch_tokenizer.encode_words([prompt.prediction])
+                predictions[prompt.prediction] = ids[: self.ready.context_length]
             predicted_ids = predictions.get(prompt.prediction, [])
             if self.args.allow_auto_truncate:
                 prompt, content = self._cut(prompt, content)
@@ -219,10 +194,6 @@ class PromptTokenizer:
         sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
         return [list(ids) for ids in sequences if ids]
 
-    async def _predicted_ids(self, text: str) -> list[int]:
-        [ids] = await self._batch_tokenizer.encode_words([text])
-        return ids[: self.ready.context_length]
-
     async def _grammar(self, prompt: Prompt) -> GrammarSpec | None:
         """The prompt's grammar, with the token after which it begins. Raises RequestError if that is not one token."""
         after = prompt.sampling.grammar_after
@@ -254,14 +225,11 @@ class PromptTokenizer:
         grammar: GrammarSpec | None,
         default_max_new_tokens: int,
     ) -> ResolvedSamplingParams:
-        room = self._room(prompt, content.num_tokens)
-        if content.extra_places:
-            room = self._room_of_places(prompt, content, room)
         return prompt.sampling.resolve(
             defaults=self.defaults,
             vocab_size=self.ready.vocab_size,
             default_max_new_tokens=default_max_new_tokens,
-            room_tokens=room,
+            room_tokens=self._room(prompt, content),
             bad_word_ids=bad_word_ids,
             grammar=grammar,
             seed=self._seeds.getrandbits(63),
@@ -280,9 +248,12 @@ class PromptTokenizer:
             prompt = dataclasses.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, max_new_tokens=room))
         return prompt, content
 
-    def _room(self, prompt: Prompt, num_tokens: int) -> int:
-        """Number of output tokens for which the context has room. Raises ContextLengthError, RequestError."""
-        name, context = prompt.given.field, self.ready.context_length
+    def _room(self, prompt: Prompt, content: PromptContent) -> int:
+        """Number of output tokens for which the context has room, where videos may take more positions than tokens.
+
+        Raises ContextLengthError, RequestError.
+        """
+        name, context, num_tokens = prompt.given.field, self.ready.context_length, content.num_tokens
         if num_tokens == 0:
             raise RequestError("the prompt is empty", name)
         room = context - num_tokens
@@ -295,21 +266,16 @@ class PromptTokenizer:
         if num_tokens > self.ready.max_total_tokens:
             held = "what the KV cache holds"
             raise ContextLengthError.of_prompt(name, self.ready.max_total_tokens, num_tokens, held)
-        return room
-
-    def _room_of_places(self, prompt: Prompt, content: PromptContent, room: int) -> int:
-        """The room that is left where videos take more positions than tokens. Raises ContextLengthError."""
-        left = room - content.extra_places
-        least = prompt.sampling.max_new_tokens or 1
-        if least > left:
-            num_positions = content.num_tokens + content.extra_places
+        room -= content.extra_places
+        least = asked or 1
+        if content.extra_places and least > room:
             raise ContextLengthError(
                 MediaKind.VIDEO.field,
-                self.ready.context_length,
-                f"the videos make the prompt {num_positions} positions long in time, and {least} more were requested",
+                context,
+                f"the videos make the prompt {num_tokens + content.extra_places} positions long in time, and {least} more were requested",
                 "videos (fewer seconds, or a higher fps) or completion",
             )
-        return left
+        return room
 
     async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
         """Keep the adapter in memory until the samples leave the table. Raises NotFoundError, RequestError, CapacityError."""
@@ -320,7 +286,6 @@ class PromptTokenizer:
     def _describe(
         self, prompt: Prompt, content: PromptContent, logprobs: LogprobSpec | None, own: list[ReqState]
     ) -> None:
-        """Store in the samples of a prompt what is needed to present and log their outputs."""
         num_tokens = content.num_tokens
         logged_input = self.request_log.input_of(prompt.given, content)
         dumped_prompt = _beginning(prompt.given, content) if self.args.crash_dump_prompts else ""
@@ -396,10 +361,13 @@ def _requests(
     group = own[0].call.tenant.scope + prompt.rid if len(own) > 1 else ""
 
     def task(number: int, sample: ReqState) -> SampleTask:
+        of_sample = logprobs
+        if logprobs and sample.leader:  # those of outputs only
+            of_sample = msgspec.structs.replace(logprobs, prompt_start=content.num_tokens + 1)
         return SampleTask(
             msgspec.structs.replace(sampling, seed=(sampling.seed + number) & MAX_SEED) if number else sampling,
             stream=obj.stream,
-            logprobs=_outputs_only(logprobs, content.num_tokens) if logprobs and sample.leader else logprobs,
+            logprobs=of_sample,
             return_hidden_states=prompt.return_hidden_states,
             custom_logit_processor=prompt.custom_logit_processor,
             predicted_ids=pack_int32(predicted_ids),
@@ -419,12 +387,31 @@ def _requests(
     ]
 
 
-def _outputs_only(logprobs: LogprobSpec, num_prompt_tokens: int) -> LogprobSpec:
-    return msgspec.structs.replace(logprobs, prompt_start=num_prompt_tokens + 1)
-
-
 def _beginning(given: PromptInput, content: PromptContent) -> str:
     """The beginning of a prompt for dumps: its text if it has one, else its ids."""
     if given.embeds is not None:
         return f"{content.num_tokens} embeddings"
     return repr(given.text[:DUMPED_CHARACTERS]) if given.text is not None else repr(content.ids(stop=DUMPED_IDS))
+
+
+class NoTokenizer(Tokenizer):
+    """The tokenizer of a server without one (--skip-tokenizer-init): token ids in, token ids out. Tokens have no text, so all text is empty."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizers.Tokenizer(models.BPE({}, [])))
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
+    ) -> list[list[int]]:
+        refuse_text("text")
+
+    def encode_whole(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        most_tokens: int | None = None,
+        side: Literal["right", "left"] = "right",
+    ) -> list[tuple[list[int], list[int]]]:
+        refuse_text("text")
+
+    def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
+        refuse_text("messages")

@@ -14,7 +14,7 @@ it may be called from any thread. No torch.
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs, lora_paths
@@ -23,7 +23,7 @@ from headrace.frontend.adapters import AdapterReplicas, Adapters
 from headrace.frontend.balancers import make_balancer
 from headrace.frontend.control import Control, ExpertRecording, MainOperations
 from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
-from headrace.frontend.engine_parts import EngineParts, Health, Heartbeats
+from headrace.frontend.engine_parts import DETOKENIZER, EngineParts, Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Endings, Outputs
 from headrace.frontend.prompts import refuse_text
@@ -31,15 +31,16 @@ from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
-from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate, TokenText
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import ANONYMOUS, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.tokenize import AnyCall, PromptTokenizer
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.media_kinds import MediaRefs
-from headrace.messages.channel import Message, Receiver, Sender
+from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
+from headrace.messages.operations import OperationReply
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import LoraReply, WeightOpReply
@@ -49,8 +50,8 @@ from headrace.metrics.spans import Spans
 from headrace.metrics.timeline import Timelines
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import GenerationDefaults
-from headrace.text.batch_tokenizer import TextTokenizer
 from headrace.text.detokenizer_manager import DetokenizerManager
+from headrace.text.tokenizers import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -64,9 +65,7 @@ ABORT_WAIT_S = 2.0
 
 
 class TokenizerManager:
-    """See the module docstring.
-
-    ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. media: makes those of prompts.
+    """ready: what the scheduler said of the model. pooling: what that makes of a text; None = it generates. media: makes those of prompts.
     more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in the detokenizer, and news of deaths. clock: seconds; the
     one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs. spans: gets the timeline of every sample that has ended.
     on_broken: set by the owner; called in the event loop when taking outputs has failed, after every waiter has been answered.
@@ -76,7 +75,7 @@ class TokenizerManager:
         self,
         args: ServerArgs,
         ready: ReadyInfo,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         to_scheduler: Sender,
         from_engine: Receiver,
         *,
@@ -143,7 +142,7 @@ class TokenizerManager:
             ready,
             check,
             self.link.send,
-            to_detokenizer.send if to_detokenizer is not None else _drop,
+            to_detokenizer.send if to_detokenizer is not None else lambda message: None,
             self.table.queue,
             request_log,
         )
@@ -175,7 +174,7 @@ class TokenizerManager:
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
         if media.loader is not None:
             self.metrics.media.watch(media.loader.stats)
-        self._askers = (self.control, replicas.replies, self.weights)
+        self._replies = (self.control.replies, replicas.replies, self.weights.replies)
         self.parts = EngineParts(
             self.engine_loop,
             self.link,
@@ -184,8 +183,13 @@ class TokenizerManager:
             self.heartbeats,
             self.records,
             self.metrics,
-            self._askers,
-            tellers=(self.settings, self.control, self.experts, self.adapters),
+            self._replies,
+            [
+                self.settings.tell_scheduler,
+                self.control.tell_scheduler,
+                self.experts.tell_scheduler,
+                self.adapters.tell_scheduler,
+            ],
         )
         self._register_handlers()
 
@@ -196,7 +200,8 @@ class TokenizerManager:
         handlers.register(Heartbeat, self.heartbeats.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         handlers.register(LoraReply, self.adapters.handle)
-        handlers.register(WeightOpReply, self.weights.handle)
+        handlers.register(WeightOpReply, self.weights.replies.handle)
+        handlers.register(OperationReply, self.control.replies.handle)
 
     def detokenize_with(self, detokenizer: DetokenizerManager) -> None:
         """Take the outputs of schedulers as token ids: `detokenizer` makes text of them here. Before `start`."""
@@ -277,13 +282,18 @@ class TokenizerManager:
 
         Raises RequestError for a rid in use, CapacityError when the queue is full or a limit of the caller's key is reached.
         """
-        token_text = self._token_text if obj.return_text_in_logprobs else _no_text
+        token_text: TokenText = self._token_text if obj.return_text_in_logprobs else lambda token_id: None
+        has_limits = not caller.is_server
         state = CallState(
-            stream=obj.stream, is_list=call.is_list, token_text=token_text, wants_progress=obj.return_progress
+            stream=obj.stream,
+            is_list=call.is_list,
+            token_text=token_text,
+            wants_progress=obj.return_progress,
+            tenant=caller.tenant or self._without_key,
+            owner=caller.owner,
+            timeout_s=self.args.request_timeout_s if has_limits else 0.0,
+            queue_timeout_s=self.args.queue_timeout_s if has_limits else 0.0,
         )
-        state.tenant, state.owner = caller.tenant or self._without_key, caller.owner
-        if not caller.is_server:
-            state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         now = self._clock()
         for prompt in call.prompts:
             state.add_prompt(prompt.rid, prompt.num_samples, now, obj.replica)
@@ -310,20 +320,14 @@ class TokenizerManager:
                 sample.sent_s = now
                 sample.request = request
                 wanted.append(sample)
-        is_sent = False
         try:
             self.link.submit(wanted)
-            is_sent = True
-        finally:
-            if not is_sent:
-                self._take_back(wanted)
-
-    @staticmethod
-    def _take_back(samples: Iterable[ReqState]) -> None:
-        """After a failed submit: samples that no replica has will not be sent later, and have no end to wait for."""
-        for sample in samples:
-            if sample.replica == NOWHERE:
-                sample.request, sample.sent_s = None, 0.0
+        except BaseException:
+            # Samples that no replica has will not be sent later, and have no end to wait for.
+            for sample in wanted:
+                if sample.replica == NOWHERE:
+                    sample.request, sample.sent_s = None, 0.0
+            raise
 
     async def _wait_for_all(self, state: CallState, is_disconnected: IsDisconnected | None) -> None:
         """Wait until every sample has ended. Raises the first failure if all have failed."""
@@ -398,9 +402,9 @@ class TokenizerManager:
         """Counters of survived faults outside the scheduler: malformed frames, unknown outputs, stalls, restarts, replays."""
         return {
             "num_unknown_outputs": self.outputs.num_unknown,
-            "dropped_frames": self.engine_loop.dropped_frames,
-            "detokenizer_dropped_frames": self.heartbeats.detokenizer_dropped_frames,
-            "num_stalls": self.engine_loop.num_stalls,
+            "dropped_frames": self.engine_loop.receiver.dropped_frames,
+            "detokenizer_dropped_frames": self.heartbeats.dropped_frames.get(DETOKENIZER, 0),
+            "num_stalls": self.engine_loop.watchdog.num_stalls,
             "num_restarts": self.parts.num_restarts,
             "num_replayed": self.link.num_replayed,
             "num_given_up": self.link.num_given_up,
@@ -412,7 +416,6 @@ class TokenizerManager:
         return render(self.metrics, self.args.metrics_compat)
 
     def count_reply(self, route: str, status: int) -> None:
-        """Count an HTTP reply. route: the declared path."""
         self.metrics.count_reply(route, status)
 
     # -- the end
@@ -447,8 +450,8 @@ class TokenizerManager:
         self.link.close()
         error = ExecutionError(message)
         self.table.fail(error)
-        for asker in self._askers:
-            asker.fail_all(error)
+        for replies in self._replies:
+            replies.fail_all(error)
         for sample in list(self.table.samples.values()):
             if sample.call.abandoned:
                 self.endings.forget(sample)
@@ -465,11 +468,3 @@ class TokenizerManager:
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-def _drop(_message: Message) -> None:
-    """Used when there is no detokenizer to send to."""
-
-
-def _no_text(_token_id: int) -> str | None:
-    return None

@@ -1,9 +1,7 @@
-"""Operations on weights, generation and memory, as awaitable calls of the main process.
+"""Operations on weights, generation and memory, as awaitable calls of the main process; the scheduler and the worker carry them out.
 
 Owns which operations may run at the same time, waiting for replies, what a restarted replica gets before it serves, and the files in which
-tensors are passed. The state in force is in the log (`update_phases`), as is an update in phases. Does not carry out operations:
-the scheduler and the worker do. Everything runs in the event loop of the tokenizer manager, except `TensorFile`, which its creator owns, and
-where noted.
+tensors are passed (`TensorFile`, in its creator's thread). `update_phases` has the state in force and an update in phases.
 
     pause, continue     at once, even while others wait; the last one counts. Entered in the log before they are sent.
     cancel              at once: updates and joins of groups that have not taken effect fail
@@ -13,14 +11,14 @@ where noted.
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
-from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelError, RequestError
+from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.update_phases import (
@@ -59,12 +57,12 @@ from headrace.messages.weights import (
 
 logger = get_logger(__name__)
 
+O = TypeVar("O")
+
 
 @dataclass(eq=False)
 class WeightControl:
-    """See the module docstring.
-
-    check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
+    """check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
     scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
     succeeded on all replicas.
     """
@@ -79,8 +77,8 @@ class WeightControl:
 
     def __post_init__(self) -> None:
         self.log = OperationLog()
-        self._replies = Communicator[WeightOpReply]("weights")
-        self._phases = UpdatePhases(self.link, self._replies, self.log)
+        self.replies = Communicator[WeightOpReply]("weights")
+        self._phases = UpdatePhases(self.link, self.replies, self.log)
         self._turn = asyncio.Lock()
 
     @property
@@ -113,21 +111,20 @@ class WeightControl:
                         reply = await self._update(operation, undecided)
             case InitGroup():
                 reply = await _to_its_end(self._join_group(operation))
-            case _:
-                reply = await _to_its_end(self._in_turn(operation))
+            case ReleaseMemory():
+                reply = await self._in_turn(self._release, operation)
+            case ResumeMemory():
+                reply = await self._in_turn(self._resume, operation)
+            case DestroyGroup():
+                reply = await self._in_turn(self._destroy_group, operation)
+            case SetWeightVersion():
+                reply = await self._in_turn(self._tell, operation)
+            case CheckWeights():
+                reply = await self._in_turn(self._check_weights, operation)
         reply = msgspec.structs.replace(reply, weight_version=self.version)
         if reply.success:
             self.on_done(operation)
         return reply
-
-    def handle(self, reply: WeightOpReply) -> None:
-        self._replies.handle(reply)
-
-    def lost(self, replica: Replica) -> None:
-        self._replies.lost(replica)
-
-    def fail_all(self, error: HeadraceError) -> None:
-        self._replies.fail_all(error)
 
     # -- pause and continue
 
@@ -143,22 +140,13 @@ class WeightControl:
 
     # -- one at a time
 
-    async def _in_turn(self, operation: WeightOperation) -> WeightOpReply:
-        async with self._turn:
-            self.check()
-            match operation:
-                case ReleaseMemory():
-                    return await self._release(operation)
-                case ResumeMemory():
-                    return await self._resume(operation)
-                case DestroyGroup():
-                    return await self._destroy_group(operation)
-                case SetWeightVersion():
-                    return await self._tell(operation)
-                case CheckWeights():
-                    return await self._check_weights(operation)
-                case _:
-                    raise AssertionError(operation)
+    async def _in_turn(self, work: Callable[[O], Awaitable[WeightOpReply]], operation: O) -> WeightOpReply:
+        async def run() -> WeightOpReply:
+            async with self._turn:
+                self.check()
+                return await work(operation)
+
+        return await _to_its_end(run())
 
     @contextlib.contextmanager
     def _cancellable(self) -> Iterator[Undecided]:
@@ -336,10 +324,10 @@ class WeightControl:
         return replicas
 
     async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
-        return await self._replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
+        return await self.replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
 
     async def _ask_every(self, operation: SchedulerOperation) -> Replies:
-        return await self._replies.call_every(
+        return await self.replies.call_every(
             self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
         )
 

@@ -80,7 +80,6 @@ class _Group:
     seen: set[int] = field(default_factory=set)
 
     def add(self, keyword: str, value: Json) -> None:
-        """One keyword of a schema."""
         if keyword == "properties" and isinstance(value, dict):
             self.lists = True
             self.names.update(dict.fromkeys(value))
@@ -97,7 +96,6 @@ class _Group:
                 self.others.update(dict.fromkeys((name, *_strings(wanted))))
 
     def add_all(self, other: "_Group") -> None:
-        """All that another one names."""
         self.names.update(other.names)
         self.others.update(other.others)
         self.lists |= other.lists
@@ -159,7 +157,6 @@ class _Closing:
     # --- which objects are closed, and over what
 
     def _closed(self, schema: Json, beside: _Beside = _ALONE) -> Json:
-        """The closed version of a schema."""
         if schema is True and beside.lists:
             schema = {}
         if not isinstance(schema, dict):
@@ -337,7 +334,6 @@ class _Closing:
         return made | changed.get(id(schema), {})
 
     def _value(self, schema: Json, version: _Version) -> Json:
-        """The schema of a value inside one that has this version."""
         return self._copy(schema, "original") if version == "original" else self._closed(schema)
 
     def _reference(self, reference: str, version: _Version) -> str:

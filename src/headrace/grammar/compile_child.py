@@ -10,8 +10,7 @@ import random
 import msgspec
 import numpy as np
 
-from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
-from headrace.child_pool.frames import Frames
+from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
 from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
@@ -117,7 +116,6 @@ def serve(frames: Frames) -> None:
 
 
 def main() -> None:
-    """Entry of the child."""
     run(serve, STACK_BYTES, "grammars")
 
 

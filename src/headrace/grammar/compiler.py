@@ -182,7 +182,6 @@ class GrammarCompiler:
             pass  # who asks for a grammar is told
 
     def stats(self) -> GrammarStats:
-        """Counts since the start."""
         with self._lock:
             return GrammarStats(
                 num_compiled=self._num_compiled,

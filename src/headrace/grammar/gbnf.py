@@ -22,8 +22,6 @@ class GbnfError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """This text."""
-
     text: str
 
 
@@ -37,8 +35,6 @@ class Characters:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A rule by its name."""
-
     name: str
 
 
@@ -51,8 +47,6 @@ class Sequenced:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of them."""
-
     items: "tuple[Node, ...]"
 
 

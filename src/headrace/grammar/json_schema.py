@@ -194,7 +194,6 @@ def _options(own: Json, field: str) -> dict[str, Json]:
 
 
 def _rewrite(schema: dict[str, Json]) -> None:
-    """Rewrite a schema and all in it, in place."""
     found = [part for _, part in subschemas(schema)]
     # What a reference goes through stays where it is.
     kept = {keyword for part in found for keyword in str(part.get("$ref", "")).split("/")} & {

@@ -1,14 +1,16 @@
-"""Pieces of the library's own language, lark: quoted strings, regular expressions and schemas, and what a user's lark may not contain."""
+"""Pieces of the library's own language, lark: quoted strings, regular expressions and schemas, and what a user's lark may contain."""
 
 import re
 from collections.abc import Mapping
 
 import msgspec
-from llguidance import regex_to_lark
+from llguidance import LLMatcher, regex_to_lark
 
 from headrace.errors import RequestError
 from headrace.grammar.json_schema import library_schema
+from headrace.grammar.schema_patterns import byte_tokens
 from headrace.grammar.schema_walk import decode_json, json_end
+from headrace.grammar.vocabulary import parser_limits
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -19,6 +21,13 @@ _PIECES = re.compile(
     r"""|(?P<json>%json)\s*"""
     r"""|(?P<attribute>(?<![\w-])(?:max_tokens|temperature|stop|stop_capture))\s*=""",
     re.VERBOSE,
+)
+
+# What names are among: strings and regular expressions with their flags; comments, names of alternatives and marks before rules, which mean nothing.
+_NAMES = re.compile(
+    r"""(?P<hidden>"(?:\\.|[^"\\\n])*"[a-z]*|/(?:\\.|[^/\\])+/[a-z]*)|(?P<dropped>//[^\n]*|\#[^\n]*|->\s*\w+|^[?!])"""
+    r"""|%import\s+(?P<module>\w+)(?:\.(?P<one>\w+)(?:\s*->\s*(?P<alias>\w+))?|\s*\((?P<several>[^)]*)\))|(?P<name>[A-Za-z_]\w*)""",
+    re.VERBOSE | re.MULTILINE,
 )
 
 
@@ -52,7 +61,6 @@ def inline_schema(schema: object, field: str, closes_objects: bool = False) -> s
 
 
 def grammar(text: str) -> str:
-    """What the library takes for a lark grammar."""
     return msgspec.json.encode({"grammars": [{"lark_grammar": text}]}).decode()
 
 
@@ -86,3 +94,26 @@ def checked(text: str, field: str) -> str:
         at = end
     parts.append(text[at:])
     return "".join(parts)
+
+
+def as_terminal(definition: str, prefix: str) -> tuple[str, str] | None:
+    """A user's lark as terminals: the name of the one for `start`, and the definitions, whose names begin with `prefix`.
+
+    None for what is no regular expression: rules that lead back to themselves, special tokens, schemas, attributes, ignored text.
+    """
+
+    def own(name: str) -> str:
+        return f"{prefix}_{'TEXT' if name.isupper() else 'RULE'}_{name.upper()}"
+
+    def write(found: re.Match[str]) -> str:
+        if found["module"]:
+            names = {found["one"]: found["alias"] or found["one"]} if found["one"] else {}
+            names |= {name: name for name in re.findall(r"\w+", found["several"] or "")}
+            return "\n".join(f"%import {found['module']}.{name} -> {own(alias)}" for name, alias in names.items())
+        return own(found["name"]) if found["name"] else found["hidden"] or ""
+
+    name, text = own("start"), _NAMES.sub(write, definition)
+    tokens = byte_tokens()
+    limits = parser_limits(tokens.vocab_size)
+    matcher = LLMatcher(tokens, grammar(f"start: {name}\n{text}"), log_level=0, limits=limits)
+    return None if "%ignore" in definition or matcher.is_error() else (name, text)

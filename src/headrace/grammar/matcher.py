@@ -54,7 +54,6 @@ class MatcherTokens:
         return LLExecutor(1)
 
     def empty_mask(self) -> MaskWords:
-        """Words for `TokenMask.fill`."""
         return np.zeros_like(self.possible)
 
 
@@ -141,7 +140,6 @@ class Matcher:
         return bool(self._num_eos) or (self._library.is_stopped() and not self._library.is_error())
 
     def _consume(self, token_id: int) -> bool:
-        """Whether the library takes the token."""
         if self._num_since_mask == _MAX_SINCE_MASK:
             self.fill(self._tokens.empty_mask())
         self._num_since_mask += 1

@@ -336,7 +336,6 @@ def _escaped(char: str) -> str:
 
 
 def _beyond(keyword: str, value: Json) -> Json | None:
-    """What a bound forbids."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     match keyword:

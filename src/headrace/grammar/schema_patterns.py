@@ -94,7 +94,7 @@ def is_valid_string(text: str, schema: dict[str, Json]) -> bool | None:
         said["pattern"] = library_pattern(said["pattern"])
     options = {"json_allowed_escapes": ESCAPES}
     grammar = {"grammars": [{"json_schema": {"type": "string", **said, "x-guidance": options}}]}
-    tokens = _bytes()
+    tokens = byte_tokens()
     matcher = LLMatcher(
         tokens, msgspec.json.encode(grammar).decode(), log_level=0, limits=parser_limits(tokens.vocab_size)
     )
@@ -104,6 +104,5 @@ def is_valid_string(text: str, schema: dict[str, Json]) -> bool | None:
 
 
 @cache
-def _bytes() -> LLTokenizer:
-    """Tokens that are bytes."""
+def byte_tokens() -> LLTokenizer:
     return LLTokenizer("byte")

@@ -19,8 +19,6 @@ _T = TypeVar("_T")
 
 
 class ConstString(msgspec.Struct, tag="const_string", forbid_unknown_fields=True):
-    """Exactly this text."""
-
     value: str
 
 
@@ -39,8 +37,6 @@ class Regex(msgspec.Struct, tag="regex", forbid_unknown_fields=True):
 
 
 class Lark(msgspec.Struct, tag="lark", forbid_unknown_fields=True):
-    """Text of a lark definition."""
-
     definition: str
 
 
@@ -57,8 +53,6 @@ class Elements(msgspec.Struct, tag="sequence", forbid_unknown_fields=True):
 
 
 class Or(msgspec.Struct, tag="or", forbid_unknown_fields=True):
-    """One of several formats."""
-
     elements: list["Format"]
 
 
@@ -158,8 +152,7 @@ class _Compiler:
             case Regex():
                 return self._then(self._terminal(lark.regex(item.pattern)), ends)
             case Lark():
-                nested = f"%lark {{\n{lark.checked(item.definition, self._field)}\n}}"
-                return self._then(self._rule(nested), ends)
+                return self._lark(lark.checked(item.definition, self._field), ends)
             case AnyText():
                 return self._text(ends, item.excludes)
             case Elements():
@@ -174,6 +167,17 @@ class _Compiler:
                 return self._triggered(item, ends)
             case TagsWithSeparator():
                 return self._then(self._separated(item), ends)
+
+    def _lark(self, definition: str, ends: Sequence[str]) -> str:
+        """Text of a definition. A mark that is text could be taken by the definition's last terminal, which is as long as it can be; so a definition
+        that is a regular expression becomes one terminal, which ends with the mark's first occurrence."""
+        if any(self._before_token(end)[0] for end in ends):
+            made = lark.as_terminal(definition, f"LARK_{len(self.definitions)}")
+            if made is not None:
+                name, terminals = made
+                self.definitions.append(terminals)
+                return self._text(ends, ends, name)
+        return self._then(self._rule(f"%lark {{\n{definition}\n}}"), ends)
 
     def _sequence(self, item: Elements, ends: Sequence[str]) -> str:
         *first, last = self._not_empty(item.elements, "sequence")
@@ -227,9 +231,8 @@ class _Compiler:
         more = "" if item.stop_after_first else f" ({self._literal(item.separator)} {tag})*"
         return f"({tag}{more})" if item.at_least_one else f"({tag}{more})?"
 
-    def _text(self, ends: Sequence[str], excludes: Sequence[str]) -> str:
-        """Free text without `excludes`, up to and with one of `ends`."""
-        text = lark.ANY_TEXT
+    def _text(self, ends: Sequence[str], excludes: Sequence[str], text: str = lark.ANY_TEXT) -> str:
+        """Free text, or another terminal, without `excludes`, up to and with one of `ends`."""
         for excluded in excludes:
             if not excluded:
                 raise self._refused("a string in `excludes` must not be empty")

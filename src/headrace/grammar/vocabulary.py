@@ -74,7 +74,6 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """V."""
         return len(self.tokens)
 
     def special_texts(self) -> dict[str, int]:

@@ -4,16 +4,13 @@ Read first: ops.py (what an op is), registry.py (op -> implementations).
 
 - Everywhere: torch_fallback.py (the ops in plain torch), torch_quantized.py (fp8 and int4 on GPUs), drawing.py (the
   draw, defined)
-- Layouts: packing.py, quantized_packing.py, unpacking.py (there and back)
-- Larger than a layer's op: decoder.py and encoder.py (all layers of the common blocks), experts.py (a mixture's), lora.py (adapters);
-  packed_checks.py (what their native calls take for granted)
+- Layouts: packing.py (of floats, experts, adapters and the KV cache), quantized_packing.py (of integers, and the way back)
+- Larger than a layer's op: decoder.py and encoder.py (all layers of the common blocks)
 - Measuring: probe.py (what this machine can do at best)
 """
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.encoder import EncoderLayerSpec, EncoderSpec, FusedEncoder, rounds_attention
-from headrace.kernels.experts import PackedExperts, pack_experts
-from headrace.kernels.lora import LoraFactors, LoraPart, LoraRows
 from headrace.kernels.ops import (
     argmax,
     draw,
@@ -38,7 +35,17 @@ from headrace.kernels.ops import (
     silu_mul,
     write_kv,
 )
-from headrace.kernels.packing import PAGE_SIZE, PackedLinear, kv_cache_shapes
+from headrace.kernels.packing import (
+    PAGE_SIZE,
+    LoraFactors,
+    LoraPart,
+    LoraRows,
+    PackedExperts,
+    PackedLinear,
+    kv_cache_shapes,
+    pack_experts,
+)
+from headrace.kernels.quantized_packing import packed_rows, unpack_linear
 from headrace.kernels.registry import (
     OpReport,
     batch_invariant,
@@ -48,7 +55,6 @@ from headrace.kernels.registry import (
     runs_fused_moe,
     set_num_threads,
 )
-from headrace.kernels.unpacking import packed_rows, unpack_linear
 
 __all__ = [
     "PAGE_SIZE",

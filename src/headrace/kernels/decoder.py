@@ -12,8 +12,7 @@ import torch
 
 from headrace.errors import ExecutionError
 from headrace.kernels import cpu, registry
-from headrace.kernels.packed_checks import address_of, check_contiguous, native_linear
-from headrace.kernels.packing import PackedLinear, kv_cache_shapes, kv_type
+from headrace.kernels.packing import PackedLinear, as_native, check_contiguous, kv_cache_shapes, kv_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,6 @@ class DecoderLayerSpec:
 
     @property
     def linears(self) -> tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear]:
-        """Every linear of the layer."""
         return self.qkv, self.out, self.gate_up, self.down
 
 
@@ -60,7 +58,6 @@ class DecoderSpec:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a token between layers."""
         return self.layers[0].attention_norm.numel()
 
 
@@ -117,10 +114,9 @@ class FusedDecoder:
         self._caches = (k_caches, v_caches)
         self._group = group
         _check(spec, k_caches, v_caches)
-        intermediate_size = spec.layers[0].down.k
         self._decoder = native.Decoder(
             spec.hidden_size,
-            intermediate_size,
+            spec.layers[0].down.k,
             spec.num_q_heads,
             spec.num_kv_heads,
             spec.head_dim,
@@ -128,30 +124,15 @@ class FusedDecoder:
             spec.layers[0].activation == "gelu_tanh",
             kv_type(k_caches[0], rounded),
             k_caches[0].shape[0],
-            address_of(spec.final_norm),
+            *as_native(spec.final_norm),
         )
         for layer, k_cache, v_cache in zip(spec.layers, k_caches, v_caches, strict=True):
-            q_norm, k_norm = layer.head_norms or (None, None)
+            rotation = layer.cos, layer.sin, 2 * layer.cos.shape[1], layer.cos.shape[0]
+            attention = layer.scale, layer.window, layer.softcap, k_cache, v_cache
+            mlp = layer.mlp_norm, layer.gate_up.native, layer.down.native, layer.after_mlp
             self._decoder.add_layer(
-                layer.attention_norm.data_ptr(),
-                native_linear(layer.qkv),
-                address_of(q_norm),
-                address_of(k_norm),
-                layer.cos.data_ptr(),
-                layer.sin.data_ptr(),
-                2 * layer.cos.shape[1],
-                layer.cos.shape[0],
-                layer.scale,
-                layer.window,
-                layer.softcap,
-                k_cache.data_ptr(),
-                v_cache.data_ptr(),
-                native_linear(layer.out),
-                address_of(layer.after_attention),
-                layer.mlp_norm.data_ptr(),
-                native_linear(layer.gate_up),
-                native_linear(layer.down),
-                address_of(layer.after_mlp),
+                *as_native(layer.attention_norm, layer.qkv.native, *(layer.head_norms or (None, None)), *rotation),
+                *as_native(*attention, layer.out.native, layer.after_attention, *mlp),
             )
         if group is not None:
             assert group.address is not None, "ranks without a native group run the layers one by one"
@@ -174,11 +155,10 @@ class FusedDecoder:
         read_starts[i + 1] - read_starts[i] rows are read, None: all. Returns float32[rows that are read, hidden_size]. ValueError when a
         size, position, slot, start or page does not fit; then no KV is written. ExecutionError when the group is broken.
         """
-        tokens = hidden.shape[0]
+        tokens, (num_seqs, max_pages) = hidden.shape[0], page_table.shape
         check_contiguous("decoder: hidden", hidden, torch.float32, (tokens, self._spec.hidden_size))
         check_contiguous("decoder: positions", positions, torch.int32, (tokens,))
         check_contiguous("decoder: out_slots", out_slots, torch.int32, (tokens,))
-        num_seqs, max_pages = page_table.shape
         check_contiguous("decoder: page_table", page_table, torch.int32, (num_seqs, max_pages))
         check_contiguous("decoder: seq_lens", seq_lens, torch.int32, (num_seqs,))
         check_contiguous("decoder: q_starts", q_starts, torch.int32, (num_seqs + 1,))
@@ -191,17 +171,8 @@ class FusedDecoder:
         out = torch.empty(num_read, self._spec.hidden_size)
         try:
             self._decoder.forward(
-                hidden.data_ptr(),
-                out.data_ptr(),
-                tokens,
-                positions.data_ptr(),
-                out_slots.data_ptr(),
-                page_table.data_ptr(),
-                max_pages,
-                seq_lens.data_ptr(),
-                q_starts.data_ptr(),
-                read_starts.data_ptr(),
-                num_seqs,
+                *as_native(hidden, out, tokens, positions, out_slots, page_table, max_pages),
+                *as_native(seq_lens, q_starts, read_starts, num_seqs),
             )
         except RuntimeError as error:
             if self._group is None:

@@ -11,11 +11,12 @@ from typing import Literal
 import torch
 
 from headrace.kernels import cpu, registry
-from headrace.kernels.packed_checks import address_of, check_contiguous, native_linear
-from headrace.kernels.packing import PackedLinear
+from headrace.kernels.packing import PackedLinear, as_native, check_contiguous
 
 Norm = tuple[torch.Tensor, torch.Tensor | None]
 """Weight float32[hidden_size] and bias float32[hidden_size] of a layer normalisation."""
+
+_NO_NORM = (None, None)
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 
@@ -38,7 +39,6 @@ class EncoderLayerSpec:
 
     @property
     def linears(self) -> tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear]:
-        """Every linear of the layer."""
         return self.qkv, self.out, self.up, self.down
 
 
@@ -63,7 +63,6 @@ class EncoderSpec:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a token between layers."""
         return self.layers[0].mlp_norm[0].numel()
 
 
@@ -129,22 +128,16 @@ class FusedEncoder:
             _ACTIVATIONS[spec.activation, spec.gated],
             spec.gated,
             rounds_attention(spec.layers[0].qkv),
-            *_norm(spec.final_norm),
+            *as_native(*(spec.final_norm or _NO_NORM)),
         )
         for layer in spec.layers:
-            cos, sin = layer.rope or (None, None)
+            rotation: tuple[torch.Tensor | int | None, ...] = (None, None, 0, 0)
+            if layer.rope is not None:
+                cos, sin = layer.rope
+                rotation = cos, sin, 2 * cos.shape[1], cos.shape[0]
             self._encoder.add_layer(
-                *_norm(layer.attention_norm),
-                native_linear(layer.qkv),
-                native_linear(layer.out),
-                *_norm(layer.mlp_norm),
-                native_linear(layer.up),
-                native_linear(layer.down),
-                layer.window,
-                address_of(cos),
-                address_of(sin),
-                0 if cos is None else 2 * cos.shape[1],
-                0 if cos is None else cos.shape[0],
+                *as_native(*(layer.attention_norm or _NO_NORM), layer.qkv.native, layer.out.native),
+                *as_native(*layer.mlp_norm, layer.up.native, layer.down.native, layer.window, *rotation),
             )
 
     def __call__(self, hidden: torch.Tensor, positions: torch.Tensor, row_starts: torch.Tensor) -> torch.Tensor:
@@ -195,8 +188,3 @@ def _check_norm(norm: Norm | None, size: int) -> None:
     for tensor in norm or ():
         if tensor is not None:
             check_contiguous("encoder: norm", tensor, torch.float32, (size,))
-
-
-def _norm(norm: Norm | None) -> tuple[int, int]:
-    """Addresses of weight and bias, 0 for what there is not."""
-    return (0, 0) if norm is None else (norm[0].data_ptr(), address_of(norm[1]))

@@ -9,15 +9,13 @@ row (for attention: its position and what it sees), never on the other rows, the
 """
 
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP
-from headrace.kernels.experts import PackedExperts
-from headrace.kernels.lora import LoraFactors, LoraRows
-from headrace.kernels.packing import PackedLinear
+from headrace.kernels.packing import LoraFactors, LoraRows, PackedExperts, PackedLinear
 from headrace.kernels.registry import for_layout, select
 
 
@@ -30,7 +28,7 @@ def pack_linear(
     `quantize_rows`. It is on the CPU. rounded: a float weight on the CPU is rounded to bfloat16, and `linear` rounds its input to it.
     """
     device = weight.device.type if isinstance(weight, torch.Tensor) else weight.codes.device.type
-    return cast(PackedLinear, select("pack_linear", device)(weight, bias, rounded))
+    return select("pack_linear", device)(weight, bias, rounded)
 
 
 def linear(
@@ -40,7 +38,7 @@ def linear(
 
     accumulate: add to what `out` holds. out must not overlap x.
     """
-    return cast(torch.Tensor, for_layout(packed.layout, "linear", x.device.type)(x, packed, out, accumulate))
+    return for_layout(packed.layout, "linear", x.device.type)(x, packed, out, accumulate)
 
 
 def quantize_rows(
@@ -50,14 +48,14 @@ def quantize_rows(
 
     group: elements that share a scale; a multiple of 32, or at least k for one scale a row (ValueError otherwise). scale = largest
     magnitude / limit, where limit is 127, or 8191 in 16 bits; values are x / scale to the nearest, -limit .. limit. NaN or infinity
-    makes the scale non-finite. rotated: x is rotated first (`checkpoint.rotation`); groups have 32 or 128 elements. `linear` does this first if
-    its weight is quantised; it is an op of its own for tests and calibration.
+    makes the scale non-finite. rotated: x is rotated first (`checkpoint.quantized_matrix`); groups have 32 or 128 elements. `linear` does this
+    first if its weight is quantised; it is an op of its own for tests and calibration.
     """
     if group <= 0 or (group % KERNEL_GROUP and group < x.shape[1]):
         raise ValueError(f"quantize_rows: group must be a multiple of {KERNEL_GROUP} or a whole row, got {group}")
     if rotated and WIDE_GROUP % group:
         raise ValueError(f"quantize_rows: groups of rotated rows divide {WIDE_GROUP}, got {group}")
-    return cast(tuple[torch.Tensor, torch.Tensor], select("quantize_rows", x.device.type)(x, group, bits, rotated))
+    return select("quantize_rows", x.device.type)(x, group, bits, rotated)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,7 +63,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
     residual [rows, size]: becomes residual + x in place, and that is normalised. The caller prepares Gemma's (1 + weight).
     """
-    return cast(torch.Tensor, select("rms_norm", x.device.type)(x, weight, eps, residual))
+    return select("rms_norm", x.device.type)(x, weight, eps, residual)
 
 
 def layer_norm(
@@ -75,7 +73,7 @@ def layer_norm(
 
     residual as in `rms_norm`.
     """
-    return cast(torch.Tensor, select("layer_norm", x.device.type)(x, weight, bias, eps, residual))
+    return select("layer_norm", x.device.type)(x, weight, bias, eps, residual)
 
 
 def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
@@ -85,7 +83,7 @@ def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts
     adds its experts up by rank. On the CPU an id of -1 adds nothing, and any other that is not an expert's is a ValueError; on a GPU each must be.
     """
     op = for_layout(experts.gate_up[0].layout, "moe", x.device.type)
-    return cast(torch.Tensor, op(x, expert_ids, shares, experts))
+    return op(x, expert_ids, shares, experts)
 
 
 def route(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +91,7 @@ def route(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch
 
     renormalise: the shares of a row add up to 1.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], select("route", logits.device.type)(logits, top_k, renormalise))
+    return select("route", logits.device.type)(logits, top_k, renormalise)
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -107,27 +105,27 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[:, :size]) * x[:, size:] for x [rows, 2 * size] -> [rows, size]."""
-    return cast(torch.Tensor, select("silu_mul", x.device.type)(x))
+    return select("silu_mul", x.device.type)(x)
 
 
 def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     """gelu(x[:, :size]) * x[:, size:], gelu in its tanh form, for x [rows, 2 * size] -> [rows, size]."""
-    return cast(torch.Tensor, select("gelu_tanh_mul", x.device.type)(x))
+    return select("gelu_tanh_mul", x.device.type)(x)
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
     """gelu(x[:, :size]) * x[:, size:], gelu as in `gelu`, for x [rows, 2 * size] -> [rows, size]."""
-    return cast(torch.Tensor, select("gelu_mul", x.device.type)(x))
+    return select("gelu_mul", x.device.type)(x)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """x Phi(x) of each element of [rows, size] -> [rows, size], Phi the distribution function of the normal distribution (the erf form)."""
-    return cast(torch.Tensor, select("gelu", x.device.type)(x))
+    return select("gelu", x.device.type)(x)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """gelu in its tanh form, of each element of [rows, size] -> [rows, size]."""
-    return cast(torch.Tensor, select("gelu_tanh", x.device.type)(x))
+    return select("gelu_tanh", x.device.type)(x)
 
 
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float = 1.0) -> torch.Tensor:
@@ -137,8 +135,8 @@ def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: floa
     outside the table (on CPU).
     """
     if isinstance(table, PackedLinear):
-        return cast(torch.Tensor, for_layout(table.layout, "embedding", ids.device.type)(ids, table, scale))
-    return cast(torch.Tensor, select("embedding", table.device.type)(ids, table, scale))
+        return for_layout(table.layout, "embedding", ids.device.type)(ids, table, scale)
+    return select("embedding", table.device.type)(ids, table, scale)
 
 
 def write_kv(
@@ -158,7 +156,7 @@ def write_kv(
 
 def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """k, v float32[tokens, num_kv_heads, head_dim] of int32 slots: what `write_kv` stored."""
-    return cast(tuple[torch.Tensor, torch.Tensor], select("gather_kv", v_cache.device.type)(k_cache, v_cache, slots))
+    return select("gather_kv", v_cache.device.type)(k_cache, v_cache, slots)
 
 
 def paged_attention(
@@ -186,11 +184,8 @@ def paged_attention(
     the rounded ones. last_keys: int32[tokens], the last key that each row sees, at or after its position; they do not decrease within a
     sequence. None = its position. ValueError when they, or a size, a start or a page, do not fit.
     """
-    return cast(
-        torch.Tensor,
-        select("paged_attention", q.device.type)(
-            q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap, rounded, last_keys
-        ),
+    return select("paged_attention", q.device.type)(
+        q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap, rounded, last_keys
     )
 
 
@@ -211,12 +206,14 @@ def packed_attention(
     be empty. window: token i sees j where |i - j| <= window; 0 = all. rounded: q, k, v and weights are rounded to bfloat16, and a sum of weights
     is that of the rounded ones. ValueError when a size or a start does not fit.
     """
-    return cast(torch.Tensor, select("packed_attention", q.device.type)(q, k, v, row_starts, scale, window, rounded))
+    return select("packed_attention", q.device.type)(q, k, v, row_starts, scale, window, rounded)
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """int64[rows]: index of the largest of each row of float32 [rows, size], the lowest on ties, -1 when the row holds a NaN."""
-    return cast(torch.Tensor, select("argmax", x.device.type)(x))
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"argmax: x must be [rows, size >= 1], got {tuple(x.shape)}")
+    return select("argmax", x.device.type)(x)
 
 
 def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mapping[int, LoraFactors]) -> None:
@@ -262,10 +259,10 @@ def draw(
     elif masks is not None or mask_rows is not None:
         raise ValueError("draw: masks and mask_rows go together")
     op = select("draw", logits.device.type)
-    return cast(torch.Tensor, op(logits, temperatures, top_k, top_p, min_weights, u, masks, mask_rows))
+    return op(logits, temperatures, top_k, top_p, min_weights, u, masks, mask_rows)
 
 
 def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(peaks float32[rows], sums int64[rows]) of float32[rows, V]: the largest, NaN when the row holds one, and the sum of the weights
     of `drawing` at temperature 1, which is about 2^40 sum(exp(x - peak)); 0 when the peak is not finite."""
-    return cast(tuple[torch.Tensor, torch.Tensor], select("exp_sums", x.device.type)(x))
+    return select("exp_sums", x.device.type)(x)

@@ -1,16 +1,17 @@
-"""Layouts that kernels and their callers share: packed linear weights and the pages of the KV cache.
+"""Layouts that kernels and their callers share: packed weights, of a linear layer, a mixture of experts and adapters, and the pages of the KV cache.
 
-Owns the shapes, the table of layouts and the reordering of float weights at load time. Does not own the layouts of integer weights
-(`quantized_packing`) nor memory: the KV pool allocates its tensors from
-`kv_cache_shapes`, the loader keeps what `pack` returns. Runs in whatever thread loads the model.
+Owns the shapes, the table of layouts, the reordering of float weights at load time, and how the native code is given them. Does not own the
+layouts of integer weights (`quantized_packing`) nor memory: the KV pool allocates its tensors from `kv_cache_shapes`, the loader keeps what is
+packed. Runs in whatever thread loads the model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from headrace.checkpoint.rotation import walsh_hadamard
+from headrace.checkpoint.quantized_matrix import walsh_hadamard
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP, Rounding, Scheme
 
 PAGE_SIZE = 16
@@ -64,6 +65,10 @@ QUANT_SCHEMES: dict[str, int] = {
 }
 """QuantScheme of csrc/cpu/ops.h, by layout: those whose products round their input."""
 
+_AS_THEY_ARE = frozenset((bool, float, int, tuple))
+
+_FLOAT_FORMATS = {"native_f32": -2, "native_bf16": -1}
+
 ROUNDINGS: dict[Layout, Rounding] = {
     "torch_int8": Rounding(8, KERNEL_GROUP),
     "torch_int8_rotated": Rounding(8, KERNEL_GROUP, rotated=True),
@@ -102,10 +107,44 @@ class PackedLinear:
     column_scales: torch.Tensor | None = None
 
     @property
+    def native(self) -> tuple[int, ...]:
+        """As `_native.Decoder` takes it."""
+        scheme, is_bf16 = QUANT_SCHEMES.get(self.layout, -1), self.layout == "native_bf16"
+        address, *others = as_native(self.data, self.column_scales, self.bias)
+        return address, is_bf16, scheme, *others, self.n, self.k
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight, its scales and the bias."""
         tensors = (self.data, self.bias, self.column_scales)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def as_native(*arguments: Any) -> list[Any]:
+    """Arguments of a native call: numbers as they are, of a tensor its address, 0 for None."""
+    return [x if type(x) in _AS_THEY_ARE else 0 if x is None else x.data_ptr() for x in arguments]
+
+
+def check_contiguous(what: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """ValueError unless `x` is a contiguous tensor of this dtype and shape on the CPU."""
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
+        raise ValueError(
+            f"{what} must be contiguous {dtype} {list(shape)} on CPU, "
+            f"got {x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
+        )
+
+
+def check_bias(bias: torch.Tensor | None, n: int) -> None:
+    """ValueError unless bias is [n] or None."""
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"pack_linear: bias must be [{n}], got shape {tuple(bias.shape)}")
+
+
+def padded_bias(bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """The bias [n] as native layouts have it."""
+    if bias is None:
+        return None
+    return torch.nn.functional.pad(bias.to(torch.float32), (0, -n % PACKED_COLUMNS)).contiguous()
 
 
 def check_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -114,36 +153,30 @@ def check_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         raise ValueError(f"pack_linear: weight must be [n, k], got shape {tuple(weight.shape)}")
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"pack_linear: weight must be bfloat16, float16 or float32, got {weight.dtype}")
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"pack_linear: bias must be [{weight.shape[0]}], got shape {tuple(bias.shape)}")
+    check_bias(bias, weight.shape[0])
 
 
 def pack_native(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """Pack a CPU weight [n, k] for the native kernel. bfloat16 stays bfloat16; float16 widens to float32, which is exact."""
     n, k = weight.shape
-    blocks = -(-n // PACKED_COLUMNS)
-    padding = blocks * PACKED_COLUMNS - n
-    padded_bias = None
-    if bias is not None:
-        padded_bias = torch.nn.functional.pad(bias.to(torch.float32), (0, padding)).contiguous()
+    bias, padding = padded_bias(bias, n), -n % PACKED_COLUMNS
+    blocks = (n + padding) // PACKED_COLUMNS
     if weight.dtype == torch.bfloat16:
         padded = torch.nn.functional.pad(weight, (0, 0, 0, padding)) if padding else weight
         data = padded.reshape(blocks, 2, 16, k).permute(0, 3, 2, 1).contiguous()
-        return PackedLinear(n, k, "native_bf16", data, padded_bias)
+        return PackedLinear(n, k, "native_bf16", data, bias)
     padded = torch.nn.functional.pad(weight.to(torch.float32), (0, 0, 0, padding))
     data = padded.reshape(blocks, PACKED_COLUMNS, k).permute(0, 2, 1).contiguous()
-    return PackedLinear(n, k, "native_f32", data, padded_bias)
+    return PackedLinear(n, k, "native_f32", data, bias)
 
 
 def pack_native_pairs(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """Pack a CPU weight [n, k] for the native kernel that rounds its input to bfloat16; the weight is rounded to it, too."""
     n, k = weight.shape
-    more_rows, more = -n % PACKED_COLUMNS, -k % KERNEL_GROUP
-    padded = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, more, 0, more_rows))
+    more = -k % KERNEL_GROUP
+    padded = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, more, 0, -n % PACKED_COLUMNS))
     data = padded.reshape(-1, PACKED_COLUMNS, (k + more) // 2, 2).permute(0, 2, 1, 3).contiguous()
-    if bias is not None:
-        bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more_rows)).contiguous()
-    return PackedLinear(n, k, "native_bf16_pairs", data, bias)
+    return PackedLinear(n, k, "native_bf16_pairs", data, padded_bias(bias, n))
 
 
 def pack_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
@@ -153,6 +186,116 @@ def pack_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         weight = weight.to(torch.float32)
         bias = None if bias is None else bias.to(torch.float32)
     return PackedLinear(n, k, "torch", weight.contiguous(), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """Packed weights by expert: gate_up [2 * intermediate_size, hidden_size], gate first, and down [hidden_size, intermediate_size].
+
+    table: of native layouts int64[num_experts, 2, 5], csrc/cpu/ops.h's ExpertWeight of each; of layout torch int64[num_experts, 2], their
+    addresses, on their device; else None. The addresses are those of the tensors kept here: after weights are reloaded, a new one is needed.
+    """
+
+    gate_up: tuple[PackedLinear, ...]
+    down: tuple[PackedLinear, ...]
+    activation: Literal["silu", "gelu_tanh"]
+    table: torch.Tensor | None
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate_up[0].k
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down[0].k
+
+
+def pack_experts(
+    gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: Literal["silu", "gelu_tanh"]
+) -> PackedExperts:
+    """Experts 0, 1, ... for `ops.moe`; no copy is made. The layouts may differ as long as one implementation reads them all.
+
+    ValueError when there are none, or sizes or implementations differ.
+    """
+    if not gate_up or len(gate_up) != len(down):
+        raise ValueError(f"moe: {len(gate_up)} gate_up weights and {len(down)} down weights")
+    hidden, intermediate = gate_up[0].k, down[0].k
+    every = [*gate_up, *down]
+    is_native = not every[0].layout.startswith("torch")
+    for up, out in zip(gate_up, down, strict=True):
+        if (up.n, up.k, out.n, out.k) != (2 * intermediate, hidden, hidden, intermediate):
+            raise ValueError(
+                f"moe: experts of [{up.n}, {up.k}] and [{out.n}, {out.k}] beside {hidden} and {intermediate}"
+            )
+    if any(weight.layout.startswith("torch") == is_native for weight in every):
+        raise ValueError(f"moe: layouts {sorted({weight.layout for weight in every})} do not go together")
+    table = None
+    if is_native:
+        table = torch.tensor([[_row(up), _row(out)] for up, out in zip(gate_up, down, strict=True)], dtype=torch.int64)
+    elif all(weight.layout == "torch" for weight in every):
+        addresses = [[up.data.data_ptr(), out.data.data_ptr()] for up, out in zip(gate_up, down, strict=True)]
+        table = torch.tensor(addresses, dtype=torch.int64, device=every[0].data.device)
+    return PackedExperts(tuple(gate_up), tuple(down), activation, table)
+
+
+def _row(packed: PackedLinear) -> list[int]:
+    data = packed.data
+    row_bytes = data.numel() * data.element_size() // data.shape[0]
+    scheme = QUANT_SCHEMES.get(packed.layout, _FLOAT_FORMATS.get(packed.layout, 0))
+    return as_native(data, row_bytes, scheme, packed.column_scales, packed.bias)
+
+
+Rows = slice | torch.Tensor
+"""Rows of a matrix: a range, or their indices int64[n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPart:
+    """B of one projection, [columns, rank], with the scale in it. ranks: its part of A's output. columns: its part of the layer's output."""
+
+    ranks: slice
+    columns: slice
+    b: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFactors:
+    """An adapter on one linear layer: the A of all its projections stacked, [sum of ranks, in_size], and their Bs."""
+
+    a: PackedLinear
+    parts: tuple[LoraPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Rows of a step by adapter; rows of the base model are in no group. num_rows: of the step.
+
+    adapter_index: int32[num_rows] on the model's device, the adapter's number, 0 = base: for kernels that take all rows at once.
+    """
+
+    num_rows: int
+    groups: tuple[tuple[int, Rows], ...]
+    adapter_index: torch.Tensor
+
+
+def check_rotation(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> None:
+    """ValueError unless the tables of `ops.rotary` are for heads of this size."""
+    if cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
+        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit head_dim {head_dim}")
+
+
+def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> None:
+    """ValueError unless the arguments of `ops.packed_attention`, of three dimensions each, fit one another."""
+    tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    if k.shape != v.shape or tuple(k.shape) != (tokens, num_kv_heads, head_dim):
+        raise ValueError(
+            f"packed_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}: not [tokens, heads, head_dim]"
+        )
+    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        raise ValueError(f"packed_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
+    if window < 0:
+        raise ValueError(f"packed_attention: the window must not be negative, got {window}")
 
 
 def kv_type(cache: torch.Tensor, rounded: bool) -> int:

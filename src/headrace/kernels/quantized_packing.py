@@ -1,14 +1,23 @@
-"""Layouts of integer weights on CPU: codes and scales in the order in which the native kernels read them.
+"""Layouts of integer weights on CPU: codes and scales in the order in which the native kernels read them; and the way back from every layout.
 
-Owns the packing of a `QuantizedMatrix` and the way back. Does not own the table of layouts (`packing`), the rounding
-(`headrace.layers.quantization`) nor what a format is (`headrace.checkpoint.weight_formats`). Runs in whatever thread loads the model.
+Owns the packing of a `QuantizedMatrix`, and which function reads a layout. Does not own the table of layouts (`packing`), those of GPUs
+(`torch_quantized`), the rounding (`headrace.layers.quantization`) nor what a format is (`headrace.checkpoint.weight_formats`). Runs in whatever
+thread loads, updates or exports a model.
 """
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, unrotated_weights
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, WIDE_GROUP, codes_of
-from headrace.kernels.packing import PACKED_COLUMNS, QUANTIZED_LAYOUTS, ROUNDINGS, PackedLinear
+from headrace.kernels.packing import (
+    PACKED_COLUMNS,
+    QUANTIZED_LAYOUTS,
+    ROUNDINGS,
+    PackedLinear,
+    check_bias,
+    padded_bias,
+)
+from headrace.kernels.torch_quantized import unpack_fp8, unpack_int4
 
 QUANT_LIMITS = {8: 127, 16: 8191}
 """Largest magnitude of an activation as an integer, by its bits."""
@@ -42,8 +51,7 @@ def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
         raise ValueError(
             f"pack_linear: {matrix.scheme} codes of a row have a norm of at most {grid.max_norm} in each {WIDE_GROUP} elements"
         )
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"pack_linear: bias must be [{n}], got shape {tuple(bias.shape)}")
+    check_bias(bias, n)
 
 
 def _largest_norm(codes: torch.Tensor) -> float:
@@ -68,11 +76,9 @@ def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) ->
         data, columns = _interleaved(codes, 32 // grid.bits), matrix.scales[:, 0]
     else:
         data, columns = _records(codes, grid.bits, matrix)
-    padded_bias = None
-    if bias is not None:
-        padded_bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more)).contiguous()
     columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
-    return PackedLinear(n, k, _LAYOUTS[matrix.scheme, matrix.minimums is not None], data, padded_bias, columns)
+    layout = _LAYOUTS[matrix.scheme, matrix.minimums is not None]
+    return PackedLinear(n, k, layout, data, padded_bias(bias, n), columns)
 
 
 def _interleaved(codes: torch.Tensor, run: int) -> torch.Tensor:
@@ -116,16 +122,13 @@ def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | N
     largest = matrix.scales.abs().amax(dim=1)
     if matrix.minimums is not None:
         largest = torch.maximum(largest, matrix.minimums.abs().amax(dim=1))
-    exponents = torch.frexp(largest).exponent.clamp(min=-100) - 15
+    mantissas, exponents = torch.frexp(largest)
+    # One that rounds up to a power of two counts as that power: it does when what was packed is packed again.
+    exponents = (exponents + ((mantissas * 2**11).round() == 2**11)).clamp(min=-100) - 15
     columns = torch.ldexp(torch.ones_like(largest), exponents)
     scales = torch.ldexp(matrix.scales, -exponents[:, None]).to(torch.float16)
     minimums = None if matrix.minimums is None else torch.ldexp(matrix.minimums, -exponents[:, None]).to(torch.float16)
     return scales, minimums, columns
-
-
-def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
-    """The weights float32[n, k] of one of the native_int layouts."""
-    return quantized_matrix(packed).dequantize().contiguous()
 
 
 def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
@@ -155,3 +158,34 @@ def _codes_of_records(record: torch.Tensor, bits: int) -> torch.Tensor:
         nibbles = record.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
         codes = torch.stack((nibbles & 15, nibbles >> 4), dim=4)
     return codes.reshape(blocks * PACKED_COLUMNS, groups * KERNEL_GROUP)
+
+
+def unpack_linear(packed: PackedLinear) -> torch.Tensor:
+    """The weight [n, k] that was packed, as the kernels compute with it."""
+    if packed.layout in QUANTIZED_LAYOUTS:
+        return quantized_matrix(packed).dequantize().contiguous()
+    if packed.layout == "native_bf16":
+        return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
+    if packed.layout == "native_bf16_pairs":
+        return packed.data.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: packed.n, : packed.k]
+    if packed.layout == "native_f32":
+        return packed.data.permute(0, 2, 1).reshape(-1, packed.k)[: packed.n]
+    if packed.layout == "torch_fp8":
+        return unpack_fp8(packed)
+    if packed.layout == "torch_int4":
+        return unpack_int4(packed)
+    if packed.layout in ROUNDINGS and ROUNDINGS[packed.layout].rotated:
+        return unrotated_weights(packed.data)
+    return packed.data
+
+
+def packed_rows(packed: PackedLinear, rows: slice) -> torch.Tensor | QuantizedMatrix | None:
+    """Rows of the weight in a form that packs to the same bits again; None if the layout does not allow that.
+
+    Integer weights are returned as codes, because rounding them again might give other codes.
+    """
+    if packed.layout == "torch_int4":
+        return None
+    if packed.layout in QUANTIZED_LAYOUTS:
+        return quantized_matrix(packed).rows(rows.start, rows.stop)
+    return unpack_linear(packed)[rows]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from headrace.kernels import cpu, triton
-from headrace.kernels.cpu.threads import default_num_threads
 
 Op = Callable[..., Any]
 
@@ -42,35 +41,33 @@ OPS = (
     "lora_delta",
 )
 
-NATIVE_OPS = tuple(op for op in OPS if op != "route")
-
-TRITON_OPS = (
-    "linear",
-    "rms_norm",
-    "layer_norm",
-    "moe",
-    "route",
-    "rotary",
-    "silu_mul",
-    "gelu_tanh_mul",
-    "argmax",
-    "draw",
-    "exp_sums",
-)
+TRITON_OPS = {
+    "linear": "linear",
+    "rms_norm": "rows",
+    "layer_norm": "rows",
+    "moe": "experts",
+    "route": "experts",
+    "rotary": "rows",
+    "silu_mul": "rows",
+    "gelu_tanh_mul": "rows",
+    "argmax": "sampling",
+    "draw": "sampling",
+    "exp_sums": "sampling",
+}
+"""The modules of the ops that Triton runs. All others are left to torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One provider of ops.
 
-    name: what reports say. module: where a function of each op's name lives; imported only when it is chosen.
-    why_not: "" when it can run on a device type ("cpu", "cuda", ...), otherwise the reason. ops: those it has.
+    name: what reports say. why_not: "" when it can run on a device type ("cpu", "cuda", ...), otherwise the reason. functions: those it has, by
+    op, as "module:function" below `headrace.kernels`; a module is imported only when one of its is chosen.
     """
 
     name: str
-    module: str
     why_not: Callable[[str], str]
-    ops: tuple[str, ...] = OPS
+    functions: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +97,14 @@ def _invariant_why_not(device_type: str) -> str:
 
 
 IMPLEMENTATIONS = (
-    Implementation("native", "headrace.kernels.cpu.native_ops", _native_why_not, NATIVE_OPS),
+    Implementation("native", _native_why_not, {op: f"cpu.native_ops:{op}" for op in OPS if op != "route"}),
     Implementation(
-        "triton, batch-invariant", "headrace.kernels.triton.invariant_ops", _invariant_why_not, ("linear", "moe")
+        "triton, batch-invariant",
+        _invariant_why_not,
+        {"linear": "triton.linear:invariant_linear", "moe": "triton.experts:invariant_moe"},
     ),
-    Implementation("triton", "headrace.kernels.triton.ops", triton_why_not, TRITON_OPS),
-    Implementation("torch", "headrace.kernels.torch_fallback", lambda device_type: ""),
+    Implementation("triton", triton_why_not, {op: f"triton.{module}:{op}" for op, module in TRITON_OPS.items()}),
+    Implementation("torch", lambda device_type: "", {op: f"torch_fallback:{op}" for op in OPS}),
 )
 
 _chosen: dict[tuple[str, str], Op] = {}
@@ -175,14 +174,11 @@ def runs_fused_moe(device_type: str) -> bool:
 
 def report(device_type: str = "cpu") -> list[OpReport]:
     """What runs each op on this device type, and why not something faster."""
-    native = cpu.load()
     rows = []
     for op in OPS:
         implementation, reason = _choose(op, device_type)
-        name = implementation.name
-        rows.append(
-            OpReport(op, f"native ({native.isa()})" if name == "native" and native is not None else name, reason)
-        )
+        name = f"native ({cpu.isa()})" if implementation.name == "native" else implementation.name
+        rows.append(OpReport(op, name, reason))
     return rows
 
 
@@ -199,14 +195,14 @@ def set_num_threads(n: int) -> None:
 def num_threads() -> int:
     """Threads of the CPU kernels; what this process may use unless `set_num_threads` said otherwise."""
     native = cpu.load()
-    return default_num_threads() if native is None else int(native.num_threads())
+    return cpu.default_num_threads() if native is None else int(native.num_threads())
 
 
 def _choose(
     op: str, device_type: str, implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
 ) -> tuple[Implementation, str]:
     """The first implementation that can run the op (the preferred one if it can), and why the ones before it do not."""
-    candidates = [implementation for implementation in implementations if op in implementation.ops]
+    candidates = [implementation for implementation in implementations if op in implementation.functions]
     reasons: list[str] = []
     for implementation in candidates:
         reason = implementation.why_not(device_type)
@@ -227,5 +223,5 @@ def _can_run(name: str | None, device_type: str, candidates: list[Implementation
 
 
 def _function(implementation: Implementation, op: str) -> Op:
-    function: Op = getattr(import_module(implementation.module), op)
-    return function
+    module, _, name = implementation.functions[op].partition(":")
+    return getattr(import_module(f"headrace.kernels.{module}"), name)

@@ -1,6 +1,6 @@
 """The ops of `headrace.kernels.ops` in plain torch: for machines without the native kernels, and for other devices.
 
-Same meaning, same checks of indices by torch itself. On CPU `linear` and `paged_attention` compute in tiles of a fixed shape,
+See there for what each does. Same checks of indices, by torch itself. On CPU `linear` and `paged_attention` compute in tiles of a fixed shape,
 so that a row's bits do not depend on the rows beside it; on other devices they are whole-tensor calls. Runs where it is called.
 """
 
@@ -11,16 +11,18 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.rotation import rotated_rows
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, rotated_rows
 from headrace.kernels.drawing import draw, exp_sums
-from headrace.kernels.experts import PackedExperts
-from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import (
     PAGE_SIZE,
     ROUNDINGS,
+    LoraFactors,
+    LoraRows,
+    PackedExperts,
     PackedLinear,
     check_linear,
+    check_packed,
+    check_rotation,
     int_parts,
     kv_type,
     pack_torch,
@@ -31,30 +33,7 @@ from headrace.kernels.quantized_packing import QUANT_LIMITS, check_quantized, pa
 from headrace.kernels.registry import for_layout
 from headrace.kernels.torch_quantized import PRODUCTS, pack_codes
 
-__all__ = [
-    "argmax",
-    "draw",
-    "embedding",
-    "exp_sums",
-    "gather_kv",
-    "gelu",
-    "gelu_mul",
-    "gelu_tanh",
-    "gelu_tanh_mul",
-    "layer_norm",
-    "linear",
-    "lora_delta",
-    "moe",
-    "pack_linear",
-    "packed_attention",
-    "paged_attention",
-    "quantize_rows",
-    "rms_norm",
-    "rotary",
-    "route",
-    "silu_mul",
-    "write_kv",
-]
+__all__ = ["draw", "exp_sums"]
 
 TILE_ROWS = 16
 KEY_BLOCK = 256
@@ -62,7 +41,6 @@ LOG2_E = 1.4426950408889634
 
 
 def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None, rounded: bool) -> PackedLinear:
-    """See `headrace.kernels.ops.pack_linear`."""
     if isinstance(weight, QuantizedMatrix):
         check_quantized(weight, bias)
         return pack_torch_quantized(weight, bias) if weight.codes.device.type == "cpu" else pack_codes(weight, bias)
@@ -73,7 +51,7 @@ def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | Non
 
 
 def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
-    """See `headrace.kernels.ops.linear`. On CPU always GEMMs of 16 rows, the last padded with zeros."""
+    """On CPU always GEMMs of 16 rows, the last padded with zeros."""
     if x.dim() != 2 or x.shape[1] != packed.k:
         raise ValueError(f"linear: x must be [rows, {packed.k}], got {tuple(x.shape)}")
     if accumulate and out is None:
@@ -98,13 +76,10 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
     else:
         bias = None if packed.bias is None else packed.bias.to(x.dtype)
         y = F.linear(x, packed.data.to(x.dtype), bias)
-    if out is None:
-        return y
-    return out.add_(y) if accumulate else out.copy_(y)
+    return y if out is None else out.add_(y) if accumulate else out.copy_(y)
 
 
 def quantize_rows(x: torch.Tensor, group: int, bits: int, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.quantize_rows`."""
     rows, k = x.shape
     x = rotated_rows(x) if rotated else x
     groups, limit = -(-k // group), QUANT_LIMITS[bits]
@@ -119,10 +94,8 @@ def quantize_rows(x: torch.Tensor, group: int, bits: int, rotated: bool = False)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
-    """See `headrace.kernels.ops.rms_norm`. The reduction runs in float32."""
-    if residual is not None:
-        residual += x
-        x = residual
+    """The reduction runs in float32."""
+    x = _with_residual(x, residual)
     wide = x.float()
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * inverse * weight.float()).to(x.dtype)
@@ -131,17 +104,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.layer_norm`. The reduction runs in float32."""
-    if residual is not None:
-        residual += x
-        x = residual
-    return F.layer_norm(x.float(), (weight.numel(),), weight.float(), None if bias is None else bias.float(), eps).to(
-        x.dtype
-    )
+    """The reduction runs in float32."""
+    x, bias = _with_residual(x, residual), None if bias is None else bias.float()
+    return F.layer_norm(x.float(), (weight.numel(),), weight.float(), bias, eps).to(x.dtype)
+
+
+def _with_residual(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return x if residual is None else residual.add_(x)
 
 
 def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
-    """See `headrace.kernels.ops.moe`."""
     num_experts, (rows, top_k) = len(experts.gate_up), expert_ids.shape
     if x.device.type == "cpu" and rows and not -1 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
         raise ValueError(f"moe: an expert id is not in [-1, {num_experts}): {expert_ids.min()} .. {expert_ids.max()}")
@@ -161,17 +133,13 @@ def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts
 
 
 def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.route`."""
     shares, ids = torch.topk(torch.softmax(logits.float(), dim=-1), top_k, dim=-1)
     return shares / shares.sum(dim=-1, keepdim=True) if renormalise else shares, ids
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """See `headrace.kernels.ops.rotary`."""
-    half = cos.shape[1]
-    if cos.shape != sin.shape or 2 * half > q.shape[-1]:
-        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit head_dim {q.shape[-1]}")
-    index = positions.long()
+    check_rotation(cos, sin, q.shape[-1])
+    half, index = cos.shape[1], positions.long()
     c, s = cos[index].unsqueeze(1), sin[index].unsqueeze(1)
     for x in (q, k):
         a, b = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -179,35 +147,30 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.silu_mul`."""
     gate, up = _halves("silu_mul", x)
     return F.silu(gate) * up
 
 
 def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu_tanh_mul`."""
     gate, up = _halves("gelu_tanh_mul", x)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu_mul`."""
     gate, up = _halves("gelu_mul", x)
     return F.gelu(gate) * up
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu`."""
     return F.gelu(x)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu_tanh`."""
     return F.gelu(x, approximate="tanh")
 
 
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
-    """See `headrace.kernels.ops.embedding`. float32 on CPU, the table's dtype elsewhere."""
+    """float32 on CPU, the table's dtype elsewhere."""
     if isinstance(table, PackedLinear):
         if table.layout not in ("torch", "torch_bf16"):
             raise ValueError(f"embedding: a table of layout {table.layout} cannot be looked up")
@@ -223,7 +186,6 @@ def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: floa
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See `headrace.kernels.ops.write_kv`."""
     written = slots >= 0
     if not bool(written.all()):
         k, v, slots = k[written], v[written], slots[written]
@@ -249,7 +211,6 @@ def write_kv(
 
 
 def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.gather_kv`."""
     _check_slots("gather_kv", slots, v_cache)
     pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
     if not k_cache.dtype.is_floating_point:
@@ -298,10 +259,7 @@ def paged_attention(
     rounded: bool,
     last_keys: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.paged_attention`.
-
-    Per sequence, tiles of 16 rows of one KV head against blocks of 256 keys aligned at position 0, with an online softmax.
-    """
+    """Per sequence, tiles of 16 rows of one KV head against blocks of 256 keys aligned at position 0, with an online softmax."""
     if rounded:
         kv_type(k_cache, rounded)  # raises
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -354,8 +312,9 @@ def packed_attention(
     window: int,
     rounded: bool,
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.packed_attention`. On CPU as `paged_attention`, sequence by sequence."""
-    starts = check_packed(q, k, v, row_starts, window)
+    """On CPU as `paged_attention`, sequence by sequence."""
+    check_packed(q, k, v, window)
+    starts = _checked_starts(row_starts, q.shape[0])
     if q.device.type != "cpu":
         return attend_padded(q, k, v, starts, scale, window)
     if rounded:
@@ -370,18 +329,7 @@ def packed_attention(
     return out
 
 
-def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_starts: torch.Tensor, window: int) -> list[int]:
-    """row_starts as integers. ValueError unless the arguments of `packed_attention` fit one another."""
-    tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    if k.shape != v.shape or tuple(k.shape) != (tokens, num_kv_heads, head_dim):
-        raise ValueError(
-            f"packed_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}: not [tokens, heads, head_dim]"
-        )
-    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
-        raise ValueError(f"packed_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
-    if window < 0:
-        raise ValueError(f"packed_attention: the window must not be negative, got {window}")
+def _checked_starts(row_starts: torch.Tensor, tokens: int) -> list[int]:
     starts: list[int] = row_starts.tolist()
     if not starts or starts[0] != 0 or starts[-1] != tokens or any(a > b for a, b in pairwise(starts)):
         raise ValueError(f"packed_attention: row_starts must run from 0 to {tokens} and never fall, got {starts}")
@@ -418,9 +366,6 @@ def attend_padded(
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.argmax`."""
-    if x.dim() != 2 or x.shape[1] == 0:
-        raise ValueError(f"argmax: x must be [rows, size >= 1], got {tuple(x.shape)}")
     # torch does not say which of several maxima argmax gives: take the lowest index that equals the maximum.
     is_top = x == x.max(dim=-1, keepdim=True).values
     index = torch.arange(x.shape[1], device=x.device).expand_as(x)
@@ -522,7 +467,7 @@ def _check_slots(op: str, slots: torch.Tensor, v_cache: torch.Tensor) -> None:
 
 
 def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mapping[int, LoraFactors]) -> None:
-    """See `headrace.kernels.ops.lora_delta`. Two products per adapter, by whichever `linear` reads its factors' layout."""
+    """Two products per adapter, by whichever `linear` reads its factors' layout."""
     if x.shape[0] != rows.num_rows or y.shape[0] != rows.num_rows:
         raise ValueError(f"lora_delta: {rows.num_rows} rows in the step, x has {x.shape[0]}, y has {y.shape[0]}")
     for lora_id, chosen in rows.groups:

@@ -11,8 +11,7 @@ from headrace.distributed.base import length
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 
-VOCABULARY_UNIT = 64
-"""Ids in a unit of `vocabulary_part`: ranks' parts end where the kernels' blocks of columns do."""
+VOCABULARY_UNIT = 64  # ids in a unit of `vocabulary_part`: ranks' parts end where the kernels' blocks of columns do
 
 
 class Embedding:
@@ -47,7 +46,6 @@ class Embedding:
         return rows
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        """`<prefix>.weight`."""
         head = None if self._tied is None else next(self._tied.weights(""))
         own: tuple[Keeper, ...] = () if self._shared is not None else (self,)
         yield Weight(
@@ -64,15 +62,12 @@ class Embedding:
         )
 
     def kept(self) -> Kept:
-        """The table."""
         return {"table": self._table}
 
     def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
         self._table = cast(torch.Tensor, kept["table"])
 
     def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
         (tensor,) = parts.values()
         assert isinstance(tensor, torch.Tensor), "a quantised table"
         table = tensor[self._own].to(device=self._placement.device, dtype=self._placement.weight_dtype, copy=True)

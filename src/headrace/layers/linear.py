@@ -1,12 +1,11 @@
-"""Linear layers: one product for all projections that share an input.
+"""Linear layers: one product for all projections that share an input (q, k, v; gate, up), and the adapters on it.
 
-Owns the fusing of Hugging Face projections (q, k, v; gate, up). Does not own the storage of weights (`layers.quantization`) or the
-product (`headrace.kernels`). Runs in the thread that runs the model; parts are loaded in any thread.
+Runs in the thread that runs the model; parts are loaded in any thread, and other threads add and remove adapters, one at a time.
 """
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -17,10 +16,28 @@ from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.distributed.base import length
 from headrace.errors import ModelError
-from headrace.kernels import PackedLinear
-from headrace.layers.lora import LinearAdapters
-from headrace.layers.quantization.base import stack_floats
+from headrace.kernels import LoraFactors, LoraRows, PackedLinear
+from headrace.layers.quantization.base import Part, stack_floats
 from headrace.layers.weight import Kept, Parts, Placement, Weight
+
+
+@dataclass(slots=True)
+class LoraStep:
+    """What all layers share. rows: of the current step; None if no row uses an adapter."""
+
+    rows: LoraRows | None = None
+
+
+@dataclass(slots=True)
+class LinearAdapters:
+    """by_id: factors of the adapters that target this layer."""
+
+    step: LoraStep
+    by_id: dict[int, LoraFactors] = field(default_factory=dict)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        if self.step.rows is not None:
+            kernels.lora_delta(y, x, self.step.rows, self.by_id)
 
 
 class Linear:
@@ -54,7 +71,7 @@ class Linear:
         self._placement = placement
         ends = list(accumulate(self.outputs.values()))
         self._columns = {name: slice(end - size, end) for end, (name, size) in zip(ends, outputs.items(), strict=True)}
-        self._parts: dict[str, torch.Tensor | QuantizedMatrix] = {}
+        self._parts: dict[str, Part] = {}
         self._parts_lock = threading.Lock()
         self._packed: PackedLinear
         self.observer: Callable[[torch.Tensor], None] | None = None
@@ -78,33 +95,28 @@ class Linear:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs of the whole layer, those of other ranks included."""
         return sum(size for size, _ in self._whole.values())
 
     def columns(self, projection: str) -> slice:
-        """The columns of y with the output of one projection."""
         return self._columns[projection]
 
     def shape(self, projection: str) -> tuple[int, int]:
-        """(outputs, inputs) of the whole projection, of all ranks."""
         return self._whole[projection]
 
     def own(self, projection: str) -> tuple[slice, slice]:
-        """The outputs and the inputs of the projection that this rank has."""
         return self._rows[projection], self._inputs
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix><projection>.weight`, and `.bias` where there is one."""
         for name, shape in self._whole.items():
+            load = partial(self._load, f"{name}.weight")
             yield Weight(
                 f"{prefix}{name}.weight",
                 shape,
-                partial(self._load, f"{name}.weight"),
+                load,
                 partial(self._read_weight, name),
                 itemsize=self._placement.format.facts.itemsize(self._placement.weight_dtype.itemsize),
-                load_quantized=partial(self._load_quantized, f"{name}.weight")
-                if self._placement.format.facts.codes is not None
-                else None,
+                load_quantized=load if self._placement.format.facts.codes is not None else None,
                 layer=self,
                 keepers=(self,),
                 part=f"{name}.weight",
@@ -124,11 +136,9 @@ class Linear:
                 )
 
     def kept(self) -> Kept:
-        """The fields of `packed`."""
         return {field.name: getattr(self._packed, field.name) for field in fields(self._packed)}
 
     def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
         self._packed = PackedLinear(**cast(Any, kept))
 
     def staged(self, parts: Parts) -> Kept:
@@ -147,13 +157,7 @@ class Linear:
             kept["data"] = packed.data.clone()
         return kept
 
-    def _load(self, part: str, tensor: torch.Tensor) -> None:
-        self._keep(part, self._placed(part, tensor))
-
-    def _load_quantized(self, part: str, matrix: QuantizedMatrix) -> None:
-        self._keep(part, self._placed(part, matrix))
-
-    def _placed(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
+    def _placed(self, part: str, tensor: Part) -> Part:
         """What this rank has of the whole tensor `part`, on the device."""
         tensor = self._own(part, tensor)
         if isinstance(tensor, QuantizedMatrix):
@@ -163,7 +167,7 @@ class Linear:
             return tensor.to(self._placement.device)
         return self._placement.place(tensor)
 
-    def _own(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
+    def _own(self, part: str, tensor: Part) -> Part:
         if self._placement.shard.is_whole:
             return tensor
         name, _, kind = part.rpartition(".")
@@ -176,27 +180,25 @@ class Linear:
         once = self._group is None or self._placement.shard.leads
         return tensor[rows] if once else torch.zeros_like(tensor[rows])
 
-    def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
+    def _load(self, part: str, tensor: Part) -> None:
+        placed = self._placed(part, tensor)
         with self._parts_lock:
-            self._parts[part] = tensor
+            self._parts[part] = placed
             if len(self._parts) < len(self.outputs) + len(self._biased):
                 return
             parts, self._parts = self._parts, {}
         self._packed = self._pack(parts)
 
-    def _pack(self, parts: Mapping[str, torch.Tensor | QuantizedMatrix]) -> PackedLinear:
+    def _pack(self, parts: Mapping[str, Part]) -> PackedLinear:
         weights = [parts[f"{name}.weight"] for name in self.outputs]
-        bias = stack_floats([self._bias_of(name, parts) for name in self.outputs]) if self._biased else None
+        bias = None
+        if self._biased:
+            sizes = self.outputs.items()
+            biases = [parts.get(f"{name}.bias", self._placement.place(torch.zeros(size))) for name, size in sizes]
+            bias = stack_floats(biases)
         return self._placement.format.pack(weights, bias, self._placement.weight_dtype)
 
-    def _bias_of(
-        self, name: str, parts: Mapping[str, torch.Tensor | QuantizedMatrix]
-    ) -> torch.Tensor | QuantizedMatrix:
-        if name in self._biased:
-            return parts[f"{name}.bias"]
-        return self._placement.place(torch.zeros(self.outputs[name]))
-
-    def _present_weight(self, name: str) -> torch.Tensor | QuantizedMatrix:
+    def _present_weight(self, name: str) -> Part:
         """A projection exactly as it is kept."""
         rows = kernels.packed_rows(self._packed, self._columns[name])
         if rows is None:

@@ -96,7 +96,6 @@ class LogitsHead:
         return self._capped(own.float()) if self._soft_cap else own
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the soft cap, in place."""
         if self._soft_cap and logits.device.type != "cpu":
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         elif self._soft_cap:
@@ -107,6 +106,5 @@ class LogitsHead:
         return logits
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        """`<prefix>lm_head.weight`, unless it is tied."""
         if not self._tied:
             yield from self._projection.weights(prefix)

@@ -1,7 +1,4 @@
-"""What becomes of the hidden states of a text: one vector, or a number for each label.
-
-Owns pooling, classification heads, and the Dense modules of sentence-transformers. Does not own how a model pools
-(`checkpoint/pooling.py`). Runs in the thread that runs the model.
+"""What becomes of the hidden states of a text: one vector, or a number for each label. Runs in the thread that runs the model.
 
 On the CPU the bits of a text do not depend on the other texts: whatever is not one of the kernels is computed text by text, since torch's
 vectorised functions round the last elements of a call differently.
@@ -13,7 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from headrace.checkpoint.pooling import DenseConfig, PoolingConfig
+from headrace.checkpoint.pooling import PoolingConfig
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
 
@@ -61,12 +58,10 @@ class HeadLinear:
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_size] -> [rows, out_size]."""
         y = self._linear(x)
         return y if self._activation == "identity" else _each_row(_ACTIVATIONS[self._activation], y)
 
     def weights(self) -> Iterator[Weight]:
-        """`.weight`, and `.bias` where there is one."""
         yield from self._linear.weights(self._prefix)
 
 
@@ -81,7 +76,19 @@ class Pooler:
     ) -> None:
         assert bool(head) == (config.task == "classify"), config
         self.config = config
-        self._layers = [*head, *(_dense(dense, placement) for dense in config.dense)]
+        dense = (
+            HeadLinear(
+                f"{one.folder}.",
+                "linear",
+                one.in_features,
+                one.out_features,
+                placement,
+                bias=one.bias,
+                activation=one.activation,
+            )
+            for one in config.dense
+        )
+        self._layers = [*head, *dense]
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor of the head, and of the Dense modules: `<folder>.linear.weight`, `.bias`."""
@@ -113,18 +120,6 @@ class Pooler:
                 return hidden[-1].float()
             case "mean":
                 return hidden.float().mean(dim=0)
-
-
-def _dense(config: DenseConfig, placement: Placement) -> HeadLinear:
-    return HeadLinear(
-        f"{config.folder}.",
-        "linear",
-        config.in_features,
-        config.out_features,
-        placement,
-        bias=config.bias,
-        activation=config.activation,
-    )
 
 
 def _unit_length(x: torch.Tensor) -> torch.Tensor:

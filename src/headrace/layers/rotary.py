@@ -1,7 +1,5 @@
-"""Rotary position embedding: the tables, for every kind of frequency scaling.
-
-Owns the frequencies. Does not own the rotation (`headrace.kernels.rotary`, halves convention). Tables are made once, when the model
-is built, and do not change, so that cached keys stay valid.
+"""Rotary position embedding: the tables, for every kind of frequency scaling. They are made once, when the model is built, and do not change, so that
+cached keys stay valid.
 
 Sources: J. Su et al., "RoFormer" (2021); linear interpolation: S. Chen et al. (2023); NTK-aware scaling and YaRN: B. Peng et al.,
 "YaRN" (2023); llama3: the Llama 3.1 release; LongRoPE: Y. Ding et al. (2024).
@@ -12,7 +10,7 @@ import math
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.rope_config import RopeConfig
+from headrace.checkpoint.layer_config import RopeConfig
 from headrace.errors import ConfigError
 from headrace.layers.weight import Placement
 
@@ -87,7 +85,6 @@ class SectionedRotary(Rotary):
 
     @property
     def num_positions(self) -> int:
-        """Positions that there are."""
         return self._first
 
     def rows_of(self, places: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,10 @@
-"""How layers name, load and return their weights.
-
-Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (device and precision of a model). The layers make
-`Weight`s; the loader fills them. Used by the thread that loads the model.
-"""
+"""How layers name, load and return their weights: `Weight`, one Hugging Face tensor of one layer, and `Placement`, device and precision of models."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol, cast
 
 import torch
 
@@ -17,11 +14,8 @@ from headrace.distributed.base import WHOLE, Shard, length
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.layers.quantization import WeightFormat, weight_format
 
-Kept = Mapping[str, torch.Tensor | int | str | None]
-"""The converted weights that a layer keeps, by field."""
-
-Parts = Mapping[str, torch.Tensor | QuantizedMatrix]
-"""New tensors of one layer, by `Weight.part`."""
+Kept = Mapping[str, torch.Tensor | int | str | None]  # the converted weights that a layer keeps, by field
+Parts = Mapping[str, torch.Tensor | QuantizedMatrix]  # new tensors of one layer, by `Weight.part`
 
 
 class Keeper(Protocol):
@@ -76,7 +70,6 @@ class Weight:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that are kept by this rank."""
         return math.prod(self.own_shape) * self.itemsize
 
     @property
@@ -86,12 +79,10 @@ class Weight:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank keeps."""
         return (*map(length, self.own), *self.shape[len(self.own) :])
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether only other ranks keep it."""
         return NOTHING in self.keepers
 
 
@@ -99,14 +90,12 @@ class _Nothing:
     """The `Keeper` of weights that are elsewhere."""
 
     def kept(self) -> Kept:
-        """Nothing."""
         return {}
 
     def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
+        pass
 
     def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
         return {}
 
 
@@ -148,7 +137,6 @@ class Placement:
 
     @property
     def format(self) -> WeightFormat:
-        """The weight format of linear layers."""
         return weight_format(self.quantization)
 
     @property
@@ -181,3 +169,45 @@ class Placement:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A matrix on the device in the weights' dtype."""
         return tensor.to(device=self.device, dtype=self.weight_dtype)
+
+
+class TensorKeeper:
+    """A `Keeper` of tensors that stay tensors: each is kept by its `Weight.part`, in float32.
+
+    tensors: those that are kept now, by part.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._device = placement.device
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is kept of a tensor: a copy."""
+        return tensor.to(device=self._device, dtype=torch.float32, copy=True)
+
+    def changed(self) -> None:
+        """Called when other tensors are kept."""
+
+    def weight_of(
+        self, part: str, name: str, shape: tuple[int, ...], init: Literal["normal", "ones", "zeros"] = "normal"
+    ) -> Weight:
+        """A tensor of the checkpoint that is kept as this part."""
+        load, read = partial(self._load, part), partial(self._read, part)
+        return Weight(name, shape, load, read, init, keepers=(self,), part=part)
+
+    def kept(self) -> Kept:
+        return dict(self.tensors)
+
+    def restore(self, kept: Kept) -> None:
+        self.tensors = cast(dict[str, torch.Tensor], dict(kept))
+        self.changed()
+
+    def staged(self, parts: Parts) -> Kept:
+        return self.tensors | {part: self.own(cast(torch.Tensor, tensor)) for part, tensor in parts.items()}
+
+    def _load(self, part: str, tensor: torch.Tensor) -> None:
+        self.tensors[part] = self.own(tensor)
+        self.changed()
+
+    def _read(self, part: str) -> torch.Tensor:
+        return self.tensors[part]

@@ -348,24 +348,6 @@ SET_INTERNAL_STATE = _main(
 DUMP_REQUESTS = _main(Nothing, "/dump_requests", "Write a dump of the latest requests")
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
-    row.name: row
-    for row in (
-        FLUSH_CACHE,
-        INTERNAL_STATE,
-        CHECK_HEALTH,
-        COUNT_EXPERTS,
-        CACHE_TREE,
-        START_PROFILE,
-        STOP_PROFILE,
-        RANKS,
-        SLOW_DOWN,
-        START_EXPERTS,
-        STOP_EXPERTS,
-        DUMP_EXPERTS,
-        CONFIGURE_LOGGING,
-        FREEZE_GC,
-        SET_INTERNAL_STATE,
-        DUMP_REQUESTS,
-    )
+    row.name: row for row in tuple(globals().values()) if isinstance(row, Operation)
 }
-"""Every operation, by its name."""
+"""Every operation above, by its name."""

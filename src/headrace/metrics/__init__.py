@@ -1,6 +1,6 @@
 """Metrics of the server, their export, and watchdogs of its loops; what happened to a request.
 
-Read first: catalog.py (every metric, once), timeline.py (a request's).
+Read first: catalog.py (every metric, once), timeline.py (a request's, and dumps of them).
 
-export.py, process_use.py, media.py (those of the loader), compat.py (other servers' names), watchdog.py, spans.py (OpenTelemetry), crash_dump.py.
+collectors.py (metrics that are read when they are scraped), export.py (also under other servers' names), watchdog.py, spans.py (OpenTelemetry).
 """

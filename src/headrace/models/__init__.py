@@ -1,12 +1,11 @@
 """Model architectures: the blocks that families share, a registry, and the fallback through transformers.
 
-What one family has alone is in `headrace.families`. Read first: decoder.py (the decoder of most families), encoder.py (the encoder of the
-others), spec.py (what a family says of itself), registry.py (which class serves which model).
+What one family has alone is in `headrace.families`. Read first: decoder.py (the decoder of most families), encoder.py (the encoder of the BERT
+family), spec.py (what a model is to the runner), registry.py (which class serves which model).
 
-- Multimodal models: media.py (what an encoder of media is to the runner), multimodal.py (a family of decoders with one),
-  places.py (positions of images in three parts); towers/ has what encoders share
-- A head that guesses tokens: eagle3.py
-- Decoders that do not write: pooled_decoder.py
+- Vision and audio encoders: media.py (what one is to the runner; positions in three parts), towers.py (their layers), tower_parts.py
+- Speculative decoding: eagle3.py
+- Embedding models made of decoders: pooled_decoder.py
 - Any other causal LM: transformers_backend.py, transformers_names.py
 - Compiled by torch: piecewise.py (the layers between attention calls)
 """

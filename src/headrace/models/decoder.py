@@ -1,7 +1,6 @@
 """The decoder of most families: blocks of attention and a gated feed-forward layer around one residual stream.
 
-Owns the blocks and the order of their parts. Differences between families are in `DecoderOptions`, which each family fills in
-(`headrace.families`). Runs in the thread that runs the model.
+Differences between families are in `DecoderOptions`, which each fills in (`headrace.families`). Runs in the thread that runs the model.
 """
 
 from collections.abc import Iterator
@@ -12,18 +11,16 @@ import torch
 
 from headrace.attention.base import AttentionLayerSpec, OwnRows, PagedKv, ReadTokens, RotatingBackend, StepAttention
 from headrace.checkpoint.family import DecoderOptions
+from headrace.checkpoint.layer_config import RopeConfig
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.rope_config import RopeConfig
 from headrace.distributed.base import head_share
 from headrace.errors import ModelError
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding, vocabulary_part
-from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead, Peaks
-from headrace.layers.mlp import GatedMlp
-from headrace.layers.moe import SparseMoe
+from headrace.layers.mlp import ExpertCounts, GatedMlp, SparseMoe
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.rotary import NoRotary, Rotary, SectionedRotary
 from headrace.layers.weight import Placement, Weight, elsewhere
@@ -159,7 +156,6 @@ def _in_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_norm(config: ModelConfig, options: DecoderOptions, placement: Placement) -> RMSNorm | LayerNorm:
-    """A norm over the residual stream."""
     if options.layer_norms:
         return LayerNorm(config.hidden_size, config.rms_norm_eps, placement, bias=False)
     return RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
@@ -205,22 +201,18 @@ class Block:
 
     @property
     def attention_spec(self) -> AttentionLayerSpec:
-        """The constants of the layer's attention."""
         return self._attention.spec
 
     def weights_changed(self) -> None:
-        """Drop everything that was made from the old weights."""
         if isinstance(self._mlp, SparseMoe):
             self._mlp.weights_changed()
 
     @property
     def expert_counts(self) -> ExpertCounts | None:
-        """The counts of its mixture; None if its feed-forward layer is dense."""
         return self._mlp.counts if isinstance(self._mlp, SparseMoe) else None
 
     @property
     def counts_experts(self) -> bool:
-        """Whether its mixture counts the choices of every token now."""
         return isinstance(self._mlp, SparseMoe) and self._mlp.counts.is_on
 
     def fused(self) -> DecoderLayerSpec | str:
@@ -269,14 +261,14 @@ class Block:
 class DecoderLM:
     """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights.
 
-    encoder: of a multimodal model, set before weights are loaded. sectioned: the rotation, where image tokens have three positions each.
+    media_encoder: of a multimodal model, set before weights are loaded. sectioned: the rotation, where image tokens have three positions each.
     deep: what images add after the first layers, in a step by layer.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, placement: Placement) -> None:
         self._config = config
         self._options, self._placement = options, placement
-        self.encoder: MediaEncoder | None = None
+        self.media_encoder: MediaEncoder | None = None
         self.sectioned: SectionedRotary | None = None
         self.deep = DeepRows()
         self._fused: tuple[list[FusedDecoder], PagedKv] | None = None
@@ -337,7 +329,6 @@ class DecoderLM:
         return Embedding(config.vocab_size, config.hidden_size, self._placement, scale=scale, tied=tied)
 
     def weights(self) -> Iterator[Weight]:
-        """See `CausalLM.weights`."""
         first, last = self._stage.is_first, self._stage.is_last
         yield from _here(first, self._embedding.weights("model.embed_tokens"))
         for index, block in enumerate(self._all_blocks):
@@ -345,16 +336,14 @@ class DecoderLM:
         yield from _here(last, self._norm.weights("model.norm"))
         if self._head is not None:
             yield from _here(first, self._head.weights(""))
-        if self.encoder is not None:
-            yield from self.encoder.weights()
+        if self.media_encoder is not None:
+            yield from self.media_encoder.weights()
 
     def expert_counts(self) -> dict[int, ExpertCounts]:
-        """See `CausalLM.expert_counts`."""
         found = ((layer, block.expert_counts) for layer, block in zip(self._layers, self._blocks, strict=True))
         return {layer: counts for layer, counts in found if counts is not None}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.embed`."""
         return self._embedding(token_ids)
 
     def forward(
@@ -367,7 +356,6 @@ class DecoderLM:
         own: OwnRows | None = None,
         by_layer: bool = False,
     ) -> torch.Tensor:
-        """See `CausalLM.forward`."""
         if self._fused is not None and not by_layer and attention.paged_kv() is self._fused[1]:
             return self._run_fused(*self._fused, hidden, positions, reads)
         if self._pieces is not None and not by_layer:
@@ -425,7 +413,6 @@ class DecoderLM:
         positions: torch.Tensor,
         reads: ReadTokens | None,
     ) -> torch.Tensor:
-        """All layers, as many native calls as there are `decoders`."""
         rows = kv.rows
         step = (positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)
         *between, last = decoders
@@ -436,10 +423,9 @@ class DecoderLM:
         return last(hidden, *step, None if reads is None else torch.tensor(reads.starts, dtype=torch.int32))
 
     def fuse(self, attention: StepAttention) -> str:
-        """See `CausalLM.fuse`."""
         self._fused = None
-        if self.encoder is not None:
-            self.encoder.fuse(attention.name.startswith("cpu"))
+        if self.media_encoder is not None:
+            self.media_encoder.fuse(attention.name.startswith("cpu"))
         for block in self._blocks:
             block.weights_changed()
         if self._pieces is not None:
@@ -466,7 +452,6 @@ class DecoderLM:
         return reason
 
     def _fused_part(self, spec: DecoderSpec, kv: PagedKv, begin: int, end: int) -> FusedDecoder:
-        """Layers begin .. end - 1 as one native call."""
         part = replace(
             spec, layers=spec.layers[begin:end], final_norm=spec.final_norm if end == len(spec.layers) else None
         )
@@ -508,12 +493,10 @@ class DecoderLM:
         return found
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `CausalLM.logits`."""
         assert self._head is not None
         return self._head(self._scaled(hidden), out)
 
     def peaks(self, hidden: torch.Tensor) -> Peaks:
-        """See `CausalLM.peaks`."""
         assert self._head is not None
         return self._head.peaks(self._scaled(hidden))
 

@@ -1,4 +1,4 @@
-"""The head of EAGLE-3, which guesses tokens from what a model has computed (Y. Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large
+"""The head of EAGLE-3, which drafts tokens from what a model has computed (Y. Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large
 Language Models via Training-Time Test", 2025).
 
     streams of the target at position t, of three layers -> fc -> feature         embedding of the token at t + 1
@@ -52,7 +52,6 @@ class EagleHead:
         self._ids = torch.arange(self._num_ids, device=placement.device)
 
     def weights(self) -> Iterator[Weight]:
-        """By their names in published checkpoints."""
         yield from self._fc.weights("")
         yield from self._embedding_norm.weights("midlayer.input_layernorm")
         yield from self._feature_norm.weights("midlayer.hidden_norm")
@@ -72,7 +71,7 @@ class EagleHead:
         self, features: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
         """features: [num_tokens, hidden_size] at these positions, next_ids: the tokens one position further. Returns the features of those, as the
-        head guesses them."""
+        head predicts them."""
         embeddings = self._embedding_norm(self._embed(next_ids))
         x = self._attention(torch.cat((embeddings, self._feature_norm(features)), 1), positions, attention)
         residual = features.clone()

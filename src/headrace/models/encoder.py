@@ -1,56 +1,32 @@
 """The encoder of the BERT family: blocks of attention in both directions and a feed-forward layer, over texts packed without padding.
 
-Owns the blocks and the order of their parts. Differences between families, among them the names of the tensors, are in the `Encoder`
-of `checkpoint/family.py` that each fills in. Runs in the thread that runs the model.
-
-Sources: J. Devlin et al., "BERT" (2018), with norms after each part; B. Warner et al., "Smarter, Better, Faster, Longer" (ModernBERT, 2024), with
-norms before each part, rotary positions, sliding windows and a gated feed-forward layer.
+Differences between families, among them the names of the tensors, are in the `Encoder` of `checkpoint/family.py` that each fills in. Runs in the
+thread that runs the model. Sources: J. Devlin et al., "BERT" (2018), with norms after each part; B. Warner et al., "Smarter, Better, Faster, Longer"
+(ModernBERT, 2024), with norms before each part, rotary positions, sliding windows and a gated feed-forward layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
 
 import torch
 
 from headrace import kernels
 from headrace.attention.base import StepAttention
 from headrace.checkpoint import family
-from headrace.checkpoint.encoder_config import EncoderConfig
 from headrace.checkpoint.family import EmbeddingOptions, EncoderOptions
+from headrace.checkpoint.layer_config import EncoderConfig, RopeConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
-from headrace.checkpoint.rope_config import RopeConfig
 from headrace.errors import ModelError
 from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
-from headrace.kernels.encoder import why_not
+from headrace.kernels.encoder import Activation, why_not
 from headrace.layers.embedding import Embedding
-from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
+from headrace.layers.mlp import ACTIVATIONS, FUNCTIONS, ExpertCounts
 from headrace.layers.norm import LayerNorm
 from headrace.layers.pooler import Activation as HeadActivation
 from headrace.layers.pooler import HeadLayer, HeadLinear, Pooler
 from headrace.layers.rotary import Rotary
 from headrace.layers.weight import Placement, Weight
-
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-}
-"""Ours by Hugging Face name."""
-_FUNCTIONS: dict[tuple[Activation, bool], Callable[[torch.Tensor], torch.Tensor]] = {
-    ("gelu", False): kernels.gelu,
-    ("gelu_tanh", False): kernels.gelu_tanh,
-    ("relu", False): torch.relu,
-    ("gelu", True): kernels.gelu_mul,
-    ("gelu_tanh", True): kernels.gelu_tanh_mul,
-    ("silu", True): kernels.silu_mul,
-}
-"""By activation, and whether the feed-forward layer is gated."""
 
 
 class Block:
@@ -70,7 +46,7 @@ class Block:
         without = options.pre_norm and layer == 0
         self._attention_norm = None if without else norm(config, placement)
         self._mlp_norm = norm(config, placement)
-        self._activate = _FUNCTIONS[activation(config, options), options.gated]
+        self._activate = FUNCTIONS[activation(config, options), options.gated]
         self._rotary = rotary
         self._options = options
         self._num_heads, self._head_dim, self._scale = config.num_q_heads, config.head_dim, config.attention_scale
@@ -103,7 +79,6 @@ class Block:
         return self._down(self._activate(self._up(x)))
 
     def fused(self) -> EncoderLayerSpec:
-        """The layer for a native call that runs all of them."""
         return EncoderLayerSpec(
             qkv=self._qkv.packed,
             out=self._out.packed,
@@ -116,7 +91,6 @@ class Block:
         )
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        """The layer's tensors, under the family's names."""
         yield from self._qkv.weights(prefix)
         yield from self._out.weights(prefix)
         if self._attention_norm is not None:
@@ -127,8 +101,6 @@ class Block:
 
 
 class Embeddings:
-    """The sum of the rows of the tables, normalised."""
-
     def __init__(self, config: ModelConfig, options: EmbeddingOptions, placement: Placement) -> None:
         encoder = encoder_of(config)
         self._options = options
@@ -153,7 +125,6 @@ class Embeddings:
         return self._norm(x)
 
     def weights(self) -> Iterator[Weight]:
-        """The tables' and the norm's tensors, under the family's names."""
         yield from self._words.weights(self._options.words)
         if self._positions is not None:
             yield from self._positions.weights(self._options.positions)
@@ -194,7 +165,6 @@ class Encoder:
         self._final_norm = norm(config, placement) if options.final_norm else None
 
     def weights(self) -> Iterator[Weight]:
-        """See `EncoderModel.weights`."""
         yield from self._embeddings.weights()
         for index, block in enumerate(self._blocks):
             yield from block.weights(f"{self._options.layers}.{index}.")
@@ -210,7 +180,6 @@ class Encoder:
         row_starts: torch.Tensor,
         attention: StepAttention,
     ) -> torch.Tensor:
-        """See `EncoderModel.forward`."""
         x = self._embeddings(token_ids, positions, token_types)
         if self._fused is not None:
             return self._fused(x, positions, row_starts)
@@ -219,7 +188,6 @@ class Encoder:
         return x if self._final_norm is None else self._final_norm(x)
 
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
-        """None: it has no experts."""
         return {}
 
     def fuse(self, attention: StepAttention) -> str:
@@ -259,11 +227,9 @@ class _HeadNorm:
         self._norm, self._name = layer, name
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, hidden_size] -> the same shape."""
         return self._norm(x)
 
     def weights(self) -> Iterator[Weight]:
-        """`<name>.weight`, and `.bias` where there is one."""
         yield from self._norm.weights(self._name)
 
 
@@ -283,22 +249,20 @@ def _head(
 
 
 def encoder_of(config: ModelConfig) -> EncoderConfig:
-    """The constants of an encoder, which the config must be of."""
     assert config.encoder is not None, config.model_type
     return config.encoder
 
 
 def norm(config: ModelConfig, placement: Placement) -> LayerNorm:
-    """A LayerNorm over hidden states."""
     encoder = encoder_of(config)
     return LayerNorm(config.hidden_size, encoder.norm_eps, placement, bias=encoder.norm_bias)
 
 
 def activation(config: ModelConfig, options: EncoderOptions) -> Activation:
     """Our name of the feed-forward layers' activation. Raises ModelError for one that is not known."""
-    ours = _ACTIVATIONS.get(config.hidden_act)
-    if ours is None or (ours, options.gated) not in _FUNCTIONS:
-        known = [name for name, act in _ACTIVATIONS.items() if (act, options.gated) in _FUNCTIONS]
+    ours = ACTIVATIONS.get(config.hidden_act)
+    if ours is None or (ours, options.gated) not in FUNCTIONS:
+        known = [name for name, act in ACTIVATIONS.items() if (act, options.gated) in FUNCTIONS]
         raise ModelError(f"activation {config.hidden_act!r:.80} is not supported; known: {', '.join(known)}")
     return ours
 

@@ -1,15 +1,20 @@
-"""What a model's encoder of images or sounds is to those who run it.
+"""A model's encoder of images or sounds as those who run it see it: `MediaInput`, the protocol `MediaEncoder`, and the positions of its rows.
 
-Owns `MediaInput` and the protocol `MediaEncoder`. The encoders are in `headrace.families`. Used by the thread that runs the model.
+The encoders are in `headrace.families`. Used by the thread that runs the model.
 """
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.layers.weight import Weight
+from headrace.media_kinds import MediaKind
+from headrace.messages.media import time_places
+from headrace.messages.requests import PromptContent
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,6 @@ class DeepRows:
     rows: torch.Tensor | None = None
 
     def add_to(self, hidden: torch.Tensor, layer: int) -> None:
-        """Add, in place, what belongs behind this layer."""
         if self.tokens is None or self.rows is None:
             return
         size = hidden.shape[1]
@@ -40,9 +44,7 @@ class DeepRows:
             hidden[self.tokens] += own.to(hidden.dtype)
 
 
-WORK_BYTES = 256 << 20
-"""Memory that encoding takes, about: measured with 25 tiles of 729 patches and 1,152 elements."""
-
+WORK_BYTES = 256 << 20  # memory that encoding takes, about: measured with 25 tiles of 729 patches and 1,152 elements
 Slices = Generator[None, None, list[torch.Tensor]]
 """Work that stops after each slice of it, and returns the rows of each item at the end."""
 
@@ -83,3 +85,35 @@ def encode(encoder: MediaEncoder, items: Sequence[MediaInput]) -> list[torch.Ten
     except StopIteration as done:
         rows: list[torch.Tensor] = done.value
         return rows
+
+
+Places = npt.NDArray[np.int32]  # int32[3, num_tokens]: in time, height and width
+
+
+def places_of(content: PromptContent, merge_size: int, places_per_second: float = 0.0) -> tuple[Places, int]:
+    """The places of a prompt's tokens for rotary embedding in three parts (M-RoPE), and what is added to the index of a token after the prompt, for
+    all three. Sources: P. Wang et al., "Qwen2-VL" (2024), section 2.1; S. Bai et al., "Qwen2.5-VL Technical Report" (2025), section 2.1.2.
+
+    Tokens of text are at the same place in all three. Those of an image are at its place in time and, from there on, in its rows and columns of
+    `merge_size` patches each. Those of a video are, step by step, at places in time: one for each step, or so many for a second. Text after
+    either goes on behind the last of its places, as in the papers and in the code of the models' authors. transformers 5.23 lets text go on behind
+    the longer side of a frame, in the midst of a longer video's time, and yet generated tokens behind all of it.
+    """
+    places = np.tile(np.arange(content.num_tokens, dtype=np.int32), (3, 1))
+    shift = 0
+    for span in content.spans:
+        item = content.media[span.item]
+        rows, columns = (side // merge_size for side in item.grid[1:])
+        assert span.length % (rows * columns) == 0, (span, item.grid)
+        first = span.start + shift
+        index = np.arange(span.length)
+        inside = places[:, span.start : span.end]
+        steps = index // (rows * columns)
+        if item.kind == MediaKind.VIDEO and places_per_second:
+            steps = time_places(steps, places_per_second * item.step_s)
+        inside[0] = first + steps
+        inside[1] = first + index // columns % rows
+        inside[2] = first + index % columns
+        shift += int(inside.max()) + 1 - first - span.length
+        places[:, span.end :] = np.arange(span.end, content.num_tokens, dtype=np.int32) + shift
+    return places, shift

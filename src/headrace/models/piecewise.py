@@ -1,8 +1,7 @@
-"""The parts between two attention calls, as functions compiled by torch (`--enable-torch-compile`).
+"""The parts between two attention calls, as functions compiled by torch (`--enable-torch-compile`): from the residual stream to q, k and v, and from
+attention's output back to the stream. All layers share them: weights are arguments.
 
-Owns the two functions, in plain torch: from the residual stream to q, k and v, and from attention's output back to the stream. All layers
-share them: weights are arguments. Does not own attention, which stays a separate call between them, or the weights. Runs in the
-thread that runs the model; the first steps compile, for one number of tokens, for one token, and for any number.
+Runs in the thread that runs the model; the first steps compile, for one number of tokens, for one token, and for any number.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +41,6 @@ class PiecewiseDecoder:
         attention: StepAttention,
         attention_specs: Sequence[AttentionLayerSpec],
     ) -> torch.Tensor:
-        """See `CausalLM.forward`. attention_specs: of each layer."""
         residual, added = hidden, torch.zeros_like(hidden)
         for layer, attention_spec in zip(self.spec.layers, attention_specs, strict=True):
             q_norm, k_norm = layer.head_norms or (None, None)

@@ -1,34 +1,36 @@
 """Which class serves which architecture: our own families by Hugging Face `model_type`, transformers for the rest.
 
-Used by the thread that loads the model.
+Owns the names of a vision or audio encoder, and of the decoder beside it, in checkpoints of such models. Used by the thread that loads the model.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
-from headrace.checkpoint.families import decoders, encoders
-from headrace.checkpoint.family import Decoder
+from headrace.checkpoint.families import code, decoders, encoders, vision
+from headrace.checkpoint.family import Decoder, DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
-from headrace.checkpoint.quantization_settings import stored_scheme
+from headrace.checkpoint.weight_formats import stored_scheme
 from headrace.errors import ModelError
+from headrace.layers.weight import Placement
 from headrace.models.decoder import DecoderLM
 from headrace.models.encoder import Encoder, without_prefix
-from headrace.models.multimodal import multimodal_spec
+from headrace.models.media import MediaEncoder
 from headrace.models.pooled_decoder import pooled_spec
-from headrace.models.spec import EncoderSpec, ModelSpec, PooledSpec
+from headrace.models.spec import CausalLM, EncoderSpec, ModelSpec, PooledSpec
 from headrace.models.transformers_backend import SPEC as FALLBACK
 
 ModelImpl = Literal["auto", "headrace", "transformers"]
 
 
 def native_specs() -> dict[str, ModelSpec]:
-    """Our own implementations by Hugging Face model_type."""
-    return {model_type: _spec(decoder) for model_type, decoder in decoders().items() if decoder.options is not None}
+    return {
+        model_type: _spec(decoder, decoder.options) for model_type, decoder in decoders().items() if decoder.options
+    }
 
 
-def _spec(decoder: Decoder) -> ModelSpec:
-    options = decoder.options
-    assert options is not None, decoder.name
+def _spec(decoder: Decoder, options: DecoderOptions) -> ModelSpec:
     return ModelSpec(
         decoder.name,
         lambda config, placement: DecoderLM(config, options, placement),
@@ -80,10 +82,92 @@ def pooled_class_for(config: ModelConfig, pooling: PoolingConfig) -> PooledSpec:
 
     Raises ModelError when we have none, or when its config or its quantisation is not supported.
     """
-    ours = native_specs()
-    if config.model_type not in ours:
+    decoder = decoders().get(config.model_type)
+    if decoder is None or decoder.options is None:
         raise ModelError(
             f"model type {config.model_type} is served to generate only: config.json has a model without output projection (architectures: "
-            f"{', '.join(config.architectures):.80}), or the options ask for embeddings; decoders for embeddings are {', '.join(sorted(ours))}"
+            f"{', '.join(config.architectures):.80}), or the options ask for embeddings; decoders for embeddings are "
+            f"{', '.join(sorted(native_specs()))}"
         )
-    return pooled_spec(model_class_for(config, "headrace"), pooling)
+    return pooled_spec(model_class_for(config, "headrace"), decoder.options, pooling)
+
+
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
+    ("model.vision_tower.", "vision_tower."),
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.vision_model.", "vision_model."),
+    ("model.connector.", "connector."),
+    ("model.visual.", "visual."),
+    ("model.audio_tower.", "audio_tower."),
+    ("model.image_newline", "image_newline"),
+)
+"""How transformers and others have spelled these parts, and how they are called here; one after the other."""
+
+_MEDIA_PARTS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "vision_model.",
+    "connector.",
+    "visual.",
+    "image_newline",
+    "audio_tower.",
+)
+"""Parts that a text model does not need, and of which a multimodal one does not need all."""
+
+
+def multimodal_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    """`spec` for a multimodal checkpoint, whose encoder is built unless it is not supported, or the model is split over ranks."""
+    if not config.around:
+        return spec
+
+    def build(config: ModelConfig, placement: Placement) -> CausalLM:
+        model = spec.build(config, placement)
+        has_media = config.media is not None or config.audio is not None
+        if has_media and placement.shard.is_whole and placement.stage.is_whole:
+            assert isinstance(model, DecoderLM), spec.name
+            # In as many bits as the output projection: towers are small, and many tokens depend on what they give.
+            model.media_encoder = make_encoder(config, placement.head)
+        return model
+
+    return replace(
+        spec,
+        build=build,
+        renaming=lambda config: _renaming(spec.renaming(config)),
+        ignored=(*spec.ignored, *_MEDIA_PARTS),
+    )
+
+
+def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
+    """The encoder of a model with `ModelConfig.media` or `audio`, without weights. Raises ModelError for what its family does not have."""
+    made: MediaEncoder
+    if config.audio is not None:
+        assert config.media is None, "one encoder is served"
+        made = code(config.audio.family, "audio").encoder(config.audio, config, placement)
+    else:
+        assert config.media is not None, config.model_type
+        made = code(config.media.family, "vision").encoder(config.media, config, placement)
+    return made
+
+
+def stored_name(config: ModelConfig, name: str) -> str:
+    """The name of a tensor of the model in a checkpoint of its family, as transformers 5 spells it."""
+    if not config.around or name.startswith("lm_head."):
+        return name
+    own = vision().get(config.around["model_type"])
+    text = "model.language_model." if own is None else own.text_prefix
+    return text + name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"
+
+
+def _renaming(rename: Callable[[str], str]) -> Callable[[str], str]:
+    def renamed(name: str) -> str:
+        for theirs, ours in _PREFIXES:
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+        return rename(name)
+
+    return renamed

@@ -1,8 +1,4 @@
-"""What a model is to the runner, and what a family of models says of itself.
-
-Owns `CausalLM`, `PooledCausalLM` and `EncoderModel` (the protocols), and `FamilySpec`, which a family's file makes. Used by the thread that
-loads the model.
-"""
+"""What a model is to the runner: `CausalLM`, `PooledCausalLM` and `EncoderModel`, and how a family's is built: `FamilySpec`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +10,8 @@ from headrace.attention.base import KvShape, OwnRows, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.distributed.base import WHOLE, Shard, head_share
 from headrace.distributed.stages import ALL_LAYERS, Stage
-from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.logits import Peaks
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.pooler import Pooler
 from headrace.layers.weight import Placement, Weight
 
@@ -72,7 +68,7 @@ class CausalLM(Model, Protocol):
 
 
 class PooledCausalLM(CausalLM, Protocol):
-    """A decoder that does not write: it has a `pooler` for its hidden states, and no logits."""
+    """A decoder with a `pooler` for its hidden states, and without logits."""
 
     pooler: Pooler
 

@@ -1,12 +1,9 @@
 """Any other causal language model: the transformers implementation with our attention and our linear layers.
 
-Owns the plug into transformers' attention interface, through which a model hands us q, k and v of each layer. All tokens of a step go
-through the model as one sequence of batch size 1; positions tell them apart. Architectures whose attention does not go through the
-interface, or does something that our attention does not, are refused. transformers is imported when a model is built. Runs in the
-thread that runs the model.
-
-Attention and linear layers are batch-invariant here too, but what transformers computes between them is plain torch: the last bits
-of a row may depend on the rows beside it.
+Plugs into transformers' attention interface, through which a model hands us q, k and v of each layer. All tokens of a step go through the model as
+one sequence of batch size 1; positions tell them apart. Architectures whose attention does not go through the interface, or does something that ours
+does not, are refused. Attention and linear layers are batch-invariant here too, but what transformers computes between them is plain torch: the last
+bits of a row may depend on the rows beside it. transformers is imported when a model is built. Runs in the thread that runs the model.
 """
 
 import copy
@@ -22,12 +19,12 @@ import torch
 from torch import nn
 
 from headrace.attention.base import AttentionLayerSpec, OwnRows, ReadTokens, StepAttention
-from headrace.checkpoint.foreign_config import transformers_config
+from headrace.checkpoint.config_keys import transformers_config
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
-from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.logits import Peaks, peaks_of
+from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
 from headrace.models.transformers_names import ExpertStack, read_names, stacking_of
@@ -74,7 +71,6 @@ class _LinearModule(nn.Module):
         self.weight = torch.empty(0, dtype=compute_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features]."""
         y = self.linear(x.reshape(-1, self.in_features))
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -88,7 +84,6 @@ class _Passthrough(nn.Module):
         return self
 
     def forward(self, *unused: object, inputs_embeds: torch.Tensor, **ignored: object) -> Any:
-        """inputs_embeds [1, rows, hidden_size]."""
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
@@ -103,15 +98,12 @@ class _Parameter:
     tensor: torch.Tensor
 
     def kept(self) -> Kept:
-        """The values."""
         return {"values": self.tensor.data}
 
     def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
         self.tensor.data = cast(torch.Tensor, kept["values"])
 
     def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
         (given,) = parts.values()
         assert isinstance(given, torch.Tensor), "a quantised parameter"
         return {"values": given.to(device=self.tensor.device, dtype=self.tensor.dtype, copy=True)}
@@ -138,7 +130,6 @@ class TransformersLM:
         self._head._modules = {**self._model._modules, self._model.base_model_prefix: _Passthrough()}
 
     def expert_counts(self) -> dict[int, ExpertCounts]:
-        """See `CausalLM.expert_counts`: the library's routers are its own."""
         return {}
 
     def weights(self) -> Iterator[Weight]:
@@ -178,7 +169,6 @@ class TransformersLM:
             )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.embed`."""
         embedded: torch.Tensor = self._model.get_input_embeddings()(token_ids)
         return embedded
 
@@ -192,7 +182,6 @@ class TransformersLM:
         own: OwnRows | None = None,
         by_layer: bool = False,
     ) -> torch.Tensor:
-        """See `CausalLM.forward`."""
         assert own is None, "ranks do not run this model"
         self._step.attention = attention
         self._step.layers_called = []
@@ -203,16 +192,13 @@ class TransformersLM:
         return states if reads is None else states[reads.index]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `CausalLM.logits`. Its code says where they go."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
 
     def peaks(self, hidden: torch.Tensor) -> Peaks:
-        """See `CausalLM.peaks`."""
         return peaks_of(self.logits(hidden))
 
     def fuse(self, attention: StepAttention) -> str:
-        """See `CausalLM.fuse`."""
         return "transformers runs the layers"
 
     def check(self) -> None:
@@ -289,7 +275,6 @@ class _Recorder(StepAttention):
     name = "recorder"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
-        """Zeros [num_tokens, num_q_heads * head_dim]."""
         return q.new_zeros(q.shape[0], layer.num_q_heads * layer.head_dim)
 
 
@@ -355,12 +340,10 @@ def attend(
 
 
 def build(config: ModelConfig, placement: Placement) -> CausalLM:
-    """Raises ModelError when transformers does not know the architecture or it cannot be served."""
     return TransformersLM(config, placement)
 
 
 def _make(config: ModelConfig, placement: Placement) -> Any:
-    """The transformers model, weights not filled in."""
     rope = config.rope
     limit = rope.scaling.get("original_max_position_embeddings", config.max_position_embeddings)
     if rope.rope_type in ("dynamic", "longrope") and placement.max_positions > limit:
@@ -390,7 +373,6 @@ def _looks_back(module: nn.Module) -> bool:
 
 
 def _instance(config: ModelConfig, dtype: torch.dtype) -> Any:
-    """The transformers model on the default device, weights not filled in."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -1,8 +1,5 @@
-"""How tensors of published checkpoints are named, and stacked, in the models of transformers.
-
-Owns the way from a checkpoint's names to a model's: transformers' own renamings, a base model's prefix that is left out or added, and the stacks
-of experts: transformers 5 keeps one parameter for all experts of a layer where checkpoints store one matrix an expert. Does not read tensors.
-Runs in the thread that loads the model. transformers is imported when it is used.
+"""How tensors of published checkpoints are named, and stacked, in the models of transformers: its own renamings, a base model's prefix that is left
+out or added, and the stacks of experts, of which checkpoints store one matrix an expert. Runs in the thread that loads the model.
 """
 
 import functools
@@ -76,17 +73,14 @@ class ExpertStack:
             )
 
     def kept(self) -> Kept:
-        """The values of all experts."""
         return {"values": self._tensor.data}
 
     def restore(self, kept: Kept) -> None:
-        """See `Keeper`."""
         values = kept["values"]
         assert isinstance(values, torch.Tensor), type(values)
         self._tensor.data = values
 
     def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`."""
         values = self._tensor.data.clone()
         for part, given in parts.items():
             assert isinstance(given, torch.Tensor), "a quantised expert"
@@ -101,7 +95,6 @@ class ExpertStack:
 
 
 def _slice(tensor: torch.Tensor, part: str, rule: Stacking) -> torch.Tensor:
-    """The view that is one matrix of an expert."""
     expert, number = map(int, part.split("."))
     return tensor[expert].chunk(len(rule.sources), dim=0)[number]
 
@@ -124,7 +117,7 @@ def read_names(model: Any) -> Names:
     stackings = tuple(
         _stacking(rule, model.config.model_type)
         for rule in converters
-        if any(_makes(rule, name) for name in parameters)
+        if any(target in name for target in rule.target_patterns for name in parameters)
     )
     known = []
     for name, tensor in parameters.items():
@@ -132,10 +125,6 @@ def read_names(model: Any) -> Names:
         known += [name] if rule is None else [part for _, _, part in rule.names(name, tensor.shape[0])]
     renamings = tuple(rule for rule in rules if isinstance(rule, WeightRenaming))
     return Names(stackings, renamings, f"{model.base_model_prefix}.", frozenset(known))
-
-
-def _makes(converter: Any, name: str) -> bool:
-    return any(target in name for target in converter.target_patterns)
 
 
 def _stacking(converter: Any, model_type: str) -> Stacking:

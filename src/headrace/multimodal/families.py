@@ -1,25 +1,61 @@
-"""What stands for one image, sound or video in a prompt: the tokens that transformers' processors write.
+"""The tokens of a model's media, which its family says (`checkpoint/media_tokens.py`), and how they join those of the text around them."""
 
-Which they are, a family says (`headrace.families`, with `layout.py`). Does not prepare values (`processors`), and knows no prompts.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from headrace.checkpoint.audio_config import AudioConfig
 from headrace.checkpoint.families import audio as audio_families
 from headrace.checkpoint.families import vision
-from headrace.checkpoint.image_processors import ImageSettings
-from headrace.checkpoint.media_config import MediaConfig
+from headrace.checkpoint.media_config import AudioConfig, MediaConfig
+from headrace.checkpoint.media_tokens import KindTokens, TokenLayout, Tokens, Vocabulary
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.errors import ModelError
 from headrace.media_kinds import MediaKind
-from headrace.messages.media import MediaSupport
-from headrace.multimodal.layout import PLAIN, Joints, KindTokens, Tokens, Vocabulary
+from headrace.messages.media import MediaItem, MediaSupport
 
 _CACHED_LAYOUTS = 256
 _LONGEST_RUN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedItem:
+    item: MediaItem
+    layout: TokenLayout
+
+
+class Joints:
+    """Puts layouts and text together, so that the tokens are those of the whole text.
+
+    letter_runs: of the tokens that are runs of one letter, such as line ends, the number of letters. encode: the tokens of a run of so many. Where a
+    layout and the text beside it have such runs, the text has one run, which the tokenizer may read as other tokens.
+    """
+
+    def __init__(self, letter_runs: Mapping[int, int], encode: Callable[[int], Sequence[int]]) -> None:
+        self._runs = letter_runs
+        self._encode = encode
+
+    def append(self, tokens: list[int], more: Sequence[int]) -> int:
+        """Append to the tokens of a text those of the text after it. Returns the index at which `more` would begin; it may be none of
+        theirs, if both meet in a run."""
+        before = 0
+        while before < len(tokens) and tokens[-1 - before] in self._runs:
+            before += 1
+        after = 0
+        while after < len(more) and more[after] in self._runs:
+            after += 1
+        if before and after:
+            run = [*tokens[len(tokens) - before :], *more[:after]]
+            tokens[len(tokens) - before :] = self._encode(sum(self._runs[token] for token in run))
+            more = more[after:]
+        else:
+            after = 0
+        start = len(tokens) - after
+        tokens += more
+        return start
+
+
+PLAIN = Joints({}, lambda count: ())  # of layouts that begin and end with special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +98,7 @@ def make_family(
     return _family(media.family, kinds, tokens, why, joints, own.several_are_squares), settings
 
 
-def make_hearing_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Mapping[MediaKind, str]) -> Family:
+def make_audio_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Mapping[MediaKind, str]) -> Family:
     """The family of an audio checkpoint. reasons: why it does not take other kinds. Raises ModelError."""
     tokens = Tokens(vocabulary, audio.audio_token_id)
     kinds: dict[MediaKind, KindTokens] = {MediaKind.AUDIO: audio_families()[audio.family].tokens(audio, tokens)}

@@ -1,9 +1,8 @@
-"""Fetches media files over HTTP, from the hosts that the operator allows and from no other address.
+"""Fetches media files over HTTP, from the hosts that the operator allows and from no other address. Runs in the main process's event loop.
 
-Owns which URLs are asked, the look-up of names, and the limits of an answer. What a client names may be meant to reach what only the server can
-reach, so: a host has to be allowed by name; all of its addresses have to be public; the connection goes to exactly the addresses that were checked;
-a redirect stays at the host; nothing is decompressed; and there are no proxies, cookies or credentials. Of a refused URL no request leaves. Errors
-never tell an address. Runs in the main process's event loop.
+What a client names may be meant to reach what only the server can reach, so: a host has to be allowed by name; all of its addresses have to be
+public; the connection goes to exactly the addresses that were checked; a redirect stays at the host; nothing is decompressed; and there are no
+proxies, cookies or credentials. Of a refused URL no request leaves. Errors never tell an address.
 """
 
 import asyncio
@@ -13,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.config.web import MediaArgs
@@ -31,9 +31,7 @@ MAX_REDIRECTS = 3
 AT_A_TIME = 32
 """Files that are fetched, or have been and are yet to be prepared, at a time."""
 
-AT_A_TIME_OF_HOST = 8
-"""Those of them that are of one host: a slow one leaves room for others."""
-
+AT_A_TIME_OF_HOST = 8  # those of them that are of one host: a slow one leaves room for others
 _DNS_THREADS = 4
 _CHUNK_BYTES = 1 << 16
 _MOST_URL = 8192
@@ -82,7 +80,6 @@ class Fetcher:
             raise MediaRefusedError(f"fetching the file takes longer than {self._limit_s:g} s", "time") from None
 
     def close(self) -> None:
-        """End its threads."""
         self._dns_threads.shutdown(wait=False, cancel_futures=True)
 
     def _checked(self, url: str) -> "URL":
@@ -193,7 +190,8 @@ class Fetcher:
 
     async def _look_up(self, host: str, port: int) -> list[str]:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._dns_threads, _addresses_of, host, port)
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await loop.run_in_executor(self._dns_threads, look_up)
         return [str(address[0]) for _, _, _, _, address in found]
 
 
@@ -204,7 +202,6 @@ class _Known:
         self._addresses = addresses
 
     async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[dict[str, Any]]:
-        """See aiohttp's AbstractResolver."""
         return [
             {
                 "hostname": host,
@@ -285,7 +282,3 @@ def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _host(target: "URL") -> str:
     """In lower case and ASCII, without brackets."""
     return (target.raw_host or "").lower()
-
-
-def _addresses_of(host: str, port: int) -> list[Any]:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,10 +1,6 @@
-"""From the bytes of an image file to its pixels in RGB.
+"""From the bytes of an image file to its pixels in RGB. Runs in a child process, since a file may be hostile; it sets Pillow's own limits.
 
-Owns which formats and which pixels are read, and what is refused, in words for clients. The content decides what a file is, never its name or its
-declared type. Does not fetch, and does not prepare pixels for a model (`processors`). Runs in a child process, since a file may be hostile; it sets
-Pillow's own limits, which are those of a process.
-
-- PNG, JPEG, WEBP, GIF and BMP, of one frame. What follows the image in a file is ignored.
+- The content decides what a file is, never its name or its declared type: PNG, JPEG, WEBP, GIF or BMP, of one frame. What follows is ignored.
 - An image is turned as its EXIF or XMP orientation says, as transformers' `load_image` does.
 - Grey, palette, CMYK and YCbCr become RGB as Pillow converts them, and what is transparent is laid on white, as transformers' processors do. Of
   16 bits the upper 8 are taken, of grey as of colours, where Pillow would cut grey off at 255.

@@ -1,23 +1,11 @@
-"""What one item of media may cost, and how one is refused: the limits, the error, and the names of file formats that are not supported.
-
-Which formats are supported is decided where they are read (`images`, `audio`); `loader` tells the client which item it is. Imports nothing of this
-project.
-"""
+"""What one item of media may cost, and how one is refused: the limits, the error, and the names of file formats that are not supported."""
 
 MIB = 1 << 20
 
-MAX_PIXELS = 50_000_000
-"""Of an image, and of what it is resized to."""
-
-MAX_VIDEO_PIXELS = 250_000_000
-"""Of all frames of a video as they are given: as many as 120 of 1920 x 1080."""
-
-MAX_SIDE = 1 << 16
-"""Of an image, in pixels."""
-
-MAX_CHANNELS = 8
-"""Of an audio file."""
-
+MAX_PIXELS = 50_000_000  # of an image, and of what it is resized to
+MAX_VIDEO_PIXELS = 250_000_000  # of all frames of a video as they are given: as many as 120 of 1920 x 1080
+MAX_SIDE = 1 << 16  # of an image, in pixels
+MAX_CHANNELS = 8  # of an audio file
 MIN_RATE = 4_000
 MAX_RATE = 384_000
 """Samples in a second of an audio file."""
@@ -28,29 +16,14 @@ MAX_LEVEL = 1e12
 SLACK_S = 0.25
 """By which audio may be longer than the model takes, and is cut: encoders of MP3 add some silence to what they are given."""
 
-MIN_HOPS = 4
-"""Of audio, from one frame of its features to the next: fewer may give no token."""
-
-MAX_WAV_CHUNKS = 1000
-"""Before the samples in a WAV file."""
-
-MAX_ITEM_BYTES = 128 * MIB
-"""Of the values of one item."""
-
-PREPARE_LIMIT_S = 10.0
-"""Processor time to decode and prepare one item."""
-
-CHILD_MEMORY_BYTES = 1536 * MIB
-"""What a child may allocate beyond what it has when it starts."""
-
-FETCH_LIMIT_S = 10.0
-"""From the name of a host to the last byte of a file, redirects included."""
-
-VIDEO_LIMIT_S = 30.0
-"""Until all frames of a video are there."""
-
-MAX_VIDEO_BYTES = 64 * MIB
-"""Of the files of the frames of one video."""
+MIN_HOPS = 4  # of audio, from one frame of its features to the next: fewer may give no token
+MAX_WAV_CHUNKS = 1000  # before the samples in a WAV file
+MAX_ITEM_BYTES = 128 * MIB  # of the values of one item
+PREPARE_LIMIT_S = 10.0  # processor time to decode and prepare one item
+CHILD_MEMORY_BYTES = 1536 * MIB  # what a child may allocate beyond what it has when it starts
+FETCH_LIMIT_S = 10.0  # from the name of a host to the last byte of a file, redirects included
+VIDEO_LIMIT_S = 30.0  # until all frames of a video are there
+MAX_VIDEO_BYTES = 64 * MIB  # of the files of the frames of one video
 
 
 class MediaRefusedError(Exception):

@@ -1,15 +1,13 @@
 """Loads the media of prompts: from what clients give to items for the model's encoder and their tokens.
 
-Owns `MediaLoader`, the cache of prepared items, and how many files are fetched and decoded at a time. Does not own the steps: `sources` and
-`fetch` get the bytes, children (`media_pool`) decode and prepare them, `families` says what stands for them. Runs in the main process's event
-loop; what takes time is done by threads and children.
-
-A request's items wait for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one
-with a single image. Work for a request that has gone is cancelled, unless another one waits for the same item.
+Runs in the main process's event loop; what takes time is done by threads (`sources`, `fetch`) and children (`media_child`). A request's items wait
+for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one with a single image. Work
+for a request that has gone is cancelled, unless another one waits for the same item.
 """
 
 import asyncio
 import hashlib
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,42 +17,98 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from headrace.checkpoint.audio_config import AudioConfig, read_audio
-from headrace.checkpoint.audio_processors import AudioSettings, read_audio_settings
-from headrace.checkpoint.image_processors import read_image_settings, read_video_settings
-from headrace.checkpoint.json_file import read_json_object
-from headrace.checkpoint.media_config import read_media
+from headrace.checkpoint.families import vision
+from headrace.checkpoint.files import read_json_object
+from headrace.checkpoint.media_config import AudioConfig
+from headrace.checkpoint.media_tokens import ItemFacts, Vocabulary
+from headrace.checkpoint.model_config import read_audio, read_media
+from headrace.checkpoint.preprocessor_config import (
+    AudioSettings,
+    read_audio_settings,
+    read_image_settings,
+    read_video_settings,
+)
+from headrace.child_pool.child_side import MIB
+from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
 from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
-from headrace.multimodal.families import Family, make_family, make_hearing_family
+from headrace.multimodal.families import Family, LoadedItem, make_audio_family, make_family
 from headrace.multimodal.fetch import Fetcher
-from headrace.multimodal.layout import ItemFacts, LoadedItem, Vocabulary
-from headrace.multimodal.limits import FETCH_LIMIT_S, MAX_ITEM_BYTES, MAX_VIDEO_BYTES, VIDEO_LIMIT_S, MediaRefusedError
-from headrace.multimodal.media_messages import AudioJob, ImageJob, MediaJob, MediaSettings, VideoJob
-from headrace.multimodal.media_pool import MediaPool
+from headrace.multimodal.limits import (
+    CHILD_MEMORY_BYTES,
+    FETCH_LIMIT_S,
+    MAX_ITEM_BYTES,
+    MAX_VIDEO_BYTES,
+    PREPARE_LIMIT_S,
+    VIDEO_LIMIT_S,
+    MediaRefusedError,
+)
+from headrace.multimodal.media_messages import (
+    VERDICTS,
+    AudioJob,
+    Done,
+    ImageJob,
+    MediaJob,
+    MediaSettings,
+    Refused,
+    Setup,
+    Verdict,
+    VideoJob,
+)
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
 
+PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
+
+
+class MediaPool(ChildPool[Verdict]):
+    """Prepares media in children. limit_s: processor time for one item. memory_bytes: memory for one, beyond the child's own."""
+
+    def __init__(
+        self,
+        settings: MediaSettings,
+        num_children: int = 1,
+        limit_s: float = PREPARE_LIMIT_S,
+        memory_bytes: int = CHILD_MEMORY_BYTES,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        super().__init__(
+            "decode media",
+            program,
+            Setup(settings, memory_bytes),
+            VERDICTS,
+            num_children=num_children,
+            limit_s=limit_s,
+        )
+        self._memory_bytes = memory_bytes
+
+    def prepare(self, job: MediaJob) -> Done:
+        """An item, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError if it could not be tried."""
+        decoding = f"decoding the {job.kind.one} takes"
+        try:
+            verdict = self.ask(job)
+        except ChildLateError:
+            raise MediaRefusedError(f"{decoding} longer than {self._limit_s:g} s", "time") from None
+        except ChildLostError:
+            raise MediaRefusedError(
+                f"{decoding} more memory than the limit ({self._memory_bytes // MIB} MiB), or it is broken", "memory"
+            ) from None
+        if isinstance(verdict, Refused):
+            raise MediaRefusedError(verdict.message, verdict.kind)
+        return verdict
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VIDEO_PATCHES = 4
-"""A video may have so many times the patches of an image."""
-
-_AT_A_TIME = 4
-"""Files of one request that are fetched or decoded at a time."""
-
-_FILES = 8
-"""Files that have been read and are yet to be prepared, at a time."""
-
-_VIDEOS = 4
-"""Videos whose frames are being fetched, or have been and are yet to be prepared, at a time."""
-
-_THREADS = 2
-"""That decode base64 and hash files."""
+VIDEO_PATCHES = 4  # A video may have so many times the patches of an image
+_AT_A_TIME = 4  # files of one request that are fetched or decoded at a time
+_FILES = 8  # files that have been read and are yet to be prepared, at a time
+_VIDEOS = 4  # videos whose frames are being fetched, or have been and are yet to be prepared, at a time
+_THREADS = 2  # that decode base64 and hash files
 
 
 class MediaLoader:
@@ -77,7 +131,9 @@ class MediaLoader:
         self._fetcher = Fetcher(args)
         self._files = asyncio.Semaphore(_FILES)
         self._videos = asyncio.Semaphore(_VIDEOS)
-        self._cache: PreparedCache[LoadedItem] = PreparedCache(args.cache_bytes, _num_bytes)
+        self._cache: PreparedCache[LoadedItem] = PreparedCache(
+            args.cache_bytes, lambda loaded: loaded.item.num_bytes + 64 * len(loaded.layout.tokens)
+        )
         self._flights: Flights[LoadedItem] = Flights()
         self._costly = RecentRefusals()
         self._loaded: Counter[MediaKind] = Counter()
@@ -88,7 +144,6 @@ class MediaLoader:
 
     @property
     def support(self) -> MediaSupport:
-        """The media that the model supports."""
         return self._family.support
 
     @property
@@ -98,12 +153,10 @@ class MediaLoader:
 
     @property
     def most(self) -> Mapping[MediaKind, int]:
-        """Most items of each kind in a prompt."""
         return self._args.most
 
     @property
     def max_frames(self) -> int:
-        """Most frames of a video."""
         return self._args.max_frames
 
     def stats(self) -> MediaStats:
@@ -293,7 +346,7 @@ def make_loader(
     config = read_json_object(folder / "config.json")
     audio, audio_unsupported_reason = read_audio(config)
     if audio is not None:
-        family = make_hearing_family(audio, tokenizer, reasons or {})
+        family = make_audio_family(audio, tokenizer, reasons or {})
         features = read_audio_settings(folder)
         _check_features(audio, features)
         return MediaLoader(family, MediaSettings(audio=features), args)
@@ -304,14 +357,14 @@ def make_loader(
             or audio_unsupported_reason
             or f"models of type {config.get('model_type')!r:.80} take text only"
         )
-    why = dict(reasons or {})
-    videos = None
-    try:
-        videos = read_video_settings(folder, media.family)
-        why[MediaKind.VIDEO] = "those of its family are not served; send frames as images"
-    except ModelError as error:
-        why[MediaKind.VIDEO] = error.message
-    images = read_image_settings(folder, media.family)
+    own, videos = vision()[media.family], None
+    why = {**(reasons or {}), MediaKind.VIDEO: "those of its family are not served; send frames as images"}
+    if own.video_processor:
+        try:
+            videos = read_video_settings(folder, own.video_processor)
+        except ModelError as error:
+            why[MediaKind.VIDEO] = error.message
+    images = read_image_settings(folder, own.image_processor)
     family, images = make_family(media, images, tokenizer, config, why, videos)
     images = bounded(images, args.max_patches)
     if videos is None:
@@ -322,7 +375,6 @@ def make_loader(
 
 
 def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
-    """Raises ModelError if the features are not those that the encoder takes."""
     theirs = (settings.num_mel_bins, settings.chunk_frames)
     ours = (audio.num_mel_bins, 2 * audio.max_positions)
     if theirs != ours:
@@ -340,9 +392,4 @@ def _content_key(job: MediaJob, owner: str) -> bytes:
 
 
 def _owned(key: bytes, owner: str, num_bytes: int) -> bytes:
-    """A key that differs for each owner."""
     return hashlib.blake2b(key + owner.encode(), digest_size=num_bytes).digest()
-
-
-def _num_bytes(loaded: LoadedItem) -> int:
-    return loaded.item.num_bytes + 64 * len(loaded.layout.tokens)

@@ -1,7 +1,6 @@
 """A child that decodes and prepares media: `python -m headrace.multimodal.media_child`. What costs too much costs it its life, not the server's.
 
-Owns the child's work; `media_pool` is the other side. The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each
-job with a `Verdict` (`media_messages`).
+The child is sent a `Setup`, answers `Ready`, and from then on prints nothing and answers each job with a `Verdict` (`media_messages`).
 """
 
 import hashlib
@@ -10,9 +9,8 @@ from collections.abc import Iterator
 import msgspec
 from PIL.Image import Image
 
-from headrace.checkpoint.audio_processors import AudioSettings
-from headrace.child_pool.child_side import MIB, Ready, limit_memory, resident_bytes, run, say_no_more
-from headrace.child_pool.frames import Frames
+from headrace.checkpoint.preprocessor_config import AudioSettings
+from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
 from headrace.garbage import give_back_free_memory
 from headrace.messages.media import KEY_BYTES
 from headrace.multimodal.images import read_image
@@ -32,9 +30,7 @@ from headrace.multimodal.processors import Prepared, prepare, prepare_video
 
 STACK_BYTES = 8 * MIB
 
-NICE = 5
-"""A request waits for its media, and others for the steps of the model."""
-
+NICE = 5  # A request waits for its media, and others for the steps of the model
 _SETUPS = msgspec.msgpack.Decoder(Setup)
 _JOBS: msgspec.msgpack.Decoder[MediaJob] = msgspec.msgpack.Decoder(MediaJob)
 
@@ -54,7 +50,6 @@ def prepare_job(job: MediaJob, settings: MediaSettings, settings_key: bytes) -> 
 
 
 def settings_key(settings: MediaSettings) -> bytes:
-    """Stands for settings in keys: equal for equal settings."""
     return hashlib.blake2b(msgspec.msgpack.encode(settings), digest_size=KEY_BYTES).digest()
 
 
@@ -76,7 +71,6 @@ def serve(frames: Frames) -> None:
 
 
 def main() -> None:
-    """Entry of the child."""
     run(serve, STACK_BYTES, "media", NICE)
 
 
@@ -110,8 +104,11 @@ def _frames(job: VideoJob) -> Iterator[Image]:
 
 
 def _prepared_audio(data: bytes, settings: AudioSettings) -> Prepared:
-    from headrace.multimodal.audio import read_audio_file  # with the libraries that it needs, for the first audio file
-    from headrace.multimodal.spectrogram import log_mel, num_positions
+    from headrace.multimodal.audio import (
+        log_mel,
+        num_positions,
+        read_audio_file,  # with the libraries that it needs, for the first audio file
+    )
 
     samples = read_audio_file(data, settings)
     digest = hashlib.blake2b(samples.data).digest()

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import msgspec
 
-from headrace.checkpoint.audio_processors import AudioSettings
-from headrace.checkpoint.image_processors import ImageSettings
+from headrace.checkpoint.preprocessor_config import AudioSettings, ImageSettings
 from headrace.media_kinds import MediaKind
 
 
@@ -53,7 +52,6 @@ class AudioJob(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def files(self) -> tuple[bytes, ...]:
-        """As of an image."""
         return (self.data,)
 
 
@@ -66,12 +64,10 @@ class VideoJob(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def about(self) -> str:
-        """As of an image."""
         return f"{self.fps!r}"
 
     @property
     def files(self) -> tuple[bytes, ...]:
-        """As of an image."""
         return self.frames
 
 

@@ -1,7 +1,4 @@
-"""Prepared items by the content of their files, bounded in bytes, and work that several requests share.
-
-Owns `PreparedCache`, `Flights` and `RecentRefusals`. Knows nothing of how items are prepared. Runs in the main process's event loop.
-"""
+"""Prepared items by the content of their files, bounded in bytes, and work that several requests share. Runs in the main process's event loop."""
 
 import asyncio
 import time
@@ -35,7 +32,6 @@ class PreparedCache(Generic[T]):
         return value
 
     def put(self, key: bytes, value: T) -> None:
-        """Keep a value, and drop others until there is room."""
         if key in self._values or self._size_of(value) > self._max_bytes:
             return
         self._values[key] = value
@@ -64,7 +60,6 @@ class RecentRefusals:
         del self._refusals[key]
 
     def add(self, key: bytes, error: MediaRefusedError) -> None:
-        """Remember a refusal."""
         self._refusals[key] = time.monotonic() + self._seconds, error
         if len(self._refusals) > self._max_refusals:
             self._refusals.popitem(last=False)

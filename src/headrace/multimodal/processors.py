@@ -1,8 +1,7 @@
 """From the pixels of an image to the values that a model's encoder takes, bit by bit those of transformers' image processors (with Pillow).
 
-Owns the steps of each recipe of `ImageSettings`, for one image. Does not read files (`images`) or settings (`checkpoint.image_processors`). Runs in
-a child process. Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, LLaVA-OneVision, Gemma 3, Pixtral, Idefics3, SmolVLM, Qwen2-VL
-and GOT-OCR2 (InternVL), in their variants for Pillow and NumPy.
+Sources: the processors of transformers 5 for CLIP, SigLIP, LLaVA, LLaVA-OneVision, Gemma 3, Pixtral, Idefics3, SmolVLM, Qwen2-VL and GOT-OCR2
+(InternVL), in their variants for Pillow and NumPy. Runs in a child process.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from headrace.checkpoint.image_processors import ImageSettings
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.media_kinds import MediaKind
 from headrace.multimodal.limits import MAX_ITEM_BYTES, MAX_PIXELS, MediaRefusedError
 from headrace.multimodal.resolutions import (
@@ -33,11 +32,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 NO_GRID = (0, 0, 0)
 
-LOW_TOKENS = 256
-"""Tokens of an image with `detail: low`, at most, where its size decides."""
-
-_MOST_ASPECT = 200
-"""Qwen refuses images that are longer than wide, or wider than long, by more than this factor."""
+LOW_TOKENS = 256  # tokens of an image with `detail: low`, at most, where its size decides
+_MOST_ASPECT = 200  # qwen refuses images that are longer than wide, or wider than long, by more than this factor
 
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -184,11 +180,7 @@ def _split(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     pixels = np.asarray(image)
     if rows <= 1 and columns <= 1:
         return [pixels], NO_GRID
-    tiles = [
-        pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
-        for row in range(rows)
-        for column in range(columns)
-    ]
+    tiles = _tiles_of(pixels, side, side)
     tiles.append(np.asarray(_resized(image, side, side, settings.resample)))
     return tiles, (0, rows, columns)
 
@@ -227,8 +219,7 @@ def _anyres(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     pixels = np.zeros((tall, wide, 3), np.uint8)
     top, left = (tall - height) // 2, (wide - width) // 2
     pixels[top : top + height, left : left + width] = np.asarray(_resized(image, height, width, settings.resample))
-    tiles += [pixels[y : y + side, x : x + side] for y in range(0, tall, side) for x in range(0, wide, side)]
-    return tiles, grid
+    return tiles + _tiles_of(pixels, side, side), grid
 
 
 def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
@@ -239,14 +230,16 @@ def _tiled(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
         return [np.asarray(whole)], NO_GRID
     rows, columns = best_tiles(image.height, image.width, settings)
     pixels = np.asarray(_resized(image, rows * height, columns * width, settings.resample))
-    tiles = [
-        pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
-        for row in range(rows)
-        for column in range(columns)
-    ]
+    tiles = _tiles_of(pixels, height, width)
     if len(tiles) > 1:
         tiles.append(np.asarray(_resized(image, height, width, settings.resample)))
     return tiles, (0, rows, columns)
+
+
+def _tiles_of(pixels: Bytes, height: int, width: int) -> list[Bytes]:
+    """Tiles of this size row by row, into which an image can be cut."""
+    tall, wide = pixels.shape[:2]
+    return [pixels[y : y + height, x : x + width] for y in range(0, tall, height) for x in range(0, wide, width)]
 
 
 def _values(images: Sequence[Bytes], settings: ImageSettings, kind: MediaKind = MediaKind.IMAGE) -> Floats:

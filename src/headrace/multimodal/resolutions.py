@@ -1,17 +1,13 @@
-"""To which size an image is made, and into how many tiles it is cut, by the rules of transformers' image processors.
-
-Owns numbers only, of height and width in this order. Pixels are resized by `processors`.
-"""
+"""To which size an image is made, and into how many tiles it is cut, by the rules of transformers' image processors: (height, width), always."""
 
 import math
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from headrace.checkpoint.image_processors import ImageSettings, Size
+from headrace.checkpoint.preprocessor_config import ImageSettings, Size
 
-MOST_OF_A_SIDE = 4096
-"""Idefics3 makes no image larger than this."""
+MOST_OF_A_SIDE = 4096  # idefics3 makes no image larger than this
 
 
 def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:
@@ -92,7 +88,6 @@ def best_tiles(height: int, width: int, settings: ImageSettings) -> tuple[int, i
 
 
 def by_shortest(height: int, width: int, shortest: int) -> tuple[int, int]:
-    """(height, width) whose shortest edge is this long."""
     if width <= height:
         return int(shortest * height / width), shortest
     return shortest, int(shortest * width / height)
@@ -127,6 +122,5 @@ def in_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 
 
 def within(least: int, most: int, bound: int) -> Size:
-    """The size with this bound on the number of pixels."""
     most = min(most, bound)
     return Size(shortest_edge=min(least, most), longest_edge=most)

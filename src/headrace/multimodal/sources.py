@@ -1,8 +1,4 @@
-"""The bytes of a file of media as a client gives it: in the request, or in a file below the folder that the operator allows.
-
-Owns the forms of `FileRef.url` and their limits. Does not own fetching over a network (`fetch`). Runs in threads of the main process: it only
-decodes base64 and reads files.
-"""
+"""The bytes of a file of media as a client gives it: in the request, or in a file below the folder that the operator allows. Runs in threads."""
 
 import base64
 import binascii
@@ -11,7 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular
 from headrace.errors import ModelError
 from headrace.media_kinds import FileRef
 from headrace.multimodal.limits import MediaRefusedError
@@ -20,15 +16,11 @@ Form = Literal["inline", "file", "web"]
 
 
 class FileLimit(NamedTuple):
-    """Most bytes of a file, and the option that says so."""
-
     num_bytes: int
     option: str
 
 
-_LEAST_BYTES = 26
-"""No file of media is smaller."""
-
+_LEAST_BYTES = 26  # no file of media is smaller
 _PIECE = 1 << 20
 _WHITESPACE = b" \t\r\n"
 _ESCAPED = (
@@ -104,7 +96,6 @@ def file_bytes(url: str, folder: Path | None, limit: FileLimit) -> bytes:
 
 
 def too_large(limit: FileLimit) -> MediaRefusedError:
-    """For a file with more bytes than the limit."""
     return MediaRefusedError(f"the file is larger than {limit.num_bytes} bytes ({limit.option})", "bytes")
 
 

@@ -1,6 +1,5 @@
 """What a parser takes and gives: pieces of text with their tokens, and events. Nothing here knows a format."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -50,32 +49,6 @@ class Piece(NamedTuple):
 
     text: str
     token_id: int = -1
-
-
-class OutputParser(Protocol):
-    """Reads one output, piece by piece. What comes out does not depend on where the pieces are cut, apart from how the events are cut."""
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens so far whose text begins in the reasoning. Marks are not counted."""
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the next token would be reasoning."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has begun."""
-
-    @property
-    def in_call(self) -> bool:
-        """Whether a call has begun that is not whole yet."""
-
-    def push(self, pieces: Iterable[Piece]) -> list[Event]:
-        """The next pieces; returns what is certain by now. Adjacent events of the same kind are joined."""
-
-    def finish(self) -> list[Event]:
-        """The end of the output: returns what was held back. Nothing may be pushed afterwards."""
 
 
 class CallSink(Protocol):

@@ -40,8 +40,6 @@ _BOUNDS = {"pattern", "minLength", "maxLength", "format"}
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The function that must be called."""
-
     name: str
 
 
@@ -186,7 +184,6 @@ def _common_beginning(texts: Sequence[str]) -> str:
 
 
 def _calls(writing: Writing, calls: Sequence[Node], parallel: bool) -> Node:
-    """At least one call."""
     separated: Node = {
         "type": "tags_with_separator",
         "tags": list(calls),
@@ -301,7 +298,6 @@ def _python_value(schema: object, root: Mapping[str, object]) -> Node:
 
 
 def _fixed_values(schema: object) -> list[object]:
-    """The values that a schema lists, empty if it does not."""
     if not isinstance(schema, Mapping):
         return []
     values = schema.get("enum")
@@ -347,7 +343,6 @@ class _GemmaWriter:
         self._known: dict[tuple[int, int], Node] = {}
 
     def members(self, schema: Mapping[str, object], depth: int = 0) -> Node:
-        """Raises RequestError for a schema whose grammar would be too large."""
         items = [
             (sequence(const(f"{key}:"), self._value(value, depth + 1)), is_required)
             for key, value, is_required in _parameters(schema)
@@ -383,7 +378,6 @@ class _GemmaWriter:
 
 
 def _free_gemma_object(delimiter: str, depth: int = 0) -> Node:
-    """Any object in Gemma's notation."""
     value = _free_gemma_value(delimiter, depth)
     return tag("{", _repeated(sequence(regex("[A-Za-z_][A-Za-z0-9_]*"), const(":"), value), ","), "}")
 

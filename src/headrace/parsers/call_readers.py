@@ -61,7 +61,6 @@ class Scanner:
             yield
 
     def _expect(self, text: str) -> Steps:
-        """Take this text."""
         for character in text:
             if (yield from self._peek()) != character:
                 raise Malformed

@@ -31,13 +31,16 @@ def random_characters(num: int) -> str:
 
 
 def random_id(name: str, number: int, draw: Callable[[int], str]) -> str:
-    """The usual id of a call."""
     return "call_" + draw(24)
 
 
-class Machine:
-    """See `OutputParser`. schemas: the schema of each function's arguments. start: the name of the first state. reads_tools, reads_reasoning:
-    what is not read is text. num_calls_before: calls earlier in the conversation. draw: random characters for ids."""
+class OutputParser:
+    """Reads one output, piece by piece. What comes out does not depend on where the pieces are cut, apart from how the events are cut.
+
+    schemas: the schema of each function's arguments. start: the name of the first state. reads_tools, reads_reasoning:
+    what is not read is text. num_calls_before: calls earlier in the conversation. draw: random characters for ids.
+    num_reasoning_tokens: tokens so far whose text begins in the reasoning; marks are not counted.
+    """
 
     def __init__(
         self,
@@ -97,16 +100,15 @@ class Machine:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun."""
         return self._num_calls > 0
 
     @property
     def in_call(self) -> bool:
-        """See `OutputParser.in_call`."""
+        """Whether a call has begun that is not whole yet."""
         return self.has_begun
 
     def push(self, pieces: Iterable[Piece]) -> list[Event]:
-        """See `OutputParser.push`."""
+        """The next pieces; returns what is certain by now. Adjacent events of the same kind are joined."""
         waiting: list[str] = []
         texts = self._program.texts
         for text, token_id in pieces:
@@ -136,7 +138,7 @@ class Machine:
             self.num_reasoning_tokens = 0
 
     def finish(self) -> list[Event]:
-        """See `OutputParser.finish`."""
+        """The end of the output: returns what was held back. Nothing may be pushed afterwards."""
         self._drop_cut_mark()
         self._run([], is_end=True)
         if self._reader is not None:
@@ -178,7 +180,6 @@ class Machine:
         self._out.append(ToolCall(index, call_id, name))
 
     def arguments(self, text: str) -> None:
-        """The next piece of the arguments."""
         if text:
             self._has_arguments = True
             self._write("arguments", text, self._num_calls - 1)

@@ -168,12 +168,10 @@ class ArgumentsWriter:
         self._held: list[str] = []
 
     def key(self, name: str) -> None:
-        """The name of the next parameter."""
         self._key = name.strip()
         self._has_key = True
 
     def begin_value(self, value_type: ValueType, trim_newline: bool) -> str:
-        """The value begins."""
         self._types = schema_types(properties(self._schema).get(self._key), self._schema)
         self._value_type = value_type
         # Streamed is what is a string for certain: other types may be several, of which a string is the last resort.
@@ -186,7 +184,6 @@ class ArgumentsWriter:
         return self._next_key(to_json(self._key)) + ": " + ('"' if self._streams else "")
 
     def value(self, text: str) -> str:
-        """The next piece of the value."""
         if self._trims and text:
             if not self._begun and text[0] == "\n":
                 text = text[1:]
@@ -202,7 +199,6 @@ class ArgumentsWriter:
         return ""
 
     def end_value(self) -> str:
-        """The value is complete."""
         text = "".join(self._held)
         self._held.clear()
         self._in_value = False
@@ -214,7 +210,6 @@ class ArgumentsWriter:
         return coerced(text, self._types)
 
     def close(self) -> str:
-        """The object is complete."""
         text = self.end_value() if self._in_value else ""
         return text + ("{}" if self._is_empty else "}")
 

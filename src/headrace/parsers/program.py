@@ -14,8 +14,6 @@ _SHORTEST_PART = 3
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A terminal in a text."""
-
     start: int
     end: int
     go: Go
@@ -56,7 +54,6 @@ class BoundState:
         return (best, stop) if best is not None and best.start < stop else (None, stop)
 
     def settle(self) -> None:
-        """Prepare the search for the terminals in `texts`."""
         if not self.texts:
             return
         texts = sorted(self.texts, key=len, reverse=True)
@@ -90,7 +87,6 @@ class Program:
 
 
 def terminals(table: Table, reasoning: ReasoningTable | None) -> list[str]:
-    """All terminals of a format."""
     states = table.states.values()
     found = [*table.opens, *(text for state in states for text in state.on), *table.parts]
     # A token's text in a regular expression is the text, apart from what is escaped.

@@ -8,8 +8,8 @@ import regex
 
 from headrace.errors import ConfigError
 from headrace.log import get_logger
-from headrace.parsers.base import BLANK, OutputParser
-from headrace.parsers.engine import Machine, random_characters
+from headrace.parsers.base import BLANK
+from headrace.parsers.engine import OutputParser, random_characters
 from headrace.parsers.formats import REASONING_TABLES, TABLES
 from headrace.parsers.program import Program, bind, marks, terminals, without_calls
 from headrace.parsers.response_template import UnsupportedTemplateError, tables_of
@@ -17,7 +17,7 @@ from headrace.parsers.table import Kind, ReasoningTable, Table
 
 logger = get_logger(__name__)
 
-AnyTable = TypeVar("AnyTable", Table, ReasoningTable)
+AnyTable = TypeVar("AnyTable", bound=Table | ReasoningTable)
 
 NO_TABLE = Table("", {}, has_tools=False)
 """Of a model that writes no calls."""
@@ -81,7 +81,7 @@ class OutputFormat:
         begun = (
             [found.end() for found in regex.finditer(table.anchor, prompt_text, regex.DOTALL)] if table.anchor else []
         )
-        machine = Machine(
+        parser = OutputParser(
             program,
             schemas,
             program.start if begun else self._start(program, prompt_ids, prompt_text),
@@ -93,8 +93,8 @@ class OutputFormat:
             draw=random_characters if random is None else lambda num: "".join(random() for _ in range(num)),
         )
         if begun:
-            machine.skip(prompt_text[begun[-1] :])
-        return machine
+            parser.skip(prompt_text[begun[-1] :])
+        return parser
 
     @property
     def inner_ids(self) -> frozenset[int]:
@@ -103,7 +103,6 @@ class OutputFormat:
 
     @property
     def reasoning_end_ids(self) -> frozenset[int]:
-        """Tokens that end reasoning."""
         states = self._program(True, True, False).states.values()
         return frozenset(token_id for state in states if state.kind is Kind.REASONING for token_id in state.marks)
 

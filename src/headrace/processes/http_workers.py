@@ -19,8 +19,7 @@ from headrace.messages.channel import Channels, Ports
 from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.processes.child import ChildProcess
-from headrace.processes.recovery import Recovery, RestartBudget
-from headrace.processes.supervisor import Supervisor
+from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
 from headrace.server.address import local_url
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class HttpWorkers:
     def _down(self, dead: ChildProcess) -> None:
         self._loop.call_soon_threadsafe(self._door.remove, dead.source)
 
-    def _end(self, supervisor: Supervisor[ChildProcess], recovery: Recovery[ChildProcess]) -> None:
+    def _end(self, supervisor: Supervisor, recovery: Recovery) -> None:
         supervisor.stop()
         recovery.stop()
         for child in self.children:

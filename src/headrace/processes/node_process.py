@@ -20,7 +20,7 @@ from headrace.messages.channel import IpcDir, Ports
 from headrace.processes.child import ChildProcess
 from headrace.processes.numa import bindings
 from headrace.processes.rank_groups import connect, descriptors_of, ranks_here, starts_here
-from headrace.processes.supervisor import describe_exit
+from headrace.processes.recovery import describe_exit
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -22,7 +22,7 @@ from headrace.processes.child import ChildProcess
 from headrace.processes.handshake import OnProgress
 from headrace.processes.numa import Binding
 from headrace.processes.rank_groups import descriptors_of, joined, starts_here
-from headrace.processes.supervisor import describe_exit
+from headrace.processes.recovery import describe_exit
 
 logger = get_logger(__name__)
 

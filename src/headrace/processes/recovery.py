@@ -1,47 +1,100 @@
-"""Starts a dead child process again, a bounded number of times.
+"""Notices that a child process has died or gone silent (`Supervisor`), and starts another a bounded number of times (`Recovery`).
 
-Owns one thread per restart under way, and the budget of restarts. Does not notice deaths (`supervisor` does, and calls `recover` from
-its thread), does not know how a process is made, and replays nothing (`frontend.engine_link` does, in the event loop).
+Owns one thread that watches, one per restart under way, and the budget of restarts. Does not know how a process is made, and replays nothing
+(`frontend.engine_link` does, in the event loop). Callbacks are called from these threads.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
 
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.log import get_logger
+from headrace.processes.child import ChildProcess
 
 logger = get_logger(__name__)
 
+CHECK_INTERVAL_S = 0.2
+SILENCE_LIMIT_S = 5.0
 WINDOW_S = 600.0
 """The window of --max-restarts: restarts longer ago than this many seconds do not count."""
 
 
-class RestartableProcess(Protocol):
-    """A child process as this module sees it."""
+class Supervisor:
+    """Calls `on_death` once, with a message for clients, when a process has ended that cannot be recovered.
 
-    @property
-    def name(self) -> str:
-        """What it is, for messages to people."""
+    processes: those that live; may change meanwhile. recover: deals with a death (and takes the process out of `processes`), or returns
+    False; by default no death can be recovered. heartbeat_age_s: seconds since a process was last heard, by name, None when it never was;
+    silence is only logged, since a stopped process may go on, and on_silence is told once. Typical wiring: `on_death=manager.fail_all`,
+    `manager.heartbeats.age_s`.
+    """
 
-    @property
-    def exit_code(self) -> int | None:
-        """None while it lives."""
-
-    def wait_ready(
+    def __init__(
         self,
-        on_progress: Callable[[int, int], None] = ...,
-        should_stop: Callable[[], bool] = ...,
-    ) -> object:
-        """Wait until it can serve. Raises HeadraceError when it cannot, or when `should_stop` returns True."""
+        processes: Sequence[ChildProcess],
+        on_death: Callable[[str], None],
+        heartbeat_age_s: Callable[[str], float | None] = lambda name: None,
+        recover: Callable[[ChildProcess], bool] = lambda process: False,
+        on_silence: Callable[[ChildProcess], None] = lambda process: None,
+    ) -> None:
+        self.dead: str | None = None
+        self._processes = processes
+        self._on_death = on_death
+        self._heartbeat_age_s = heartbeat_age_s
+        self._recover = recover
+        self._on_silence = on_silence
+        self._silent: set[str] = set()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def kill(self) -> None:
-        """End it now and release what it held here. Idempotent."""
+    def start(self) -> None:
+        """Watch from a thread until `stop`, or until a process has died."""
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Processes may end from now on. Idempotent; from any thread, also from within `on_death`."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def check(self) -> bool:
+        """Look once. True when all processes live."""
+        if self.dead is not None:
+            return False
+        for process in tuple(self._processes):
+            code = process.exit_code
+            if code is not None:
+                logger.error("the %s process died (%s)", process.name, describe_exit(code))
+                if self._recover(process):
+                    continue
+                self.dead = process.name
+                self._on_death(f"the {process.name} process has ended unexpectedly")
+                return False
+            self._note_silence(process)
+        return True
+
+    def _note_silence(self, process: ChildProcess) -> None:
+        name = process.name
+        age_s = self._heartbeat_age_s(name)
+        silent = age_s is not None and age_s > SILENCE_LIMIT_S
+        if silent and name not in self._silent:
+            self._silent.add(name)
+            logger.warning("no heartbeat from the %s process for %.1f s", name, age_s)
+            self._on_silence(process)
+        elif not silent and name in self._silent:
+            self._silent.discard(name)
+            logger.info("the %s process sends heartbeats again", name)
+
+    def _run(self) -> None:
+        while not self._stop.wait(CHECK_INTERVAL_S) and self.check():
+            pass
 
 
-P = TypeVar("P", bound=RestartableProcess)
+def describe_exit(code: int) -> str:
+    """An exit code in words; negative = a signal."""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class _DiedAgain(HeadraceError):
@@ -67,8 +120,8 @@ class RestartBudget:
         return True
 
 
-class Recovery(Generic[P]):
-    """Restarts of a set of processes. Callbacks are called from threads.
+class Recovery:
+    """Restarts of a set of processes.
 
     children: the live processes, shared with the supervisor; a dead one is taken out, its replacement put in when it can serve.
     respawn: starts a process in place of a dead one. on_down: a process is out of service. on_up: its replacement can serve; raises
@@ -79,13 +132,13 @@ class Recovery(Generic[P]):
 
     def __init__(
         self,
-        children: list[P],
+        children: list[ChildProcess],
         budget: RestartBudget,
-        respawn: Callable[[P], P],
-        on_down: Callable[[P], None],
-        on_up: Callable[[P], None],
-        on_failure: Callable[[P, str], None],
-        on_refused: Callable[[P, str], None],
+        respawn: Callable[[ChildProcess], ChildProcess],
+        on_down: Callable[[ChildProcess], None],
+        on_up: Callable[[ChildProcess], None],
+        on_failure: Callable[[ChildProcess, str], None],
+        on_refused: Callable[[ChildProcess, str], None],
         start_limit_s: float,
     ) -> None:
         self._children = children
@@ -100,7 +153,7 @@ class Recovery(Generic[P]):
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def recover(self, dead: P) -> bool:
+    def recover(self, dead: ChildProcess) -> bool:
         """Deal with a death. False: there have been too many, or we are stopping."""
         if self._stopping.is_set():
             return False
@@ -117,7 +170,7 @@ class Recovery(Generic[P]):
         thread.start()
         return True
 
-    def retire(self, dead: P) -> None:
+    def retire(self, dead: ChildProcess) -> None:
         """Take a dead process out of service without starting another."""
         if self._take_out(dead):
             dead.kill()
@@ -130,7 +183,7 @@ class Recovery(Generic[P]):
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _restart(self, dead: P) -> None:
+    def _restart(self, dead: ChildProcess) -> None:
         begin = time.monotonic()
         while True:
             process = self._respawn(dead)
@@ -157,7 +210,7 @@ class Recovery(Generic[P]):
                 self._on_failure(process, message)
                 return
 
-    def _put_into_service(self, process: P) -> HeadraceError | None:
+    def _put_into_service(self, process: ChildProcess) -> HeadraceError | None:
         # Watched from now on: if it dies meanwhile, `recover` deals with it.
         self._children.append(process)
         try:
@@ -168,7 +221,7 @@ class Recovery(Generic[P]):
             return error
         return None
 
-    def _take_out(self, process: P) -> bool:
+    def _take_out(self, process: ChildProcess) -> bool:
         """Whether it was still among the children. The supervisor and a restart may both see a death; only one of them deals with it."""
         with self._lock:
             if process not in self._children:
@@ -176,7 +229,7 @@ class Recovery(Generic[P]):
             self._children.remove(process)
             return True
 
-    def _why_not_ready(self, process: P) -> HeadraceError | None:
+    def _why_not_ready(self, process: ChildProcess) -> HeadraceError | None:
         end_s = time.monotonic() + self._start_limit_s
 
         def should_stop() -> bool:

@@ -9,7 +9,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.config.checks import encoder_args
 from headrace.config.kv_events import read_kv_events
@@ -21,7 +23,6 @@ from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
-from headrace.processes.lasting_thread import run_in_lasting_thread
 from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config, tokens_of
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from headrace.scheduler.state import SchedulerConfig
     from headrace.text.stop import StopMatcher
     from headrace.text.tokenizers import Tokenizer
+
+T = TypeVar("T")
 
 HEARTBEAT_S = 0.5
 
@@ -174,11 +177,9 @@ def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEven
 
 def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":
     """The bookkeeping of the pages that the worker has."""
-    from headrace.cache.allocator import PageAllocator
-    from headrace.cache.chunk_cache import ChunkCache
+    from headrace.cache.base import ChunkCache, PageAllocator
     from headrace.cache.radix_cache import RadixCache
-    from headrace.scheduler.kv_manager import KVManager
-    from headrace.scheduler.kv_part import KvPart
+    from headrace.scheduler.kv_manager import KVManager, KvPart
 
     pages_each = ready.max_total_tokens // ready.page_size // args.num_kv_parts
 
@@ -281,3 +282,50 @@ def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[N
         stop.set()
         if enabled:
             thread.join()
+
+
+class _LastingThread:
+    """One thread that stays, for work that makes much of many small pieces, such as a grammar library's vocabulary.
+
+    malloc has a pool of memory (an arena) for each of a few threads, and keeps most of what is freed in it. A process that makes one engine after
+    the other (--single-process) would otherwise do this work in another arena each time, until all have grown. A daemon, unlike the threads of an
+    executor: a process that is told to end does not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as new: the child of a fork has no thread, and perhaps a lock that nobody releases."""
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._begun = False
+        self._lock = threading.Lock()
+
+    def run(self, work: Callable[[], T]) -> "Future[T]":
+        """Begin `work` when the thread is free. From any thread; the first call begins it."""
+        future: Future[T] = Future()
+        self._work.put(functools.partial(_do, work, future))
+        with self._lock:
+            if not self._begun:
+                threading.Thread(target=self._run, name="lasting", daemon=True).start()
+                self._begun = True
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
+def _do(work: Callable[[], T], future: "Future[T]") -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:  # raised again by `result`
+        future.set_exception(error)
+        del work, future  # which the error's traceback would keep
+
+
+_thread = _LastingThread()
+run_in_lasting_thread = _thread.run
+os.register_at_fork(after_in_child=_thread.forget)

@@ -33,7 +33,7 @@ def share_of_machine(args: ServerArgs, bindings: Sequence[Binding] = ()) -> Serv
 
 
 def _num_threads(args: ServerArgs, shares: int, bindings: Sequence[Binding]) -> int:
-    from headrace.kernels.cpu.threads import default_num_threads, quota_cpus
+    from headrace.kernels.cpu import default_num_threads, quota_cpus
 
     if args.num_threads is not None or not bindings:
         return max(1, (args.num_threads or default_num_threads()) // shares)

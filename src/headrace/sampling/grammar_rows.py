@@ -191,10 +191,8 @@ class GrammarRows:
         if row is not None and row.busy:
             self._threads.withdraw(row)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sequence is constrained."""
-        return not self._rows
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def rows_of(self, seqs: npt.NDArray[np.int32]) -> list[int]:
         """Indices of those of `seqs` that are constrained."""
@@ -264,7 +262,6 @@ class GrammarRows:
         return ReadyMasks(ready, frozenset(only_end), late, errors)
 
     def accept(self, seq: int, token_id: int) -> None:
-        """The token that a sequence has sampled."""
         self._rows[seq].accept(token_id)
 
     def acceptors(self, seqs: Sequence[int]) -> list[Callable[[int], None]]:
@@ -313,7 +310,6 @@ class _Threads:
         self._is_closed = False
 
     def submit(self, rows: Sequence[_Row]) -> None:
-        """Fill the rows' masks soon."""
         with self._work:
             self._todo.extend(rows)
             self._work.notify_all()

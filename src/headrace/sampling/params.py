@@ -109,11 +109,9 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
     stream_interval: int | None = None
 
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
         return _as_tuple(self.stop)
 
     def stop_patterns(self) -> tuple[str, ...]:
-        """`stop_regex` as a tuple."""
         return _as_tuple(self.stop_regex)
 
     def check_sizes(self, vocab_size: int) -> None:
@@ -153,10 +151,6 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
         )
         return most
 
-    def _check_stops_not_empty(self) -> None:
-        for name, strings in (("stop", self.stop_strings()), ("stop_regex", self.stop_patterns())):
-            _require(all(strings), name, f"{name} must not be empty")
-
     def _asked_seed(self) -> int | None:
         """The seed, from either field name; None = none. Raises RequestError."""
         given = {}
@@ -192,16 +186,27 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
         min_p = _first(self.min_p, defaults.min_p, 0.0)
         repetition_penalty = _first(self.repetition_penalty, defaults.repetition_penalty, 1.0)
         typical_p = _first(self.typical_p, 1.0)
-        _check_distribution(temperature, top_p, top_k, min_p)
+        _between("temperature", temperature, 0.0, math.inf)
+        _between("top_p", top_p, 0.0, 1.0, low_open=True)
+        _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 or 0 (off) or at least 1, got {top_k}")
+        _between("min_p", min_p, 0.0, 1.0)
         _between("typical_p", typical_p, 0.0, 1.0, low_open=True)
-        _check_penalties(self.frequency_penalty, self.presence_penalty, repetition_penalty)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("repetition_penalty", repetition_penalty, 0.0, 2.0, low_open=True)
+        _require(
+            repetition_penalty >= MIN_REPETITION_PENALTY,
+            "repetition_penalty",
+            f"repetition_penalty must be at least {MIN_REPETITION_PENALTY:g}, got {repetition_penalty}",
+        )
         _require(1 <= self.n <= max_n, "n", f"n must be between 1 and {max_n}, got {self.n}")
         max_new_tokens = self._checked_max_new_tokens(default_max_new_tokens, room_tokens)
         asked_seed = self._asked_seed()
         if self.stream_interval is not None:
             _require(1 <= self.stream_interval <= 4096, "stream_interval", "stream_interval must be between 1 and 4096")
         self.check_sizes(vocab_size)
-        self._check_stops_not_empty()
+        for name, strings in (("stop", self.stop_strings()), ("stop_regex", self.stop_patterns())):
+            _require(all(strings), name, f"{name} must not be empty")
         stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, vocab_size)
         allowed = _ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         if self.thinking_budget is not None:
@@ -273,7 +278,6 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the largest logit is taken."""
         return self.temperature == 0.0
 
     def described(self) -> str:
@@ -297,26 +301,6 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
                 "allowed_token_ids: bad_words and min_new_tokens together forbid every one of these tokens",
                 "allowed_token_ids",
             )
-
-
-def _check_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
-    """Raises RequestError for a value out of bounds. top_k: -1 = off."""
-    _between("temperature", temperature, 0.0, math.inf)
-    _between("top_p", top_p, 0.0, 1.0, low_open=True)
-    _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 or 0 (off) or at least 1, got {top_k}")
-    _between("min_p", min_p, 0.0, 1.0)
-
-
-def _check_penalties(frequency: float, presence: float, repetition: float) -> None:
-    """Raises RequestError for a value out of bounds."""
-    _between("frequency_penalty", frequency, -2.0, 2.0)
-    _between("presence_penalty", presence, -2.0, 2.0)
-    _between("repetition_penalty", repetition, 0.0, 2.0, low_open=True)
-    _require(
-        repetition >= MIN_REPETITION_PENALTY,
-        "repetition_penalty",
-        f"repetition_penalty must be at least {MIN_REPETITION_PENALTY:g}, got {repetition}",
-    )
 
 
 def _first(*values: T | None) -> T:

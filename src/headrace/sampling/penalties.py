@@ -47,7 +47,6 @@ class TokenHistory:
         return self._view(self.num_prompt_tokens, self.num_tokens)
 
     def append(self, token_id: int) -> None:
-        """Add an output."""
         if self.num_tokens == len(self._buffer):
             self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
         self._buffer[self.num_tokens] = token_id
@@ -80,12 +79,10 @@ class Penalties:
         self._counts: dict[int, int] = {}
 
     def count(self, token_id: int) -> None:
-        """Count a new output token."""
         if 0 <= token_id < self._vocab_size:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def recount(self, output_ids: Int32Array) -> None:
-        """Count these outputs instead of those counted so far."""
         self._counts.clear()
         for token_id in output_ids.tolist():
             self.count(token_id)
@@ -176,7 +173,6 @@ class LogitEdits:
             self._penalties.count(token_id)
 
     def rewind(self) -> None:
-        """The history was truncated."""
         if self._penalties is not None:
             self._penalties.recount(self._history.outputs)
         if self._thinking is not None:
@@ -215,33 +211,27 @@ class LogitEdits:
 
 
 def uses_penalties(params: ResolvedSamplingParams) -> bool:
-    """Whether any penalty is not neutral."""
     return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
 def edits_logits(params: ResolvedSamplingParams) -> bool:
-    """Whether a sequence with these parameters needs `LogitEdits`."""
-    return bool(
-        params.logit_bias
-        or uses_penalties(params)
-        or params.bad_words
-        or params.allowed_token_ids
-        or params.min_new_tokens
-        or params.thinking_budget
-    )
+    return uses_penalties(params) or _has_other_edits(params)
 
 
 def edits_only_by_penalties(task: SampleTask, new: NewSequence) -> bool:
     """Whether penalties are the only edits that the logits of `new`, whose task this is, need."""
-    params = task.params
-    others = (
+    others = _has_other_edits(task.params) or task.custom_logit_processor or not new.content.has_tokens
+    return uses_penalties(task.params) and not others
+
+
+def _has_other_edits(params: ResolvedSamplingParams) -> bool:
+    return bool(
         params.logit_bias
         or params.bad_words
         or params.allowed_token_ids
         or params.min_new_tokens
         or params.thinking_budget
     )
-    return uses_penalties(params) and not (others or task.custom_logit_processor or not new.content.has_tokens)
 
 
 _NO_IDS = np.empty(0, dtype=np.int64)
@@ -292,7 +282,6 @@ class DevicePenalties:
         self._active.discard(seq)
 
     def any(self, seqs: Ints) -> bool:
-        """Whether one of these sequences has penalties."""
         return bool(self._active) and not self._active.isdisjoint(np.asarray(seqs).tolist())
 
     def apply(self, logits: torch.Tensor, seqs: Ints, positions: Ints) -> None:

@@ -11,7 +11,7 @@ A row's token is a function of its logits, its parameters, its own tokens and (s
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.draw import DrawTable, Filters, Int32Array, TokenMasks, greedy_ids
-from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows, ReadyMasks
+from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
 from headrace.sampling.penalties import DevicePenalties, LogitEdits, TokenHistory, edits_logits, edits_only_by_penalties
@@ -61,7 +61,6 @@ class _Sequence:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the host edits the logits, or reads them for logprobs."""
         return self.history is not None or self.logprobs is not None
 
     @property
@@ -73,7 +72,8 @@ class _Sequence:
 class Sampler:
     """Samples the rows of a step; see the module docstring. edited: sequences whose logits are edited, or read for logprobs, on the host.
 
-    penalties: if given, applies the penalties of sequences without other edits.
+    grammars: the constrained sequences; before the layers of a step run, its `begin` is called with what `sample`, or its `ready` and `pick_allowed`,
+    will be called with. penalties: if given, applies the penalties of sequences without other edits.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Sampler:
         self._table: list[_Sequence | None] = [None] * max_seqs
         self._draws = DrawTable(max_seqs)
         self._penalties = penalties
-        self._grammars = GrammarRows(vocab_size)
+        self.grammars = GrammarRows(vocab_size)
         self.edited: set[int] = set()
 
     def add(self, seq: int, new: NewSequence) -> None:
@@ -119,7 +119,7 @@ class Sampler:
             history=history,
             constrained=new.grammar is not None,
         )
-        self._grammars.add(seq, new)
+        self.grammars.add(seq, new)
         if self._state(seq).is_edited:
             self.edited.add(seq)
         else:
@@ -128,14 +128,6 @@ class Sampler:
     def depends_on_ids(self, seq: int) -> bool:
         """Whether what the sequence samples depends on its tokens before, beside the logits, or `sample` is to be told of each."""
         return not self._state(seq).is_plain or self._penalises([seq])
-
-    def forget_grammar(self, seq: int) -> None:
-        """The sequence in row `seq` is in no later step."""
-        self._grammars.discard(seq)
-
-    def constrained_rows(self, seqs: Int32Array) -> list[int]:
-        """Indices of those of `seqs` whose output a grammar constrains."""
-        return self._grammars.rows_of(seqs)
 
     def all_greedy(self, seqs: Int32Array, constrained: Sequence[int] = ()) -> bool:
         """Whether each of these sequences takes the most likely token of the unedited logits, except for those that a grammar constrains."""
@@ -157,50 +149,16 @@ class Sampler:
         edits, grammars and errors. int64[R] on the device."""
         return self._draws.draw(logits, seqs, positions, range(len(seqs))).clamp(min=0)
 
-    def ready_masks(self, seqs: Int32Array, positions: Int32Array, computing: Callable[[], bool]) -> ReadyMasks:
-        """The masks of a step's rows, for `pick_allowed`. `begin` has been called with the same rows. computing: see `GrammarRows.ready`."""
-        return self._grammars.ready(seqs.tolist(), positions.tolist(), computing)
-
-    def acceptors(self, seqs: Int32Array) -> list[Callable[[int], None]]:
-        """See `GrammarRows.acceptors`."""
-        return self._grammars.acceptors(seqs.tolist())
-
     def pick_allowed(
         self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, seqs: Int32Array, positions: Int32Array
     ) -> torch.Tensor:
         """The ids of constrained rows, like `pick`: int64[n] on the device, -1 where the model allows none of the mask's tokens.
 
         logits: float32[R, V], as `pick` left them. rows: int64[n] in ascending order, words: int32[n, V / 32 rounded up], both on the device. seqs,
-        positions: of these rows. The tokens are to be given to `acceptors`.
+        positions: of these rows. The tokens are to be given to `grammars.acceptors`.
         """
         wanted = logits if len(rows) == len(logits) else logits.index_select(0, rows)
         return self._draws.draw(wanted, seqs, positions, range(len(rows)), (words, torch.arange(len(rows))))
-
-    def begin(self, seqs: Sequence[int], positions: Sequence[int]) -> None:
-        """The layers of a step are about to run that will be sampled by `sample`, or by `ready_masks` and `pick_allowed`, with these arguments. Fills
-        the masks of grammars meanwhile."""
-        self._grammars.begin(seqs, positions)
-
-    @property
-    def has_grammars(self) -> bool:
-        """Whether a sequence may have a grammar."""
-        return not self._grammars.is_empty
-
-    def note_demands(self) -> None:
-        """Find out what grammars demand, for `demanded`."""
-        self._grammars.notes_demands = True
-
-    def demanded(self, seq: int) -> list[int]:
-        """See `GrammarRows.demanded`."""
-        return self._grammars.demanded(seq)
-
-    def take_masks_s(self) -> float:
-        """Seconds that were spent on masks of grammars since the last call."""
-        return self._grammars.take_masks_s()
-
-    def close(self) -> None:
-        """End the threads that fill masks."""
-        self._grammars.close()
 
     def takes_largest(self, seqs: Iterable[int]) -> bool:
         """Whether each of these sequences takes its most likely token, and nothing but its id and its logit is needed. Penalties that are applied
@@ -232,7 +190,7 @@ class Sampler:
         """Sample row r of `logits` for sequence seqs[r].
 
         logits: float32[R, V]. positions: index that the sampled token will have in its sequence. num_outputs: outputs before it.
-        A row that cannot be sampled has an entry in `errors` and does not affect the others. `begin` has been called with the same rows.
+        A row that cannot be sampled has an entry in `errors` and does not affect the others. `grammars.begin` has been called with the same rows.
         Going back to an earlier position (a step that is run again) discards what was sampled from there on.
         """
         assert logits.dtype == torch.float32, logits.dtype
@@ -246,7 +204,7 @@ class Sampler:
             self._penalties.apply(source, seqs, positions)
         if self._device.type == "cpu" and self.takes_largest(seqs):
             return self._greedy(source)
-        masks = self._grammars.ready(seqs, positions) if any(state.constrained for state in states) else NO_MASKS
+        masks = self.grammars.ready(seqs, positions) if any(state.constrained for state in states) else NO_MASKS
         errors = dict(masks.errors)
         left_out = {*masks.late, *masks.errors}
         as_is = [row for row, state in enumerate(states) if state.history is None and row not in left_out]
@@ -288,7 +246,7 @@ class Sampler:
                 if state.edits is not None:
                     state.edits.append(host_ids[row])
             if state.constrained:
-                self._grammars.accept(seqs[row], host_ids[row])
+                self.grammars.accept(seqs[row], host_ids[row])
             if state.logprobs is not None:
                 logprobs[row] = token_logprobs(logits[row], host_ids[row], state.logprobs)
         return logprobs

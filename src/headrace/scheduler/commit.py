@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from headrace.log import get_logger
 from headrace.messages.outputs import (
     BatchTokenIDOut,
-    DecodeOptions,
     FinishReason,
     LogprobBlock,
     SampleStats,
     TokenIDOut,
 )
-from headrace.messages.step import EncodeWork, StepResult
-from headrace.scheduler.batch import ScheduleBatch
+from headrace.messages.step import StepResult
 from headrace.scheduler.request import Req
-from headrace.scheduler.state import SchedulerState
+from headrace.scheduler.state import ScheduleBatch, SchedulerState
 
 logger = get_logger(__name__)
 
@@ -59,13 +57,9 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
         if out is not None:
             outs.append(out)
     if batch.encode is not None:
-        outs += _take_encoded(state, batch.encode, result)
+        # Requests that wait for an item that could not be encoded end.
+        outs += _end_all(state, state.encodings.take_result(batch.encode, result))
     return BatchTokenIDOut(tuple(outs), state.source) if outs else None
-
-
-def _take_encoded(state: SchedulerState, work: EncodeWork, result: StepResult) -> list[TokenIDOut]:
-    """Note which items are encoded. Requests that wait for one that could not be encoded end."""
-    return _end_all(state, state.encodings.take_result(work, result))
 
 
 def _end_all(state: SchedulerState, failed: Mapping[Req, str]) -> list[TokenIDOut]:
@@ -115,7 +109,7 @@ def count_step(state: SchedulerState, batch: ScheduleBatch, result: StepResult) 
     if batch.expected_s:
         counters.prompt_steps += 1
         counters.prompt_steps_s += forward_s
-        counters.expected_s += batch.expected_s
+        counters.prompt_steps_expected_s += batch.expected_s
 
 
 def end(state: SchedulerState, req: Req) -> TokenIDOut:
@@ -219,15 +213,15 @@ def _take_hidden(req: Req, start: int, rows: bytes) -> None:
 
 def _output(state: SchedulerState, req: Req) -> TokenIDOut:
     """All output of the request that has not been sent yet."""
-    first, last = not req.emitted, req.finish is not None
+    first, last, asked = not req.emitted, req.finish is not None, req.asked
     num_tokens = len(req.token_ids)
     logprobs, prompt_logprobs, hidden_states = (None, None, b"") if req.is_plain else _take_pending(req)
     out = TokenIDOut(
-        req.asked.rid,
+        asked.rid,
         req.token_ids[req.num_sent_tokens :].tobytes(),
         num_tokens - req.num_prompt_tokens,
         req.finish,
-        _decode_options(req) if first else None,
+        req.task.decode_options(asked.content.context_ids, asked.output_ids, asked.attempt) if first else None,
         _stats(state, req) if first or last else None,
         logprobs,
         prompt_logprobs,
@@ -250,11 +244,6 @@ def _take_pending(req: Req) -> tuple[LogprobBlock | None, LogprobBlock | None, b
     req.prompt_logprobs.clear()
     req.pending_hidden.clear()
     return pending
-
-
-def _decode_options(req: Req) -> DecodeOptions:
-    asked = req.asked
-    return req.task.decode_options(asked.content.context_ids, asked.output_ids, asked.attempt)
 
 
 def _stats(state: SchedulerState, req: Req) -> SampleStats:

@@ -1,7 +1,7 @@
 """Handlers of control messages: one function each, which `Scheduler` calls; and of control operations (`Operations`)."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
 
@@ -124,22 +124,18 @@ class Operations:
         return FlushCacheReply(True, "the cache has been flushed")
 
     def internal_state(self, request: Nothing) -> InternalState:
-        """Current counters and pool accounting."""
         return internal_state(self._state, self._receiver.dropped_frames)
 
     def check_health(self, request: Nothing) -> HealthCheckReply:
-        """The loop is running."""
         gate = self._state.gate
         return HealthCheckReply(bool(self._state.running), gate.holds or gate.draining)
 
     def cache_tree(self, request: CacheTreeQuery) -> CacheTree:
-        """The outline of the prefix cache."""
         kv = self._state.kv
         nodes = kv.outline(request.max_depth, request.max_nodes)
         return CacheTree(self._state.config.replica, kv.num_nodes, kv.num_cached_tokens, nodes)
 
     def slow_down(self, request: SlowDownBody) -> str:
-        """Sleep after each step from now on."""
         self.sleep_s = request.forward_sleep_time or 0.0
         return f"the scheduler sleeps {self.sleep_s:g} s after each step" if self.sleep_s else "full speed"
 
@@ -149,7 +145,6 @@ class Operations:
         return self._profile(ProfileReq(True, request.output_dir or "", request.num_steps or 0, names))
 
     def stop_profile(self, request: Nothing) -> ProfileReply:
-        """Write the trace, or reply why not."""
         return self._profile(ProfileReq(False))
 
     def _profile(self, request: ProfileReq) -> ProfileReply:
@@ -159,40 +154,20 @@ class Operations:
             return ProfileReply(False, error.message)
 
     def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """Start, stop or return the count of chosen experts. Raises RequestError."""
         return self._worker.experts.handle(request)
 
 
 def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
-    """Current counters and pool accounting."""
-    counters = state.counters
+    counters = {field.name: getattr(state.counters, field.name) for field in fields(state.counters)}
     return InternalState(
         pool=state.kv.state(),
         num_running=len(state.running),
         num_waiting=len(state.waiting),
         num_in_flight_steps=len(state.in_flight),
-        num_steps=counters.num_steps,
-        num_retracted=counters.num_retracted,
-        num_aborted=counters.num_aborted,
-        num_finished=counters.num_finished,
-        prompt_tokens=counters.prompt_tokens,
-        generation_tokens=counters.generation_tokens,
-        cached_tokens=counters.cached_tokens,
-        computed_prefill_tokens=counters.computed_prefill_tokens,
-        prefix_query_tokens=counters.prefix_query_tokens,
-        memory_repairs=counters.memory_repairs,
         dropped_frames=dropped_frames,
         gen_throughput=state.gen_throughput,
         new_token_ratio=state.ratio.value,
-        forward_s=counters.forward_s,
-        host_s=counters.host_s,
-        prompt_steps=counters.prompt_steps,
-        prompt_steps_s=counters.prompt_steps_s,
-        prompt_steps_expected_s=counters.expected_s,
         num_grammar_queue=len(state.compiling),
-        num_sat_out=counters.num_sat_out,
-        masks_s=counters.masks_s,
-        speculation=counters.speculation,
         grammars=state.compiling.stats(),
         encodings=state.encodings.stats,
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
@@ -200,6 +175,7 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
         released=tuple(sorted(state.gate.released)),
         weight_version=state.weight_version,
         replica=state.config.replica,
+        **counters,
     )
 
 

@@ -109,7 +109,9 @@ class Encodings:
         if work.epoch != self._epoch:
             return {}
         if work.num_slices and self._batch and result.encode_s:
-            self._learn(result.encode_s / work.num_slices / self._part_bytes())
+            slice_s_per_byte = result.encode_s / work.num_slices / self._part_bytes()
+            before = self._slice_s_per_byte or slice_s_per_byte
+            self._slice_s_per_byte = before + _SMOOTHING * (slice_s_per_byte - before)
         for key in result.encoded:
             if (item := self._batch.pop(key, None)) is not None:
                 self._ready[key] = item.num_tokens
@@ -215,10 +217,6 @@ class Encodings:
             seconds=before.seconds + seconds,
             **{name: getattr(before, name) + count for name, count in more.items()},
         )
-
-    def _learn(self, slice_s_per_byte: float) -> None:
-        before = self._slice_s_per_byte or slice_s_per_byte
-        self._slice_s_per_byte = before + _SMOOTHING * (slice_s_per_byte - before)
 
 
 def _needed(req: Req, num_cached: int) -> dict[bytes, MediaItem]:

@@ -77,7 +77,6 @@ class FairShare:
         self._charge(req, PROMPT_COST * num_tokens)
 
     def charge_output(self, req: Req, num_tokens: int) -> None:
-        """Charge for `num_tokens` output tokens."""
         self._charge(req, OUTPUT_COST * num_tokens)
 
     def _charge(self, req: Req, cost: float) -> None:

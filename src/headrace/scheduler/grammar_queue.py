@@ -29,7 +29,6 @@ class GrammarQueue:
         return sum(req.finish is None for req, _ in self._pending)
 
     def add(self, req: Req) -> None:
-        """Begin to compile the grammar of a request that has one."""
         assert req.task.grammar is not None, req.rid
         self._pending.append((req, self._grammars.compile(req.task.grammar)))
 
@@ -42,11 +41,9 @@ class GrammarQueue:
         return [(req, _enter(req, future, now_s)) for req, future in done]
 
     def stats(self) -> GrammarStats:
-        """What has become of grammars since the start."""
         return self._grammars.stats()
 
     def close(self) -> None:
-        """Stop compiling."""
         self._grammars.close()
 
 

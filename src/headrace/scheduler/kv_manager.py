@@ -5,19 +5,69 @@
     [num_tree_pages, ..)  ours: when full and computed they enter the cache, otherwise they are freed
 
 With --enable-dp-attention there are several parts, one for each rank; all pages of a request are of the part that it was admitted to. Pages are
-numbered over all parts, so that one number never means two pages.
+numbered over all parts, so that one number never means two pages. Runs in the scheduler's thread.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from headrace.cache.base import PrefixMatch
+from headrace.cache.base import PageAllocator, PrefixCache, PrefixMatch
 from headrace.messages.control import CacheNode, PoolState
 from headrace.messages.step import Int32Array
-from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.request import Req
+
+
+@dataclass(slots=True)
+class KvPart:
+    """Free pages, cached prefixes, and the number of pages that requests own.
+
+    Invariant, in pages: free + evictable + leased-in-cache + owned by requests == total.
+    """
+
+    allocator: PageAllocator
+    cache: PrefixCache
+    num_owned_pages: int = 0
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that could be allocated now, including by eviction."""
+        return self.allocator.num_free + self.cache.num_evictable_pages
+
+    @property
+    def num_leased_pages(self) -> int:
+        """Pages that requests own or hold leases on."""
+        return self.cache.num_leased_pages + self.num_owned_pages
+
+    @property
+    def is_consistent(self) -> bool:
+        return self.num_available_pages + self.num_leased_pages == self.allocator.num_pages
+
+    def grow(self, num_pages: int) -> list[int] | None:
+        """Allocate this many pages for a request, evicting if needed. None: there is no room, and nothing has changed."""
+        short = num_pages - self.allocator.num_free
+        if short > 0:
+            if short > self.cache.num_evictable_pages:
+                return None
+            # Evict a little more than needed, so that a full pool does not evict at every step.
+            self.allocator.free(self.cache.evict(max(short, self.allocator.num_pages // 64)))
+        self.num_owned_pages += num_pages
+        return self.allocator.allocate(num_pages)
+
+    def give_back(self, pages: list[int]) -> None:
+        self.allocator.free(pages)
+        self.num_owned_pages -= len(pages)
+
+    def flush(self) -> None:
+        """Empty the cache. No request may hold a lease."""
+        self.allocator.free(self.cache.flush())
+
+    def repair(self) -> None:
+        self.cache.flush()
+        self.allocator.reset()
+        self.num_owned_pages = 0
 
 
 class KVManager:
@@ -36,7 +86,6 @@ class KVManager:
 
     @property
     def total_tokens(self) -> int:
-        """Size of all parts, in tokens."""
         return self.part_tokens * len(self.parts)
 
     @property
@@ -46,7 +95,6 @@ class KVManager:
 
     @property
     def num_free_seqs(self) -> int:
-        """Number of free rows in the worker's sequence table."""
         return len(self._free_seqs)
 
     @property
@@ -63,7 +111,6 @@ class KVManager:
         return self.parts[part].num_leased_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Number of pages needed for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def peek(self, req: Req) -> list[int]:
@@ -76,7 +123,6 @@ class KVManager:
         return self.parts[part].cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
 
     def unpin(self, match: PrefixMatch, part: int) -> None:
-        """Let go of a match that is not used."""
         self.parts[part].cache.release(match.lease)
 
     def admit(self, req: Req, match: PrefixMatch, part: int) -> None:
@@ -143,7 +189,6 @@ class KVManager:
         self._free_seqs = list(range(self.max_seqs - 1, -1, -1))
 
     def state(self) -> PoolState:
-        """Current accounting, see `PoolState`."""
         size, parts = self.page_size, self.parts
         return PoolState(
             total_tokens=self.total_tokens,
@@ -157,12 +202,10 @@ class KVManager:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the trees of cached prefixes."""
         return sum(part.cache.num_nodes for part in self.parts)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens in the trees of cached prefixes."""
         pages = sum(part.cache.num_evictable_pages + part.cache.num_leased_pages for part in self.parts)
         return pages * self.page_size
 
@@ -171,7 +214,10 @@ class KVManager:
         found: list[CacheNode] = []
         for index, part in enumerate(self.parts):
             nodes = part.cache.outline(max_depth, (max_nodes - len(found)) // (len(self.parts) - index))
-            found += [_moved(node, len(found)) for node in nodes]
+            begin = len(found)
+            found += [
+                node if node.parent < 0 else msgspec.structs.replace(node, parent=node.parent + begin) for node in nodes
+            ]
         return found
 
     def _insert(self, req: Req) -> None:
@@ -190,8 +236,3 @@ class KVManager:
         req.num_tree_pages = kept
         part.cache.release(req.lease)
         req.lease = done.lease
-
-
-def _moved(node: CacheNode, by: int) -> CacheNode:
-    """A node of a list that begins `by` places later."""
-    return node if node.parent < 0 else msgspec.structs.replace(node, parent=node.parent + by)

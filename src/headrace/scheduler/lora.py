@@ -38,7 +38,6 @@ class Lane:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Add a task to the queue."""
         self._todo.put(task)
 
     def abandon(self) -> list[Task]:
@@ -108,7 +107,6 @@ class LoraLoader:
             self._lane.submit((request, self._unloading(request.lora_id)))
 
     def close(self) -> None:
-        """Stop the thread after the current task."""
         self._lane.close()
 
     def _unloading(self, lora_id: int) -> Callable[[], str]:

@@ -6,24 +6,23 @@ by order, so that nobody is passed over for ever. All this is one mixed step (ch
 """
 
 import math
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from itertools import islice
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.step import MOST_VERIFIED, NewSequence
-from headrace.scheduler import part_choice, policy, preemption, retract
-from headrace.scheduler.batch import ScheduleBatch
-from headrace.scheduler.drain import has_begun
-from headrace.scheduler.preemption import Preemption
-from headrace.scheduler.prompt_budget import (
+from headrace.scheduler import retract
+from headrace.scheduler.request import Req
+from headrace.scheduler.retract import Preemption, expected_tokens, has_begun
+from headrace.scheduler.state import ScheduleBatch, SchedulerState
+from headrace.scheduler.step_cost import (
     ALONE_STEP_S,
     LEAST_TOKENS,
     SHORTER_SHARE,
     SHORTER_SHARE_OF_OTHERS,
     PromptBudget,
 )
-from headrace.scheduler.request import Req
-from headrace.scheduler.state import SchedulerState
+from headrace.scheduler.waiting import LPM_MAX_QUEUE, by_priority, fcfs, lpm
 
 MIN_SHARED_TOKENS = 64
 """A waiting request waits for a prompt that is being prefilled if sharing its KV saves at least this many more tokens than the cache."""
@@ -195,7 +194,7 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
 
 def _making_way(state: SchedulerState) -> Preemption | None:
     """The running requests to leave out of this step because a more important request will take their place."""
-    way = preemption.choose(state)
+    way = retract.choose_victims(state)
     if way is None or _waits_for_prefix(state, way.first) or not state.encodings.is_ready(way.first, 0):
         return None
     # While other prompts use the whole step, it could not start anyway.
@@ -302,17 +301,17 @@ def _admit(
     whole_prompts = state.config.whole_prompts
     reserved = [0] * len(kv.parts)
     for running in state.running:
-        reserved[running.part] += _expected_tokens(state, running)
+        reserved[running.part] += expected_tokens(state, running)
     admitted: list[Req] = []
     while not prompts.is_spent and _has_place(state) and (req := next(order, None)) is not None:
         if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
-        part = part_choice.choose(state, req, reserved, full)
+        part = _choose_part(state, req, reserved, full)
         if part is None:
             break
         match = kv.match(req, part)
         # A request that is alone may use the whole pool: the estimate must never starve it.
-        needed = _expected_tokens(state, req, match.num_tokens)
+        needed = expected_tokens(state, req, match.num_tokens)
         room = kv.available_tokens(part) - reserved[part]
         num_wanted = req.num_tokens - match.num_tokens
         # What may not be cut, and takes longer than a step should, has one of its own.
@@ -347,6 +346,33 @@ def _admit(
         state.waiting.remove(req)
 
 
+def _choose_part(state: SchedulerState, req: Req, reserved: Sequence[int], full: Set[int]) -> int | None:
+    """The part of the KV cache for a waiting request (--enable-dp-attention); None if all are `full`.
+
+    A prefix that is cached in a part need not be computed again there; but if all requests went where the first of them was, one rank would
+    compute all attention, and its part would fill up while others are idle. So one cached token weighs as much as one token in use.
+
+    reserved: tokens of each part that its running requests will still need. A part with room for it goes before one without, then one with
+    another sample of its prompt; then the one where it finds the most cached tokens beyond those that running requests use and will need; of
+    several, the one with the most free pages, where nothing has to be evicted for it.
+    """
+    kv = state.kv
+    if len(kv.parts) == 1:
+        return 0 if not full else None
+    cached = kv.peek(req)
+    group = req.asked.group
+    siblings = {other.part for other in state.running if group and other.asked.group == group}
+
+    def worth(part: int) -> tuple[bool, bool, int, int]:
+        load = kv.leased_tokens(part) + reserved[part]
+        # At worst nobody else holds the prefix, and it cannot be evicted to make room.
+        room = kv.available_tokens(part) - reserved[part] - cached[part]
+        fits = not load or expected_tokens(state, req, cached[part]) <= room
+        return fits, part in siblings, cached[part] - load, kv.parts[part].allocator.num_free
+
+    return max((part for part in range(len(kv.parts)) if part not in full), key=worth, default=None)
+
+
 def _whole_images(state: SchedulerState, batch: ScheduleBatch, req: Req, start: int, count: int) -> int:
     """`count` tokens from `start` on, so that they end within no image if none may be cut: fewer, or, of an image that begins here, more than a step
     should have; 0 if the step has no room for these."""
@@ -362,7 +388,6 @@ def _whole_images(state: SchedulerState, batch: ScheduleBatch, req: Req, start: 
 
 
 def _has_place(state: SchedulerState) -> bool:
-    """Whether one more request may run."""
     return _num_places(state) > 0
 
 
@@ -379,24 +404,19 @@ def _order(state: SchedulerState) -> Iterator[Req]:
 
 def _own_order(state: SchedulerState, tenant: str) -> Iterator[Req]:
     """What waits of one key."""
-    waiting, config = state.waiting, state.config
-    lanes = waiting.lanes(tenant)
+    config, lanes = state.config, state.waiting.lanes(tenant)
     match config.policy:
-        case "lpm" if len(waiting) <= policy.LPM_MAX_QUEUE:
-            return policy.lpm(lanes, state.now_s, lambda r: _peek(state, r))
+        case "lpm" if len(state.waiting) <= LPM_MAX_QUEUE:
+            return lpm(lanes, state.now_s, lambda r: _peek(state, r))
         case "priority":
-            return policy.priority(lanes, state.now_s, config.priority_ageing_s)
+            return by_priority(lanes, state.now_s, config.priority_ageing_s)
         case _:
-            return policy.fcfs(lanes)
+            return fcfs(lanes)
 
 
 def _peek(state: SchedulerState, req: Req) -> int:
     """Tokens of its prompt that are cached."""
     return max(state.kv.peek(req))
-
-
-def _expected_tokens(state: SchedulerState, req: Req, num_cached: int = 0) -> int:
-    return state.ratio.expected_tokens(req, state.kv.page_size, num_cached)
 
 
 def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:

@@ -163,12 +163,10 @@ class Req:
 
     @property
     def rid(self) -> str:
-        """The sample's id."""
         return self.asked.rid
 
     @property
     def task(self) -> EngineTask:
-        """What is asked of the engine."""
         return self.asked.task
 
     @property
@@ -178,7 +176,6 @@ class Req:
 
     @property
     def num_outputs(self) -> int:
-        """Committed output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -198,7 +195,6 @@ class Req:
 
     @property
     def num_new_tokens_left(self) -> int:
-        """Number of output tokens that it may still generate."""
         return self.task.max_new_tokens - self.num_outputs
 
     @property
@@ -280,7 +276,6 @@ class Req:
             self.events.append(SampleEvent(kind, at_s, num_tokens))
 
     def prompt_part(self) -> PromptPart:
-        """How much of its prompt is computed."""
         return PromptPart(self.asked.rid, min(self.num_computed, self.num_prompt_tokens), max(0, self.cached_tokens))
 
     def tokens(self) -> Int32Array:
@@ -324,3 +319,42 @@ class Req:
 def _whole_tokens(data: bytes) -> "array[int]":
     """int32[n] of little-endian bytes; the rest of an incomplete last token is left out."""
     return array("i", data[: len(data) // TOKEN_BYTES * TOKEN_BYTES])
+
+
+class SampleGroups:
+    """How many samples of each prompt are live, and what was cached of the prompt before the first of them ran.
+
+    A group is known while it has live samples. Requests without a group are ignored.
+    """
+
+    def __init__(self) -> None:
+        self._num_live: dict[str, int] = {}
+        self._cached_tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_live)
+
+    def arrive(self, req: Req) -> None:
+        if group := req.asked.group:
+            self._num_live[group] = self._num_live.get(group, 0) + 1
+
+    def leave(self, req: Req) -> None:
+        group = req.asked.group
+        if not group:
+            return
+        self._num_live[group] -= 1
+        if not self._num_live[group]:
+            del self._num_live[group]
+            self._cached_tokens.pop(group, None)
+
+    def begin(self, req: Req, cached_tokens: int) -> int:
+        """A sample takes part in a step for the first time, with `cached_tokens` prompt tokens from the cache.
+
+        Returns how many of them were cached before its group began: later samples hit the KV that the first one has just computed.
+        """
+        group = req.asked.group
+        return self._cached_tokens.setdefault(group, cached_tokens) if group else cached_tokens
+
+    def has_begun(self, req: Req) -> bool:
+        """Whether a sample of its group has taken part in a step."""
+        return req.asked.group in self._cached_tokens

@@ -1,17 +1,39 @@
-"""Retraction: moves running requests back to the queue when the pool is full, a more important request comes, or generation pauses.
+"""Running requests that give way: back to the queue when the pool is full, a more important one comes, or generation pauses; or to their end.
 
-Their outputs are kept; their KV is computed again later.
+Retraction: their outputs are kept; their KV is computed again later.
+
+Preemption by a waiting request of much higher priority (--enable-priority-preemption) is bounded: it uses the priorities that clients gave, without
+ageing, and a difference of at least the threshold, so that of two requests only one can ever displace the other; only requests of the same API key
+are displaced; and each at most MAX_PREEMPTIONS times.
+
+Draining: every request keeps to one version of the weights, and all samples of a prompt to the one that the first of them started with. While the
+gate drains, the planner admits only such samples; once none is left, an operation such as a weight update may take effect.
+
+Runs in the scheduler's thread.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from headrace.log import get_logger
 from headrace.messages.outputs import FinishReason
-from headrace.scheduler.policy import effective_priority
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
+from headrace.scheduler.waiting import effective_priority
 
 logger = get_logger(__name__)
+
+MAX_PREEMPTIONS = 3
+"""A request that has been displaced this many times keeps its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """`first` is to run now, in place of `victims` (least important first)."""
+
+    first: Req
+    victims: tuple[Req, ...]
 
 
 def make_room(state: SchedulerState, wanting: Req) -> bool:
@@ -70,3 +92,77 @@ def _retract(state: SchedulerState, req: Req) -> None:
     state.moved[req.rid] = False
     state.counters.num_retracted += 1
     logger.debug("retracted %s after %d output tokens", req.rid, req.num_outputs)
+
+
+def choose_victims(state: SchedulerState) -> Preemption | None:
+    """The victims for the most important waiting request; None when there are none, or none are needed.
+
+    None are displaced in vain: if even all candidates together would not free enough, they stay.
+    """
+    threshold = state.config.preemption_threshold
+    if threshold <= 0 or not state.waiting or state.gate.draining:
+        return None
+    first = min(state.waiting.heads(), key=lambda r: (-r.asked.priority, r.order))
+    candidates = [req for req in state.running if _may_take_place(first, req, threshold)]
+    if not candidates:
+        return None
+    candidates.sort(key=lambda r: (r.asked.priority, -r.order))
+    parts = range(len(state.kv.parts))
+    possible = [victims for part in parts if (victims := _victims(state, first, candidates, part)) is not None]
+    fewest = min(possible, key=len, default=())
+    return Preemption(first, fewest) if fewest else None
+
+
+def _victims(state: SchedulerState, first: Req, candidates: list[Req], part: int) -> tuple[Req, ...] | None:
+    """Those who have to go so that `first` can be admitted to a part of the KV cache; None: not even all of them would be enough."""
+    places, tokens = _missing(state, first, part)
+    victims: list[Req] = []
+    # Tokens are freed only by those of the part, a place by anyone.
+    for req in [req for req in candidates if req.part == part] if tokens > 0 else candidates:
+        if places <= 0 and tokens <= 0:
+            break
+        victims.append(req)
+        places -= 1
+        # An upper bound: other requests may lease some of its pages.
+        tokens -= len(req.pages) * state.kv.page_size + expected_tokens(state, req)
+    return tuple(victims) if places <= 0 and tokens <= 0 else None
+
+
+def _may_take_place(first: Req, req: Req, threshold: int) -> bool:
+    return (
+        req.finish is None
+        and req.num_preemptions < MAX_PREEMPTIONS
+        and req.asked.tenant == first.asked.tenant
+        and first.asked.priority - req.asked.priority >= threshold
+    )
+
+
+def _missing(state: SchedulerState, first: Req, part: int) -> tuple[int, int]:
+    """Places and tokens that are missing to admit `first` to a part of the KV cache; <= 0: enough."""
+    kv = state.kv
+    # Requests that have ended free their places when no step uses them any more.
+    running = [req for req in state.running if req.finish is None]
+    places = 1 - (min(kv.max_seqs, state.config.max_running) - len(running))
+    match = kv.match(first, part)
+    needed = expected_tokens(state, first, match.num_tokens)
+    room = kv.available_tokens(part) - sum(expected_tokens(state, req) for req in running if req.part == part)
+    kv.unpin(match, part)
+    return places, needed - room
+
+
+def expected_tokens(state: SchedulerState, req: Req, num_cached: int = 0) -> int:
+    return state.ratio.expected_tokens(req, state.kv.page_size, num_cached)
+
+
+def has_begun(state: SchedulerState, req: Req) -> bool:
+    """Whether it, or another sample of its prompt, has taken part in a step, here or in a scheduler that has died."""
+    return req.has_begun or req.asked.attempt > 0 or state.groups.has_begun(req)
+
+
+def is_drained(state: SchedulerState) -> bool:
+    """Whether no step is in flight and no request that has begun will take another: all have ended, or steps are held."""
+    if state.in_flight:
+        return False
+    if state.gate.holds:
+        return True
+    return not (state.running or any(has_begun(state, req) for req in chain(state.waiting, state.compiling)))

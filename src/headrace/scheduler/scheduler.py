@@ -109,11 +109,9 @@ class Scheduler:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The current limits."""
         return self.state.config
 
     def run_once(self) -> None:
-        """One turn of the loop."""
         self._on_turn()
         self._receive()
         state = self.state
@@ -121,7 +119,8 @@ class Scheduler:
             begin_s = self._clock()
             batch = planner.plan(state, begin_s)
             if state.ended:
-                self._send(self._end_planned())
+                ended, state.ended = state.ended, []
+                self._send([commit.end(state, req) for req in ended])
             if batch is None:
                 break
             worker_batch = batch.worker_batch()
@@ -159,10 +158,6 @@ class Scheduler:
         every = self.config.decode_log_interval
         if every and state.counters.num_steps % every == 0:
             self._log_statistics()
-
-    def _end_planned(self) -> list[TokenIDOut]:
-        ended, self.state.ended = self.state.ended, []
-        return [commit.end(self.state, req) for req in ended]
 
     # -- messages in
 
@@ -315,7 +310,6 @@ class Scheduler:
     # -- state and statistics
 
     def internal_state(self) -> InternalState:
-        """Current counters and pool accounting."""
         return control.internal_state(self.state, self._receiver.dropped_frames)
 
     def _become_idle(self) -> None:

@@ -1,31 +1,110 @@
-"""The scheduler's state between two turns of its loop. Data only: planner, retract, commit and control work on it."""
+"""The scheduler's state between two turns of its loop, and the plan of a step (`ScheduleBatch`). Planner, retract, commit and control work on it."""
 
 import math
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
 
 from headrace.messages.outputs import PromptPart, SpeculationCounts
 from headrace.messages.requests import EngineTask
+from headrace.messages.step import EncodeWork, ModelWorkerBatch, NewSequence
 from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
-from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.encodings import Encodings
 from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.grammar_queue import GrammarQueue
-from headrace.scheduler.groups import SampleGroups
 from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.request import Req
-from headrace.scheduler.step_cost import StepCost
+from headrace.scheduler.request import Req, SampleGroups
+from headrace.scheduler.step_cost import StepCost, StepWork
 from headrace.scheduler.waiting import WaitingQueue
+
+Row = tuple[Req, int, int, int]
+"""Request, start, count and num_logits: the step computes `count` of its tokens from position `start` on.
+
+num_logits: 0, or 1 if the step also samples the token after them, and one more for each draft.
+"""
+
+
+@dataclass(slots=True)
+class ScheduleBatch:
+    """The plan of one step.
+
+    planned_s: when the step was planned. left, part_starts, encode: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes.
+    num_prompt_tokens: how many of the tokens catch up with known ones; expected_s: how long the step should then take. 0 if that is not known.
+    """
+
+    step: int
+    page_size: int
+    planned_s: float
+    rows: list[Row] = field(default_factory=list)
+    out_slots: "array[int]" = field(default_factory=lambda: array("i"))
+    new: list[NewSequence] = field(default_factory=list)
+    left: tuple[int, ...] = ()
+    part_starts: tuple[int, ...] = ()
+    encode: EncodeWork | None = None
+    num_prompt_tokens: int = 0
+    expected_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.out_slots)
+
+    @property
+    def samples_last(self) -> bool:
+        """Whether the row that was added last gives a token."""
+        return self.rows[-1][3] > 0
+
+    def work(self) -> StepWork:
+        """What determines how long the step takes."""
+        attended = sum(count * (start + 0.5 * count) for _, start, count, _ in self.rows)
+        return StepWork(self.num_tokens, attended, sum(num_logits for *_, num_logits in self.rows))
+
+    def add(self, req: Req, count: int) -> None:
+        """Add a row for the next `count` tokens of the request, which has pages for them."""
+        start, pages, size = req.num_scheduled, req.pages, self.page_size
+        self.rows.append((req, start, count, req.join_step(count, self.planned_s)))
+        if count == 1:
+            self.out_slots.append(pages[start // size] * size + start % size)
+        else:
+            self.out_slots.extend(pages[p // size] * size + p % size for p in range(start, start + count))
+
+    def sort_by_part(self, num_parts: int) -> None:
+        """Put the rows of each part of the KV cache together, the first part's first."""
+        ends = accumulate(count for _, _, count, _ in self.rows)
+        slots = [self.out_slots[end - count : end] for (_, _, count, _), end in zip(self.rows, ends, strict=True)]
+        order = sorted(range(len(self.rows)), key=lambda row: self.rows[row][0].part)
+        self.rows = [self.rows[row] for row in order]
+        self.out_slots = array("i")
+        for row in order:
+            self.out_slots += slots[row]
+        num_rows = [0] * num_parts
+        for req, *_ in self.rows:
+            num_rows[req.part] += 1
+        self.part_starts = tuple(accumulate(num_rows, initial=0))
+
+    def worker_batch(self) -> ModelWorkerBatch:
+        """The plan as plain integers, for the worker. Without rows it has work for the encoder."""
+        reqs, starts, counts, num_logits = zip(*self.rows, strict=True) if self.rows else ((), (), (), ())
+        return ModelWorkerBatch(
+            step=self.step,
+            new=tuple(self.new),
+            left=self.left,
+            part_starts=self.part_starts,
+            seqs=np.array([req.seq for req in reqs], np.int32),
+            starts=np.array(starts, np.int32),
+            counts=np.array(counts, np.int32),
+            num_logits=np.array(num_logits, np.int32),
+            out_slots=np.array(self.out_slots, np.int32),
+            encode=self.encode,
+        )
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. forward_s: seconds the worker spent in steps. host_s: seconds spent here on planning and committing them.
-
-    prompt_steps, prompt_steps_s, expected_s: of the steps with prompt tokens whose time was expected: number, time taken, time expected.
-    num_sat_out: rows that steps did not sample, because the mask of their grammar was not ready. masks_s: seconds spent on masks.
-    """
+    """Totals since start, by their names in `InternalState`, which says what they count."""
 
     num_steps: int = 0
     num_retracted: int = 0
@@ -41,7 +120,7 @@ class Counters:
     host_s: float = 0.0
     prompt_steps: int = 0
     prompt_steps_s: float = 0.0
-    expected_s: float = 0.0
+    prompt_steps_expected_s: float = 0.0
     num_sat_out: int = 0
     masks_s: float = 0.0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)

@@ -1,12 +1,13 @@
-"""The waiting requests in lanes: one per API key and priority, each in order of arrival.
+"""The waiting requests in lanes, one per API key and priority, each in order of arrival; and the policies, which order those of a key.
 
 Within a lane the policies let no request overtake another, because the first one has waited longer. So the next request is the
 best of the lanes' first ones, and the whole queue need not be sorted. Runs in the scheduler's thread. Adding and removing are a binary
-search and a change of one lane's list.
+search and a change of one lane's list. A policy gives a lazy iterator, since a plan takes only a few of possibly thousands of requests.
 """
 
+import heapq
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 
 from headrace.scheduler.request import Req
@@ -37,7 +38,6 @@ class WaitingQueue:
 
     @property
     def tenants(self) -> Collection[str]:
-        """The keys with waiting requests."""
         return self._lanes.keys()
 
     def lanes(self, tenant: str) -> list[Lane]:
@@ -45,17 +45,14 @@ class WaitingQueue:
         return list(self._lanes[tenant].values())
 
     def heads(self) -> Iterator[Req]:
-        """The first request of every lane."""
         return (lane[0] for lanes in self._lanes.values() for lane in lanes.values())
 
     def add(self, req: Req) -> None:
-        """Add a request that begins to wait, or waits again."""
         lane = self._lanes.setdefault(req.asked.tenant, {}).setdefault(req.asked.priority, [])
         lane.insert(_index(lane, req), req)
         self._count += 1
 
     def remove(self, req: Req) -> None:
-        """Remove a waiting request."""
         assert req in self, req.rid
         lanes = self._lanes[req.asked.tenant]
         lane = lanes[req.asked.priority]
@@ -75,3 +72,36 @@ def _index(lane: Lane, req: Req) -> int:
     if not lane or lane[-1].order < req.order:
         return len(lane)
     return bisect_left(lane, req.order, key=lambda r: r.order)
+
+
+LPM_MAX_QUEUE = 128
+"""With more waiting requests than this, lpm falls back to arrival order: matching all of them costs more than it gains."""
+
+LPM_MAX_WAIT_S = 5.0
+"""lpm may pass over a request for this many seconds; after that it goes first."""
+
+
+def fcfs(lanes: Collection[Lane]) -> Iterator[Req]:
+    """Arrival order; retracted requests keep their first arrival."""
+    return heapq.merge(*lanes, key=lambda r: r.order)
+
+
+def lpm(lanes: Collection[Lane], now_s: float, cached_tokens: Callable[[Req], int]) -> Iterator[Req]:
+    """Longest cached prefix first; requests that have waited longer than LPM_MAX_WAIT_S go before them, in arrival order."""
+
+    def key(req: Req) -> tuple[int, int, int]:
+        starving = now_s - req.arrived_s > LPM_MAX_WAIT_S
+        return (0, 0, req.order) if starving else (1, -cached_tokens(req), req.order)
+
+    return iter(sorted((req for lane in lanes for req in lane), key=key))
+
+
+def effective_priority(req: Req, now_s: float, ageing_s: float) -> float:
+    """Priority, raised by one for every `ageing_s` seconds of waiting; ageing_s <= 0: never raised."""
+    waited = int((now_s - req.arrived_s) / ageing_s) if ageing_s > 0 else 0
+    return req.asked.priority + waited
+
+
+def by_priority(lanes: Collection[Lane], now_s: float, ageing_s: float) -> Iterator[Req]:
+    """Highest effective priority first, then arrival."""
+    return heapq.merge(*lanes, key=lambda r: (-effective_priority(r, now_s, ageing_s), r.order))

@@ -25,7 +25,6 @@ from headrace.messages.weights import (
     CheckWeights,
     CommitUpdate,
     ContinueGeneration,
-    DestroyGroup,
     DropUpdate,
     GetWeight,
     HoldForUpdate,
@@ -48,8 +47,7 @@ from headrace.messages.weights import (
     WorkerOperation,
 )
 from headrace.scheduler import control
-from headrace.scheduler.drain import is_drained
-from headrace.scheduler.retract import retract_all
+from headrace.scheduler.retract import is_drained, retract_all
 from headrace.scheduler.state import SchedulerState
 
 logger = get_logger(__name__)
@@ -140,20 +138,7 @@ class WeightControl:
             case HoldForUpdate():
                 state.gate.held = False
                 self._queue.append((request.id, operation))
-            case (
-                PrepareUpdate()
-                | CommitUpdate()
-                | UpdateFromDisk()
-                | UpdateFromTensors()
-                | UpdateFromDistributed()
-                | InitGroup()
-                | DestroyGroup()
-                | GetWeight()
-                | CheckWeights()
-                | SaveWeights()
-                | ReleaseMemory()
-                | ResumeMemory()
-            ):
+            case _:
                 self._queue.append((request.id, operation))
         return ended
 

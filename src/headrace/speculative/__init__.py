@@ -5,8 +5,9 @@ are what was sampled. So no token changes, and a guess that is wrong costs only 
 Transformers via Speculative Decoding", 2023; their acceptance test is here the plain comparison with the token that is drawn anyway).
 
 - base.py: what guesses (`Drafter`), and the guesses of a step (`Drafts`). Read it first.
-- ngram.py: guesses what came after the last tokens when they came before; history.py has the index, shared.py what other sequences have said.
+- ngram.py: guesses what came after the last tokens when they came before, in the sequence or in what others have said.
 - forced.py: guesses what a grammar demands.
 - pace.py: how many tokens are worth guessing, by how often the last guesses were right.
-- choice.py: makes what --speculative-algorithm names, if it has no weights. Those with weights are in `execution`.
+
+Drafters with weights are in `execution/drafting.py`.
 """

@@ -63,7 +63,6 @@ class Drafts:
         self._silent: set[int] = set()
 
     def add(self, new: NewSequence) -> None:
-        """See `Drafter.add`."""
         if can_guess(new):
             self._silent.discard(new.seq)
         else:
@@ -72,27 +71,22 @@ class Drafts:
             drafter.add(new)
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
-        """See `Drafter.extend`."""
         for drafter in self._drafters:
             drafter.extend(seq, ids)
 
     def begin(self, plan: ModelWorkerBatch) -> None:
-        """See `Drafter.begin`."""
         for drafter in self._drafters:
             drafter.begin(plan)
 
     def follow(self, plan: ModelWorkerBatch) -> None:
-        """See `Drafter.follow`."""
         for drafter in self._drafters:
             drafter.follow(plan)
 
     def end(self, plan: ModelWorkerBatch, kept: Int32Array) -> None:
-        """See `Drafter.end`."""
         for drafter in self._drafters:
             drafter.end(plan, kept)
 
     def leave(self, seq: int) -> None:
-        """See `Drafter.leave`."""
         for drafter in self._drafters:
             drafter.leave(seq)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.messages.step import NewSequence
 from headrace.speculative.base import NOTHING, Drafter, Guess
-from headrace.speculative.pace import learnt
+from headrace.speculative.pace import learnt_from
 
 _FIRST_CHANCE = 0.9
 
@@ -26,25 +26,18 @@ class ForcedDrafter(Drafter):
         self._guesses: dict[int, list[int]] = {}
 
     def add(self, new: NewSequence) -> None:
-        """See `Drafter.add`."""
         self._chances[new.seq] = _FIRST_CHANCE
 
     def leave(self, seq: int) -> None:
-        """See `Drafter.leave`."""
         self._guesses.pop(seq, None)
         self._chances.pop(seq, None)
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
-        """See `Drafter.extend`."""
-        for token_id, guessed in zip(ids, self._guesses.pop(seq, ()), strict=False):
-            self._chances[seq] = learnt(self._chances[seq], token_id == guessed)
-            if token_id != guessed:
-                break
+        self._chances[seq] = learnt_from(self._chances[seq], ids, self._guesses.pop(seq, ()))
         demanded = self._demanded(seq)
         if len(demanded) > 1 and demanded[0] == ids[-1]:
             self._guesses[seq] = demanded[1 : 1 + self._most]
 
     def guess(self, seq: int) -> Guess:
-        """See `Drafter.guess`."""
         tokens = self._guesses.get(seq)
         return Guess(tokens, self._chances[seq]) if tokens else NOTHING

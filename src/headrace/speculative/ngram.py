@@ -2,10 +2,12 @@
 
 An index of each sequence says where its n-grams were last followed by a token. It grows with the sequence: a token costs the same time at the first
 position and at the hundred-thousandth. Text that a request predicts stands before its prompt, as if it had followed the prompt's last tokens once.
+What sequences have said lately is shared within a namespace: samples of one prompt, and answers to similar questions, often say the same.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +15,101 @@ import numpy as np
 from headrace.messages.requests import SampleTask
 from headrace.messages.step import NewSequence
 from headrace.speculative.base import NOTHING, Drafter, Guess, can_guess
-from headrace.speculative.history import BYTES_PER_TOKEN, LONGEST, MOST_INDEXED, SHORTEST, History
-from headrace.speculative.pace import FIRST_CHANCE, learnt
-from headrace.speculative.shared import SHARED_AT_A_TIME, SharedOutputs
+from headrace.speculative.pace import FIRST_CHANCE, learnt_from
+
+LONGEST, SHORTEST = 4, 2
+"""Lengths of the n-grams that are looked up, the longest first: what follows one token is guessed wrong too often to pay."""
+
+MOST_INDEXED = 16384
+"""A sequence is indexed from so many tokens before its end on, to twice as many: half a kilobyte of memory each, and a microsecond."""
+BYTES_PER_TOKEN = 512
+"""Of the index of a sequence, about."""
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""Of the hash of an n-gram, a polynomial modulo 2^64 (R. Karp and M. Rabin, 1987). Two n-grams of the same hash give a wrong guess, nothing worse."""
+_MODULUS = (1 << 64) - 1
+
+
+class History:
+    """Tokens, and where n-grams of these lengths came last.
+
+    after[n]: hash of an n-gram -> index of the token after its last occurrence but the one at the end.
+    """
+
+    def __init__(self, tokens: "array[int]", lengths: Iterable[int] = range(SHORTEST, LONGEST + 1)) -> None:
+        self.tokens = tokens
+        self.after: dict[int, dict[int, int]] = {}
+        values = np.frombuffer(tokens, np.int32).astype(np.uint64) + np.uint64(1)
+        for n in lengths:
+            count = len(values) - n  # of those that a token follows
+            hashes = np.zeros(max(0, count), np.uint64)
+            for offset in range(n):
+                hashes = hashes * _FACTOR + values[offset : offset + max(0, count)]
+            self.after[n] = dict(zip(hashes.tolist(), range(n, n + max(0, count)), strict=True))
+
+    def append(self, token_id: int) -> None:
+        """The next token, which follows the n-grams at the end."""
+        index = len(self.tokens)
+        for n, after in self.after.items():
+            if n <= index:
+                after[_hash_of(self.tokens[-n:])] = index
+        self.tokens.append(token_id)
+
+    def continuation(self, last: "array[int]", most: int, lengths: Iterable[int]) -> list[int]:
+        """Up to `most` tokens from where an n-gram at the end of `last` came before. lengths: of n-grams, the first to look for first."""
+        for n in lengths:
+            begin = self.after[n].get(_hash_of(last[-n:])) if n <= len(last) else None
+            if begin is not None:
+                return self.tokens[begin : begin + most].tolist()
+        return []
+
+
+def _hash_of(tokens: Iterable[int]) -> int:
+    """Of an n-gram, as in `History.after`."""
+    value = 0
+    for token_id in tokens:
+        value = (value * int(_FACTOR) + token_id + 1) & _MODULUS
+    return value
+
+
+SHARED_AT_A_TIME = 32
+"""A sequence tells the others when it has said so many tokens more."""
+
+
+class SharedOutputs:
+    """The last `most_tokens` tokens that sequences have told, of the namespaces that were used last. A namespace knows only its own."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._num_tokens = 0
+        self._by_namespace: OrderedDict[str, History] = OrderedDict()
+
+    def add(self, namespace: str, tokens: "array[int]") -> None:
+        """Tokens that a sequence of this namespace has said, one after the other."""
+        history = self._by_namespace.get(namespace)
+        if history is None:
+            history = self._by_namespace[namespace] = History(array("i"), (LONGEST,))
+        self._by_namespace.move_to_end(namespace)
+        for token_id in tokens:
+            history.append(token_id)
+        self._num_tokens += len(tokens)
+        while self._num_tokens > self._most_tokens:
+            self._forget()
+
+    def continuation(self, namespace: str, last: "array[int]", most: int) -> list[int]:
+        """Up to `most` tokens from where the last `LONGEST` of these tokens were said last, in this namespace."""
+        history = self._by_namespace.get(namespace)
+        return [] if history is None else history.continuation(last, most, (LONGEST,))
+
+    def _forget(self) -> None:
+        """All of the namespace that was used longest ago, or the older half of the only one."""
+        namespace, history = self._by_namespace.popitem(last=False)
+        self._num_tokens -= len(history.tokens)
+        if not self._by_namespace:
+            kept = history.tokens[len(history.tokens) - self._most_tokens // 2 :]
+            self._by_namespace[namespace] = History(kept, (LONGEST,))
+            self._num_tokens = len(kept)
+
 
 _LONGEST_FIRST = range(LONGEST, SHORTEST - 1, -1)
 
@@ -64,14 +158,10 @@ class NgramDrafter(Drafter):
         self._rows[new.seq] = _row(tokens[-2 * MOST_INDEXED :] if predicted else tokens[-MOST_INDEXED:], new.namespace)
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
-        """See `Drafter.extend`."""
         row = self._rows.get(seq)
         if row is None:
             return
-        for token_id, guessed in zip(ids, row.guess, strict=False):
-            row.chance = learnt(row.chance, token_id == guessed)
-            if token_id != guessed:
-                break
+        row.chance = learnt_from(row.chance, ids, row.guess)
         for token_id in ids:
             row.history.append(token_id)
         if len(row.history.tokens) >= 2 * MOST_INDEXED:
@@ -81,7 +171,6 @@ class NgramDrafter(Drafter):
             self._share(self._outputs, row)
 
     def guess(self, seq: int) -> Guess:
-        """See `Drafter.guess`."""
         row = self._rows.get(seq)
         return NOTHING if row is None else Guess(row.guess, row.chance)
 

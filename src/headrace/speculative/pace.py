@@ -29,6 +29,15 @@ def learnt(chance: float, is_right: bool) -> float:
     return _MEMORY * chance + (1.0 - _MEMORY) * is_right
 
 
+def learnt_from(chance: float, ids: Sequence[int], guessed: Sequence[int]) -> float:
+    """The chance of a sequence, after these ids have come in place of those that were guessed."""
+    for token_id, guess in zip(ids, guessed, strict=False):
+        chance = learnt(chance, token_id == guess)
+        if token_id != guess:
+            break
+    return chance
+
+
 def worthwhile(chances: Sequence[float], guessed: Sequence[int], pass_time: float = 0.0) -> list[int]:
     """How many of the guessed[i] tokens of each row of a step to compute in the next one. All zero if nothing pays.
 

@@ -7,12 +7,12 @@ manager, from its event loop only.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum, auto
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from headrace.errors import CapacityError, ContextLengthError, RequestError
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
+from headrace.text.tokenizers import Tokenizer
 
 T = TypeVar("T")
 S = TypeVar("S", str, str | tuple[str, str])
@@ -33,33 +33,7 @@ USUAL_CHARACTERS = 8
 """Most characters per token in nearly all texts. A text with more per token of the context is first counted in pieces."""
 
 
-class TextTokenizer(Protocol):
-    """The front end's view of a tokenizer; see `text.tokenizers.Tokenizer`."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token at the beginning of a text, if there is one."""
-
-    def encode_batch(
-        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
-    ) -> list[list[int]]:
-        """Token ids of each text."""
-
-    def encode_whole(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        most_tokens: int | None = None,
-        side: Literal["right", "left"] = "right",
-    ) -> list[tuple[list[int], list[int]]]:
-        """Token ids and types of texts and pairs of texts, as an encoder reads them."""
-
-    def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
-    ) -> str:
-        """Text of token ids."""
-
-
-def refuse_too_long(tokenizer: TextTokenizer, text: str, context_length: int, param: str) -> None:
+def refuse_too_long(tokenizer: Tokenizer, text: str, context_length: int, param: str) -> None:
     """Raises ContextLengthError for a text that is far too long, without tokenizing all of it: time and memory depend on the context's length.
 
     The text is tokenized in pieces, which changes tokens at the cuts, so only twice as many tokens as fit are certainly too many.
@@ -74,32 +48,13 @@ def refuse_too_long(tokenizer: TextTokenizer, text: str, context_length: int, pa
             raise ContextLengthError(param, context_length, f"your messages resulted in more than {most} tokens")
 
 
-class InputFormat(Enum):
-    """Formats of a tokenizer's input."""
-
-    SINGLE_STRING = auto()
-    BATCH_STRINGS = auto()
-    CROSS_ENCODER_PAIRS = auto()
-
-
-def input_format(texts: str | Sequence[str] | Sequence[Sequence[str]]) -> InputFormat:
-    """Which of the formats `texts` is: a string, a list of strings, or a list of [query, document] pairs."""
-    if isinstance(texts, str):
-        return InputFormat.SINGLE_STRING
-    if texts and all(isinstance(item, str) for item in texts):
-        return InputFormat.BATCH_STRINGS
-    if texts and all(not isinstance(item, str) and len(item) == 2 for item in texts):
-        return InputFormat.CROSS_ENCODER_PAIRS
-    raise RequestError("a prompt is a string, a list of strings, or a list of pairs of strings", "text")
-
-
 class AsyncDynamicBatchTokenizer:
     """Tokenizes in batches: texts that arrive while a batch is being tokenized form the next batch.
 
     Long texts have a thread of their own. Cancelling a waiter does not disturb the others.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, context_length: int, cuts: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, context_length: int, cuts: bool = False) -> None:
         """context_length: in tokens; a text far beyond it is refused without tokenizing all of it, or with `cuts` only its beginning is tokenized."""
         self._cuts = cuts
         self._tokenizer = tokenizer
@@ -111,18 +66,17 @@ class AsyncDynamicBatchTokenizer:
 
     async def encode(self, texts: str | Sequence[str] | Sequence[Sequence[str]]) -> list[list[int]]:
         """Token ids of each text, with the special tokens the model begins with. Raises RequestError."""
-        match input_format(texts):
-            case InputFormat.CROSS_ENCODER_PAIRS:
-                raise RequestError("pairs of texts are supported for cross-encoders only", "text")
-            case InputFormat.SINGLE_STRING:
-                assert isinstance(texts, str)
-                return [await self._encode_one(texts)]
-            case InputFormat.BATCH_STRINGS:
-                batch = [text for text in texts if isinstance(text, str)]
-                if len(batch) == 1:
-                    return [await self._encode_one(batch[0])]
-                long = sum(map(len, batch)) > LONG_CHARACTERS
-                return await self._encode_in(self._long if long else self._short, batch)
+        if isinstance(texts, str):
+            return [await self._encode_one(texts)]
+        if texts and all(not isinstance(item, str) and len(item) == 2 for item in texts):
+            raise RequestError("pairs of texts are supported for cross-encoders only", "text")
+        batch = [text for text in texts if isinstance(text, str)]
+        if not batch or len(batch) < len(texts):
+            raise RequestError("a prompt is a string, a list of strings, or a list of pairs of strings", "text")
+        if len(batch) == 1:
+            return [await self._encode_one(batch[0])]
+        long = sum(map(len, batch)) > LONG_CHARACTERS
+        return await self._encode_in(self._long if long else self._short, batch)
 
     async def encode_whole(
         self, texts: Sequence[str | tuple[str, str]], most_tokens: int | None, side: Literal["right", "left"]
@@ -160,7 +114,6 @@ class AsyncDynamicBatchTokenizer:
         return await future
 
     async def _run_batches(self) -> None:
-        """Process the queue, batch after batch."""
         batch: list[tuple[str, asyncio.Future[list[int]]]] = []
         try:
             while self._queue:

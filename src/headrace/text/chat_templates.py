@@ -19,7 +19,7 @@ import jinja2
 import jinja2.exceptions
 import jinja2.nodes
 
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.files import open_regular
 from headrace.errors import ModelError, RequestError
 from headrace.text.template_sandbox import (
     FAULTS,
@@ -218,7 +218,6 @@ def _as_parts(message: Message) -> Message:
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Whether the template has a loop over something called content."""
     for loop in tree.find_all(jinja2.nodes.For):
         target = loop.iter
         while isinstance(target, jinja2.nodes.Filter) and target.node is not None:

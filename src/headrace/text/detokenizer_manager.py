@@ -29,8 +29,9 @@ from headrace.messages.control import (
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, DecodeOptions, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import unpack_int32
 from headrace.metrics.watchdog import Watchdog
-from headrace.text.incremental import IncrementalDecoder, TokenText
+from headrace.text.incremental import IncrementalDecoder
 from headrace.text.stop import HoldBack
+from headrace.text.tokenizers import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -58,7 +59,7 @@ class DetokenizerManager:
 
     def __init__(
         self,
-        tokenizer: TokenText,
+        tokenizer: Tokenizer,
         to_tokenizer: Sender,
         to_scheduler: Sender,
         *,
@@ -79,7 +80,6 @@ class DetokenizerManager:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that have not ended."""
         return len(self._samples)
 
     def run(self, receiver: Receiver, heartbeats: bool = True) -> None:

@@ -1,33 +1,18 @@
 """Decodes token ids that arrive one by one, and returns text as soon as it is final.
 
-Owns `IncrementalDecoder`, one per request. Does not know the vocabulary (a `TokenText` does) and does not look for stops
+Owns `IncrementalDecoder`, one per request. Does not know the vocabulary (a `Tokenizer` does) and does not look for stops
 (`stop.py`). Used in the scheduler and the detokenizer; no torch.
 """
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.text.tokenizers import Tokenizer
 
 _CONTEXT_TOKENS = 8  # of the prompt: enough to complete a character and to decide a space
 _MAX_HELD_TOKENS = 32  # of a decoder without fixed bytes whose text keeps ending in U+FFFD
-
-
-class TokenText(Protocol):
-    """The decoder's view of a tokenizer; `headrace.text.tokenizers.Tokenizer` implements it."""
-
-    fixed_bytes: bool
-    strips_first_space: bool
-    special_ids: frozenset[int]
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; only if `fixed_bytes`."""
-        ...
-
-    def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
-    ) -> str:
-        """The text of ids."""
-        ...
 
 
 class IncrementalDecoder:
@@ -45,7 +30,7 @@ class IncrementalDecoder:
 
     def __init__(
         self,
-        tokenizer: TokenText,
+        tokenizer: "Tokenizer",
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
@@ -78,7 +63,6 @@ class IncrementalDecoder:
         return self._without_first_space(text) if self._strip else text
 
     def extend(self, token_ids: Iterable[int]) -> str:
-        """Like `push`, for several tokens."""
         return "".join([self.push(index) for index in token_ids])
 
     def flush(self) -> str:

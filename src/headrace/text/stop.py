@@ -84,14 +84,12 @@ class HoldBack:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """stop: non-empty strings."""
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
 
     @property
     def held(self) -> str:
-        """The text held back."""
         return self._held
 
     def push(self, text: str) -> str:

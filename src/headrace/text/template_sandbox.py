@@ -51,7 +51,6 @@ class Marks:
         return str.translate(text, self._back)
 
     def any_in(self, text: str, start: int, end: int) -> bool:
-        """Whether text[start:end] contains a mark."""
         return self._any.search(text, start, end) is not None
 
 
@@ -236,7 +235,6 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def check_time(self) -> None:
-        """Raise LimitReached past the deadline."""
         if time.monotonic() > self._deadline:
             raise LimitReached("it takes too long")
 

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import msgspec
-
+from headrace.checkpoint.config_keys import MediaKeys
 from headrace.checkpoint.family import Family, Vision
-from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig, image_token, siglip
-from headrace.checkpoint.media_keys import MediaKeys
+from headrace.checkpoint.media_tokens import ItemFacts, KindTokens, TokenLayout, Tokens, check_tiles, into_tiles
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.errors import ModelError
-from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens
 
 
 def _read(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
@@ -34,9 +32,8 @@ def projector_sizes(keys: MediaKeys, hidden_size: int) -> tuple[int, float]:
 
 def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
     """Each tile after its number, the whole image last."""
-    vision, size = media.vision, settings.size
-    if settings.recipe != "tiled" or (size.height, size.width) != (vision.image_size, vision.image_size):
-        raise ModelError(f"the image processor does not make tiles of {vision.image_size} x {vision.image_size} pixels")
+    vision = media.vision
+    check_tiles(settings, vision.image_size)
     image = tokens.text(tokens.row) * (vision.image_size // vision.patch_size // media.shuffle) ** 2
     begin, end = "<|START_OF_IMG|>", "<|END_OF_IMG|>"
     tokens.id(begin), tokens.id(end)
@@ -48,11 +45,6 @@ def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config:
     return KindTokens(tokens.id("<image>"), layout)
 
 
-def _settings(media: MediaConfig, settings: ImageSettings) -> ImageSettings:
-    """transformers' processor asks for tiles, whatever the file says."""
-    return msgspec.structs.replace(settings, splits=True)
-
-
 FAMILY = Family(
-    vision={"aya_vision": Vision(read=_read, tokens=_tokens, settings=_settings, image_processor="GotOcr2", tied=True)}
+    vision={"aya_vision": Vision(read=_read, tokens=_tokens, settings=into_tiles, image_processor="GotOcr2", tied=True)}
 )

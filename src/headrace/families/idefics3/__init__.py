@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from headrace.checkpoint.config_keys import MediaKeys
 from headrace.checkpoint.family import Family, Vision
-from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig, image_token, transformer
-from headrace.checkpoint.media_keys import MediaKeys
+from headrace.checkpoint.media_tokens import ItemFacts, KindTokens, TokenLayout, Tokens
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.errors import ModelError
-from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens
 
 
 def _read(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:

@@ -1,7 +1,5 @@
 """Idefics3 and SmolVLM: a SigLIP tower over square tiles of an image, whose neighbouring patches become one row, and a linear layer.
 
-Owns the families' order of parts and their names. Runs in the thread that runs the model.
-
 Sources: H. Laurençon et al., "Building and better understanding vision-language models" (Idefics3, 2024); A. Marafioti et al., "SmolVLM" (2025).
 """
 
@@ -14,16 +12,14 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
 from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.towers.blocks import in_floats
-from headrace.models.towers.clip import ClipVision
-from headrace.models.towers.patches import shuffled
+from headrace.models.tower_parts import in_floats, shuffled
+from headrace.models.towers import ClipVision, TowerEncoder
 
 
 class _Vision(ClipVision):
     """Positions are found by the share of the side that is before a patch, in float32, which may give two patches the same."""
 
     def positions(self, pixels: torch.Tensor) -> torch.Tensor:
-        """See `ClipVision.positions`."""
         table, side = super().positions(pixels), self.side
         bounds = torch.arange(1 / side, 1.0, 1 / side)
         shares = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
@@ -33,41 +29,25 @@ class _Vision(ClipVision):
 
 
 def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    """See `families.Vision`."""
     return _Encoder(media, config.hidden_size, placement)
 
 
-class _Encoder:
-    """A `MediaEncoder`."""
-
-    sees_ahead = False
-    num_deep = 0
-
+class _Encoder(TowerEncoder):
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
-        """hidden_size: of the text model."""
         config = media.vision
         self._vision = _Vision(media, placement, "vision_model.", final_norm=True)
+        self.tower = self._vision.tower
         self._shuffle = media.shuffle
         outputs = {"proj": hidden_size}
         self._projection = Linear(config.hidden_size * media.shuffle**2, outputs, in_floats(placement))
 
-    @property
-    def num_slices(self) -> int:
-        """See `MediaEncoder`."""
-        return self._vision.tower.num_slices
-
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
+        """An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
         tiles = yield from self._vision.run(items)
         rows = [shuffled(part, self._shuffle) for part in tiles]
         x = self._projection(torch.cat(rows))
         return list(x.split([len(part) for part in rows]))
 
     def weights(self) -> Iterator[Weight]:
-        """See `MediaEncoder`."""
         yield from self._vision.weights()
         yield from self._projection.weights("connector.modality_projection.")
-
-    def fuse(self, native: bool = True) -> str:
-        """See `MediaEncoder`."""
-        return self._vision.tower.fuse(native)

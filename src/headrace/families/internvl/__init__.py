@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import msgspec
-
+from headrace.checkpoint.config_keys import MediaKeys
 from headrace.checkpoint.family import Family, Vision
-from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig, image_token, transformer
-from headrace.checkpoint.media_keys import MediaKeys
-from headrace.errors import ModelError
-from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens
+from headrace.checkpoint.media_tokens import ItemFacts, KindTokens, TokenLayout, Tokens, check_tiles, into_tiles
+from headrace.checkpoint.preprocessor_config import ImageSettings
 
 
 def _read(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
@@ -40,9 +37,7 @@ def _read(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
 
 def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config: dict[str, Any]) -> KindTokens:
     vision = media.vision
-    size = settings.size
-    if settings.recipe != "tiled" or (size.height, size.width) != (vision.image_size, vision.image_size):
-        raise ModelError(f"the image processor does not make tiles of {vision.image_size} x {vision.image_size} pixels")
+    check_tiles(settings, vision.image_size)
     ratio = config.get("downsample_ratio", 0.5)
     num_tokens = int((vision.image_size // vision.patch_size) ** 2 * ratio**2)
     begin, end = tokens.id("<img>"), tokens.id("</img>")
@@ -53,11 +48,6 @@ def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config:
     return KindTokens(tokens.row, layout)
 
 
-def _settings(media: MediaConfig, settings: ImageSettings) -> ImageSettings:
-    """transformers' processor asks for tiles, whatever the file says."""
-    return msgspec.structs.replace(settings, splits=True)
-
-
 FAMILY = Family(
-    vision={"internvl": Vision(read=_read, tokens=_tokens, settings=_settings, image_processor="GotOcr2", tied=True)}
+    vision={"internvl": Vision(read=_read, tokens=_tokens, settings=into_tiles, image_processor="GotOcr2", tied=True)}
 )

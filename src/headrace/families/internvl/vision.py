@@ -1,7 +1,5 @@
 """InternVL: a tower over square tiles of an image, whose neighbouring patches become one row, and two linear layers.
 
-Owns the family's order of parts and their names. Runs in the thread that runs the model.
-
 Source: Z. Chen et al., "InternVL" (2023), and "Expanding Performance Boundaries" (InternVL 2.5, 2024).
 """
 
@@ -17,11 +15,8 @@ from headrace.layers.norm import LayerNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.towers.blocks import BlockOptions, activation, in_floats
-from headrace.models.towers.patches import patch_layer, patches_of, shuffled
-from headrace.models.towers.reshaped import in_precision
-from headrace.models.towers.table import Table
-from headrace.models.towers.tower import Tower, packed
+from headrace.models.tower_parts import Table, in_floats, in_precision, patch_layer, patches_of, shuffled
+from headrace.models.towers import BlockOptions, Tower, TowerEncoder, activation, packed
 
 _OPTIONS = BlockOptions(
     attention_norm="layernorm_before",
@@ -37,18 +32,11 @@ _PROJECTOR = "multi_modal_projector."
 
 
 def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    """See `families.Vision`."""
     return _Encoder(media, config.hidden_size, placement)
 
 
-class _Encoder:
-    """A `MediaEncoder`."""
-
-    sees_ahead = False
-    num_deep = 0
-
+class _Encoder(TowerEncoder):
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
-        """hidden_size: of the text model."""
         config = self._config = media.vision
         size, merged = config.hidden_size, config.hidden_size * media.shuffle**2
         self._placement = placement
@@ -59,7 +47,7 @@ class _Encoder:
         self._first = Table((1, 1, size), placement)
         self._positions = Table((1, (config.image_size // config.patch_size) ** 2 + 1, size), placement)
         options = replace(_OPTIONS, rms=config.rms, qkv_bias=config.qkv_bias)
-        self._tower = Tower(config, options, "vision_tower.encoder.layer", placement)
+        self.tower = Tower(config, options, "vision_tower.encoder.layer", placement)
         self._last_norm = LayerNorm(size, config.norm_eps, placement) if config.final_norm else None
         floats = in_floats(placement)
         self._norm = LayerNorm(merged, 1e-5, placement)
@@ -67,13 +55,8 @@ class _Encoder:
         self._down = Linear(hidden_size, {"linear_2": hidden_size}, floats, bias=True)
         self._activate = activation(media.projector_act)
 
-    @property
-    def num_slices(self) -> int:
-        """See `MediaEncoder`."""
-        return self._tower.num_slices
-
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
+        """An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
         pixels = in_precision(torch.cat([item.values for item in items]), self._placement)
         patches = patches_of(pixels, self._config.patch_size).flatten(1, 2)
         x = self._patches(patches.flatten(0, 1)).view(*patches.shape[:2], -1)
@@ -82,7 +65,7 @@ class _Encoder:
         num_tokens = x.shape[1]
         images = packed([num_tokens] * len(pixels), x.device)
         parts = num_parts(tuple(item.values.shape) for item in items)
-        x = yield from self._tower.run(x.flatten(0, 1), images, num_parts=parts)
+        x = yield from self.tower.run(x.flatten(0, 1), images, num_parts=parts)
         if self._last_norm is not None:
             x = self._last_norm(x)
         x = shuffled(x.unflatten(0, (-1, num_tokens))[:, 1:], self._shuffle)
@@ -91,18 +74,13 @@ class _Encoder:
         return list(x.split([rows * len(item.values) for item in items]))
 
     def weights(self) -> Iterator[Weight]:
-        """See `MediaEncoder`."""
         yield from self._first.weights(f"{_EMBEDDINGS}cls_token")
         projection = f"{_EMBEDDINGS}patch_embeddings.projection."
         yield from self._patches.weights(f"{projection}weight", f"{projection}bias")
         yield from self._positions.weights(f"{_EMBEDDINGS}position_embeddings")
-        yield from self._tower.weights()
+        yield from self.tower.weights()
         if self._last_norm is not None:
             yield from self._last_norm.weights("vision_tower.layernorm")
         yield from self._norm.weights(f"{_PROJECTOR}layer_norm")
         yield from self._up.weights(_PROJECTOR)
         yield from self._down.weights(_PROJECTOR)
-
-    def fuse(self, native: bool = True) -> str:
-        """See `MediaEncoder`."""
-        return self._tower.fuse(native)

@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
+from headrace.checkpoint.config_keys import MediaKeys, NotServedError
 from headrace.checkpoint.family import Family, Vision
-from headrace.checkpoint.image_processors import ImageSettings
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig, clip, image_token, pixtral, siglip
-from headrace.checkpoint.media_keys import MediaKeys, NotServedError
+from headrace.checkpoint.media_tokens import ItemFacts, KindTokens, TokenLayout, Tokens, check_side
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.errors import ModelError
-from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens, check_side
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
 
@@ -40,6 +40,14 @@ def _llava_tower(keys: MediaKeys, vision: MediaKeys) -> tuple[VisionConfig, bool
     return msgspec.structs.replace(tower, num_layers=num_layers), drops
 
 
+def _projector(keys: MediaKeys, bias: bool = True) -> dict[str, Any]:
+    """Fields of `MediaConfig`."""
+    return {
+        "projector_act": keys.act("projector_hidden_act", "gelu"),
+        "projector_bias": keys.says("multimodal_projector_bias", bias),
+    }
+
+
 def _llava(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
     tower, drops = _llava_tower(keys, vision)
     return MediaConfig(
@@ -47,8 +55,7 @@ def _llava(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
         image_token_id=image_token(keys, 32000),
         vision=tower,
         drops_first=drops,
-        projector_act=keys.act("projector_hidden_act", "gelu"),
-        projector_bias=keys.says("multimodal_projector_bias", True),
+        **_projector(keys),
     )
 
 
@@ -63,8 +70,7 @@ def _llava_next(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
         image_token_id=image_token(keys, 32000),
         vision=tower,
         drops_first=drops,
-        projector_act=keys.act("projector_hidden_act", "gelu"),
-        projector_bias=keys.says("multimodal_projector_bias", True),
+        **_projector(keys),
         pinpoints=_pinpoints(keys, tower.image_size, sizes),
     )
 
@@ -82,8 +88,7 @@ def _llava_onevision(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
         family="llava_onevision",
         image_token_id=image_token(keys, 151646),
         vision=tower,
-        projector_act=keys.act("projector_hidden_act", "gelu"),
-        projector_bias=keys.says("multimodal_projector_bias", True),
+        **_projector(keys),
         pinpoints=_pinpoints(keys, tower.image_size, sizes),
         max_tiles=int(digits),
     )
@@ -110,8 +115,7 @@ def _mistral3(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
         family="mistral3",
         image_token_id=image_token(keys, 10),
         vision=msgspec.structs.replace(tower, merge_size=keys.count("spatial_merge_size", default=2)),
-        projector_act=keys.act("projector_hidden_act", "gelu"),
-        projector_bias=keys.says("multimodal_projector_bias", False),
+        **_projector(keys, bias=False),
     )
 
 

@@ -1,8 +1,6 @@
 """LLaVA, Pixtral and Mistral 3: a CLIP, SigLIP or Pixtral tower, and two linear layers to the size of the text model. LLaVA-NeXT and
 LLaVA-OneVision: the same over an image and over tiles of a larger one, whose rows are put together without the border around it.
 
-Owns the families' order of parts and their names. Runs in the thread that runs the model.
-
 Sources: H. Liu et al., "Visual Instruction Tuning" (2023); P. Agrawal et al., "Pixtral 12B" (2024); H. Liu et al., "LLaVA-NeXT"
 (2024); B. Li et al., "LLaVA-OneVision" (2024).
 """
@@ -18,12 +16,8 @@ from headrace.layers.norm import RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.towers.blocks import BlockOptions, activation, in_floats
-from headrace.models.towers.clip import ClipVision
-from headrace.models.towers.patches import patch_layer, patches_of
-from headrace.models.towers.reshaped import in_precision
-from headrace.models.towers.table import Table
-from headrace.models.towers.tower import Tower, axial_rope, packed
+from headrace.models.tower_parts import Table, in_floats, in_precision, patch_layer, patches_of
+from headrace.models.towers import BlockOptions, ClipVision, Tower, TowerEncoder, activation, axial_rope, packed
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
 _PIXTRAL = BlockOptions(
@@ -56,7 +50,6 @@ class PixtralVision:
         self._frequencies = frequencies[0::2].to(placement.device), frequencies[1::2].to(placement.device)
 
     def run(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder.slices`."""
         patches = [patches_of(in_precision(item.values, self._placement), self._config.patch_size)[0] for item in items]
         lengths = [len(part) * part.shape[1] for part in patches]
         x = self._norm(self._patches(torch.cat([part.flatten(0, 1) for part in patches])))
@@ -67,29 +60,25 @@ class PixtralVision:
         return list(x.split(lengths))
 
     def weights(self) -> Iterator[Weight]:
-        """The tower's tensors."""
         yield from self._patches.weights(f"{_PREFIX}patch_conv.weight")
         yield from self._norm.weights(f"{_PREFIX}ln_pre")
         yield from self.tower.weights()
 
 
 def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    """See `families.Vision`."""
     made = _TiledEncoder if media.pinpoints else _Encoder
     return made(media, config.hidden_size, config.rms_norm_eps, placement)
 
 
-class _Encoder:
+class _Encoder(TowerEncoder):
     """A `MediaEncoder`: the tower, and the projector."""
-
-    sees_ahead = False
-    num_deep = 0
 
     def __init__(self, media: MediaConfig, hidden_size: int, rms_norm_eps: float, placement: Placement) -> None:
         """hidden_size, rms_norm_eps: of the text model."""
         config, floats = media.vision, in_floats(placement)
         is_pixtral = config.tower == "pixtral"
         self._vision = PixtralVision(media, placement) if is_pixtral else ClipVision(media, placement, final_norm=False)
+        self.tower = self._vision.tower
         self._merges = config.merge_size if media.family == "mistral3" else 0
         if self._merges:
             size = config.hidden_size
@@ -101,13 +90,8 @@ class _Encoder:
         self._activate = activation(media.projector_act)
         self._patch_size = config.patch_size
 
-    @property
-    def num_slices(self) -> int:
-        """See `MediaEncoder`."""
-        return self._vision.tower.num_slices
-
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: [1, channels, height, width]."""
+        """An item's values: [1, channels, height, width]."""
         rows = yield from self._vision.run(items)
         x = torch.cat([part.flatten(0, -2) for part in rows])
         if self._merges:
@@ -134,7 +118,6 @@ class _Encoder:
         return self._merger(torch.cat(merged))
 
     def weights(self) -> Iterator[Weight]:
-        """See `MediaEncoder`."""
         yield from self._vision.weights()
         if self._merges:
             yield from self._norm.weights(f"{_PROJECTOR}norm")
@@ -142,22 +125,15 @@ class _Encoder:
         yield from self._up.weights(_PROJECTOR)
         yield from self._down.weights(_PROJECTOR)
 
-    def fuse(self, native: bool = True) -> str:
-        """See `MediaEncoder`."""
-        return self._vision.tower.fuse(native)
-
 
 class _TiledEncoder(_Encoder):
-    """A `MediaEncoder`."""
-
     def __init__(self, media: MediaConfig, hidden_size: int, rms_norm_eps: float, placement: Placement) -> None:
-        """hidden_size, rms_norm_eps: of the text model."""
         super().__init__(media, hidden_size, rms_norm_eps, placement)
         self._line_end = Table((hidden_size,), placement)
         self._media = media
 
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: [1 + tiles, channels, side, side], first the whole image; its grid has the image's own size. Without
+        """An item's values: [1 + tiles, channels, side, side], first the whole image; its grid has the image's own size. Without
         tiles there is one row at the end of the whole image."""
         rows = yield from super().slices(items)
         return [self._joined(part, item) for part, item in zip(rows, items, strict=True)]
@@ -185,7 +161,6 @@ class _TiledEncoder(_Encoder):
         return torch.cat([whole, lines.flatten(0, 1)])
 
     def weights(self) -> Iterator[Weight]:
-        """See `MediaEncoder`."""
         yield from super().weights()
         yield from self._line_end.weights("image_newline")
 

@@ -1,9 +1,9 @@
 """Qwen2-Audio: Whisper's encoder before Qwen2."""
 
-from headrace.checkpoint.audio_config import AudioConfig
+from headrace.checkpoint.config_keys import MediaKeys
 from headrace.checkpoint.family import Audio, Family
-from headrace.checkpoint.media_keys import MediaKeys, TowerConfig
-from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens
+from headrace.checkpoint.media_config import AudioConfig, TowerConfig
+from headrace.checkpoint.media_tokens import ItemFacts, KindTokens, TokenLayout, Tokens
 
 
 def _read(keys: MediaKeys, audio: MediaKeys) -> AudioConfig:

@@ -1,7 +1,5 @@
 """Qwen2-Audio: two convolutions over log-mel frames, Whisper's layers, means over pairs of positions, and a product to the size of the text model.
 
-Owns the family's order of parts and their names. Runs in the thread that runs the model.
-
 Sources: A. Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022); Y. Chu et al., "Qwen2-Audio Technical Report" (2024).
 """
 
@@ -10,17 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.audio_config import AudioConfig
+from headrace.checkpoint.media_config import AudioConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.towers.blocks import BlockOptions, in_floats
-from headrace.models.towers.reshaped import ReshapedLinear, in_precision
-from headrace.models.towers.table import Table
-from headrace.models.towers.tower import Tower, packed
+from headrace.models.tower_parts import ReshapedLinear, Table, in_floats, in_precision
+from headrace.models.towers import BlockOptions, Tower, TowerEncoder, packed
 
 _WHISPER = BlockOptions(
     attention_norm="self_attn_layer_norm",
@@ -38,43 +34,33 @@ _TOWER = "audio_tower."
 
 
 def encoder(audio: AudioConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    """See `families.Audio`."""
     return Qwen2AudioEncoder(audio, config.hidden_size, placement)
 
 
-class Qwen2AudioEncoder:
+class Qwen2AudioEncoder(TowerEncoder):
     """A `MediaEncoder`.
 
     transformers pads every sound to the longest, and masks what is padding. Positions of the sound see only each other, so no others are computed.
     """
 
-    sees_ahead = False
-    num_deep = 0
-
     def __init__(self, audio: AudioConfig, hidden_size: int, placement: Placement) -> None:
-        """hidden_size: of the text model."""
         size = audio.tower.hidden_size
         self._max_positions = audio.max_positions
         self._placement = placement
         self._first = _convolution(audio.num_mel_bins, size, placement)
         self._second = _convolution(size, size, placement)
         self._positions = Table((audio.max_positions, size), placement)
-        self._tower = Tower(audio.tower, _WHISPER, f"{_TOWER}layers", placement)
+        self.tower = Tower(audio.tower, _WHISPER, f"{_TOWER}layers", placement)
         self._norm = LayerNorm(size, audio.tower.norm_eps, placement)
         self._projector = Linear(size, {"linear": hidden_size}, in_floats(placement), bias=True)
 
-    @property
-    def num_slices(self) -> int:
-        """See `MediaEncoder`."""
-        return self._tower.num_slices
-
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: the log-mel frames [frames, num_mel_bins] that its positions depend on, two for each and the one
+        """An item's values: the log-mel frames [frames, num_mel_bins] that its positions depend on, two for each and the one
         after them, if the longest sound has it. grid: (positions, 1, 1). Two positions give a row; an odd last one is only seen by the others."""
         lengths = [item.grid[0] for item in items]
         x = torch.cat(self._embedded(items, lengths))
         parts = num_parts(tuple(item.values.shape) for item in items)
-        x = yield from self._tower.run(x, packed(lengths, x.device), num_parts=parts)
+        x = yield from self.tower.run(x, packed(lengths, x.device), num_parts=parts)
         means = [_means(part) for part in x.split(lengths)]
         rows = self._projector(self._norm(torch.cat(means)))
         return list(rows.split([len(part) for part in means]))
@@ -98,17 +84,12 @@ class Qwen2AudioEncoder:
         return torch.cat([around[:-2], around[1:-1], around[2:]], dim=1)
 
     def weights(self) -> Iterator[Weight]:
-        """See `MediaEncoder`."""
         yield from self._first.weights(f"{_TOWER}conv1.weight", f"{_TOWER}conv1.bias")
         yield from self._second.weights(f"{_TOWER}conv2.weight", f"{_TOWER}conv2.bias")
         yield from self._positions.weights(f"{_TOWER}embed_positions.weight")
-        yield from self._tower.weights()
+        yield from self.tower.weights()
         yield from self._norm.weights(f"{_TOWER}layer_norm")
         yield from self._projector.weights("multi_modal_projector.")
-
-    def fuse(self, native: bool = True) -> str:
-        """See `MediaEncoder`."""
-        return self._tower.fuse(native)
 
 
 def _convolution(in_size: int, out_size: int, placement: Placement) -> ReshapedLinear:

@@ -5,14 +5,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from headrace.checkpoint.config_keys import MediaKeys, NotServedError
 from headrace.checkpoint.family import Decoder, Family, Vision
-from headrace.checkpoint.image_processors import ImageSettings
-from headrace.checkpoint.media_config import MediaConfig, VisionConfig, image_token, numbers, theta
-from headrace.checkpoint.media_keys import MediaKeys, NotServedError
+from headrace.checkpoint.media_config import MediaConfig, VisionConfig, image_token, theta
+from headrace.checkpoint.media_tokens import (
+    ItemFacts,
+    KindTokens,
+    TokenLayout,
+    Tokens,
+    Vocabulary,
+    check_patches,
+    token_of,
+)
+from headrace.checkpoint.preprocessor_config import ImageSettings
 from headrace.errors import ModelError
 from headrace.families import qwen2, qwen3
 from headrace.media_kinds import MediaKind
-from headrace.multimodal.layout import ItemFacts, KindTokens, TokenLayout, Tokens, Vocabulary, check_patches, token_of
 
 _QWEN2: dict[str, Any] = {
     "vocab_size": 152064,
@@ -38,21 +46,33 @@ _QWEN3: dict[str, Any] = {
 _QWEN2_TEXT = Decoder(name="qwen2", options=qwen2.OPTIONS, sliding="upper", defaults=_QWEN2, is_inner=True)
 
 
-def _qwen2_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
-    size = vision.count("embed_dim", default=1280)
-    tower = VisionConfig(
-        tower="qwen2_vl",
+def _tower(name: str, vision: MediaKeys, size: int, depth: int, patch_size: int, **own: Any) -> VisionConfig:
+    """depth, patch_size: defaults."""
+    return VisionConfig(
+        tower=name,
         hidden_size=size,
-        num_layers=vision.count("depth", default=32),
+        num_layers=vision.count("depth", default=depth),
         **vision.heads(size, "num_heads", 16, 4),
-        intermediate_size=int(size * vision.positive("mlp_ratio", 4)),
-        hidden_act=vision.act("hidden_act", "quick_gelu"),
         norm_eps=1e-6,
-        patch_size=vision.count("patch_size", default=14),
+        patch_size=vision.count("patch_size", default=patch_size),
         num_channels=vision.count("in_channels", default=3),
         rope_theta=theta(vision),
         temporal_patch_size=vision.count("temporal_patch_size", default=2),
         merge_size=vision.count("spatial_merge_size", default=2),
+        **own,
+    )
+
+
+def _qwen2_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
+    size = vision.count("embed_dim", default=1280)
+    tower = _tower(
+        "qwen2_vl",
+        vision,
+        size,
+        32,
+        14,
+        intermediate_size=int(size * vision.positive("mlp_ratio", 4)),
+        hidden_act=vision.act("hidden_act", "quick_gelu"),
         out_size=vision.count("hidden_size", default=3584),
     )
     return MediaConfig(
@@ -61,22 +81,16 @@ def _qwen2_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
 
 
 def _qwen2_5_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
-    size = vision.count("hidden_size", default=3584)
-    tower = VisionConfig(
-        tower="qwen2_5_vl",
-        hidden_size=size,
-        num_layers=vision.count("depth", default=32),
-        **vision.heads(size, "num_heads", 16, 4),
+    tower = _tower(
+        "qwen2_5_vl",
+        vision,
+        vision.count("hidden_size", default=3584),
+        32,
+        14,
         intermediate_size=vision.count("intermediate_size", default=3420),
         hidden_act=vision.act("hidden_act", "silu", gated=True),
-        norm_eps=1e-6,
-        patch_size=vision.count("patch_size", default=14),
-        num_channels=vision.count("in_channels", default=3),
-        rope_theta=theta(vision),
-        temporal_patch_size=vision.count("temporal_patch_size", default=2),
-        merge_size=vision.count("spatial_merge_size", default=2),
         window_size=vision.count("window_size", default=112),
-        full_layers=numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        full_layers=vision.numbers("fullatt_block_indexes", (7, 15, 23, 31)),
         places_per_second=vision.positive("tokens_per_second", 4),
         out_size=vision.count("out_hidden_size", default=3584),
     )
@@ -86,9 +100,19 @@ def _qwen2_5_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
 
 
 def _qwen3_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
-    size = vision.count("hidden_size", default=1152)
-    depth = vision.count("depth", default=27)
-    deep = numbers(vision, "deepstack_visual_indexes", (8, 16, 24))
+    tower = _tower(
+        "qwen3_vl",
+        vision,
+        vision.count("hidden_size", default=1152),
+        27,
+        16,
+        intermediate_size=vision.count("intermediate_size", default=4304),
+        hidden_act=vision.act("hidden_act", "gelu_pytorch_tanh"),
+        out_size=vision.count("out_hidden_size", default=3584),
+        num_positions=vision.count("num_position_embeddings", default=2304),
+        deep_layers=vision.numbers("deepstack_visual_indexes", (8, 16, 24)),
+    )
+    deep, depth = tower.deep_layers, tower.num_layers
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < depth for layer in deep):
         raise NotServedError(f"deepstack_visual_indexes {list(deep)} of {depth} layers do not ascend")
     num_text_layers = (keys.optional_object("text_config") or {}).get("num_hidden_layers", 32)
@@ -96,23 +120,6 @@ def _qwen3_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
         raise NotServedError(
             f"images add to {len(deep)} layers of a text model of {num_text_layers}; to the last none can be added"
         )
-    tower = VisionConfig(
-        tower="qwen3_vl",
-        hidden_size=size,
-        num_layers=depth,
-        **vision.heads(size, "num_heads", 16, 4),
-        intermediate_size=vision.count("intermediate_size", default=4304),
-        hidden_act=vision.act("hidden_act", "gelu_pytorch_tanh"),
-        norm_eps=1e-6,
-        patch_size=vision.count("patch_size", default=16),
-        num_channels=vision.count("in_channels", default=3),
-        rope_theta=theta(vision),
-        temporal_patch_size=vision.count("temporal_patch_size", default=2),
-        merge_size=vision.count("spatial_merge_size", default=2),
-        out_size=vision.count("out_hidden_size", default=3584),
-        num_positions=vision.count("num_position_embeddings", default=2304),
-        deep_layers=deep,
-    )
     return MediaConfig(
         family="qwen3_vl",
         image_token_id=image_token(keys, 151655),
@@ -124,14 +131,13 @@ def _qwen3_vl(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
 
 def _sections(keys: MediaKeys, default: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Pairs of a head that turn by time, height and width."""
-    sections = numbers(_text_rope(keys), "mrope_section", default)
+    sections = _text_rope(keys).numbers("mrope_section", default)
     if len(sections) != 3 or min(sections) < 0:
         raise ModelError(f"{keys.origin}: mrope_section is {list(sections)!r:.80}; expected three numbers")
     return sections
 
 
 def _text_rope(keys: MediaKeys) -> MediaKeys:
-    """How the text model rotates."""
     text = MediaKeys(keys.optional_object("text_config") or keys.config, keys.origin)
     rope = text.optional_object("rope_parameters") or text.optional_object("rope_scaling") or {}
     return MediaKeys(rope, keys.origin)

@@ -1,6 +1,6 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a tower over patches of images of any size, with rotary positions, and a layer that merges squares of patches.
 
-Owns the families' order of parts and their names. Patches come in the order of the squares that are merged. Runs in the thread that runs the model.
+Patches come in the order of the squares that are merged.
 
 Sources: P. Wang et al., "Qwen2-VL" (2024); S. Bai et al., "Qwen2.5-VL Technical Report" (2025), with attention in windows;
 Qwen Team, "Qwen3-VL Technical Report" (2025), with learnt positions besides, and with rows for the text model's first layers.
@@ -20,11 +20,8 @@ from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.towers.blocks import BlockOptions, in_floats
-from headrace.models.towers.patches import patch_layer
-from headrace.models.towers.reshaped import in_precision
-from headrace.models.towers.table import Table
-from headrace.models.towers.tower import Tower, axial_rope, packed
+from headrace.models.tower_parts import Table, in_floats, in_precision, patch_layer
+from headrace.models.towers import BlockOptions, Tower, TowerEncoder, axial_rope, packed
 
 _QWEN2 = BlockOptions(
     attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up=("mlp.fc1",), down="mlp.fc2"
@@ -71,7 +68,6 @@ class _Merger:
         return self._down(kernels.gelu(self._up(x)))
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        """Its tensors."""
         yield from self._norm.weights(f"{prefix}{self._names[0]}")
         yield from self._up.weights(prefix)
         yield from self._down.weights(prefix)
@@ -86,11 +82,7 @@ def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> Me
     return _Encoder(media, placement)
 
 
-class _Encoder:
-    """A `MediaEncoder`."""
-
-    sees_ahead = False
-
+class _Encoder(TowerEncoder):
     def __init__(self, media: MediaConfig, placement: Placement) -> None:
         config = self._config = media.vision
         is_third = config.tower == "qwen3_vl"
@@ -99,25 +91,16 @@ class _Encoder:
         self._placement = placement
         self._patches = patch_layer(kernel, config.hidden_size, placement, bias=is_third)
         self._positions = Table((config.num_positions, config.hidden_size), placement) if is_third else None
-        self._tower = Tower(config, options, "visual.blocks", placement)
+        self.tower = Tower(config, options, "visual.blocks", placement)
         names = ("norm", "linear_fc1", "linear_fc2") if is_third else ("ln_q", "mlp.0", "mlp.2")
         self._merger = _Merger(config, placement, names, of_squares=False)
         self._deep = {layer: _Merger(config, placement, names, of_squares=True) for layer in config.deep_layers}
+        self.num_deep = len(self._deep)
         exponents = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
         self._frequencies = (1.0 / config.rope_theta**exponents).to(placement.device)
 
-    @property
-    def num_slices(self) -> int:
-        """See `MediaEncoder`."""
-        return self._tower.num_slices
-
-    @property
-    def num_deep(self) -> int:
-        """See `MediaEncoder`."""
-        return len(self._deep)
-
     def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """See `MediaEncoder`. An item's values: [patches, values of a patch], or of a video [steps, patches, values]; with a grid of patches."""
+        """An item's values: [patches, values of a patch], or of a video [steps, patches, values]; with a grid of patches."""
         config, unit = self._config, self._config.merge_size**2
         x = self._patches(in_precision(torch.cat([item.values.flatten(0, -2) for item in items]), self._placement))
         if self._positions is not None:
@@ -129,7 +112,7 @@ class _Encoder:
         order = None
         if not config.window_size:
             images = packed(frames, x.device, self._rope(places))
-            x = yield from self._tower.run(x, images, tap=self._taps(deep), num_parts=parts)
+            x = yield from self.tower.run(x, images, tap=self._taps(deep), num_parts=parts)
         else:
             window = config.window_size // config.patch_size
             order, lengths = _windows([item.grid for item in items], window, config.merge_size)
@@ -138,7 +121,7 @@ class _Encoder:
             rope = self._rope(places[patch_order])
             windows = packed([length * unit for length in lengths], x.device, rope)
             # Windows are cut within a frame, so that frames stay together.
-            x = yield from self._tower.run(x, packed(frames, x.device, rope), windows, num_parts=parts)
+            x = yield from self.tower.run(x, packed(frames, x.device, rope), windows, num_parts=parts)
         x = torch.cat([self._merger(x), *(deep[layer] for layer in self._deep)], dim=1)
         if order is not None:
             x = x[order.argsort().to(x.device)]
@@ -173,18 +156,13 @@ class _Encoder:
         return axial_rope(places[:, 0], places[:, 1], self._frequencies, self._frequencies)
 
     def weights(self) -> Iterator[Weight]:
-        """See `MediaEncoder`."""
         yield from self._patches.weights("visual.patch_embed.proj.weight", "visual.patch_embed.proj.bias")
         if self._positions is not None:
             yield from self._positions.weights("visual.pos_embed.weight")
-        yield from self._tower.weights()
+        yield from self.tower.weights()
         yield from self._merger.weights("visual.merger.")
         for index, merger in enumerate(self._deep.values()):
             yield from merger.weights(f"visual.deepstack_merger_list.{index}.")
-
-    def fuse(self, native: bool = True) -> str:
-        """See `MediaEncoder`."""
-        return self._tower.fuse(native)
 
 
 def _stretched(places: torch.Tensor, length: int, side: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,12 +11,15 @@ from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP
 from headrace.kernels.cpu import _native
 from headrace.kernels.drawing import MAX_VOCAB
-from headrace.kernels.experts import PackedExperts
 from headrace.kernels.packing import (
     KV_TYPES,
     QUANT_SCHEMES,
+    PackedExperts,
     PackedLinear,
+    as_native,
     check_linear,
+    check_packed,
+    check_rotation,
     kv_cache_geometry,
     kv_type,
     pack_native,
@@ -33,7 +36,6 @@ _TABLE_ORDERS = {"native_bf16": 1, "native_f32": 1, "native_bf16_pairs": 2}
 
 
 def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None, rounded: bool) -> PackedLinear:
-    """See `headrace.kernels.ops.pack_linear`."""
     if isinstance(weight, QuantizedMatrix):
         check_quantized(weight, bias)
         return pack_native_quantized(weight, bias)
@@ -42,216 +44,133 @@ def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | Non
 
 
 def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
-    """See `headrace.kernels.ops.linear`."""
-    rows, x_stride = _rows("linear: x", x, packed.k)
+    rows, x_stride = _rows("linear", "x", x, packed.k)
     if out is None:
         if accumulate:
             raise ValueError("linear: accumulate needs out")
         out = torch.empty(rows, packed.n)
         y_stride = packed.n
     else:
-        out_rows, y_stride = _rows("linear: out", out, packed.n)
+        out_rows, y_stride = _rows("linear", "out", out, packed.n)
         if out_rows != rows:
             raise ValueError(f"linear: out has {out_rows} rows, x has {rows}")
+    y = packed.bias, out, y_stride, rows, packed.n, packed.k, accumulate
     scheme = QUANT_SCHEMES.get(packed.layout)
-    if scheme is not None:
-        _native.linear_quantized(
-            x.data_ptr(),
-            x_stride,
-            scheme,
-            packed.data.data_ptr(),
-            0 if packed.column_scales is None else packed.column_scales.data_ptr(),
-            0 if packed.bias is None else packed.bias.data_ptr(),
-            out.data_ptr(),
-            y_stride,
-            rows,
-            packed.n,
-            packed.k,
-            accumulate,
-        )
-        return out
-    _native.linear(
-        x.data_ptr(),
-        x_stride,
-        packed.data.data_ptr(),
-        packed.layout == "native_bf16",
-        0 if packed.bias is None else packed.bias.data_ptr(),
-        out.data_ptr(),
-        y_stride,
-        rows,
-        packed.n,
-        packed.k,
-        accumulate,
-    )
+    if scheme is None:
+        _native.linear(*as_native(x, x_stride, packed.data, packed.layout == "native_bf16", *y))
+    else:
+        _native.linear_quantized(*as_native(x, x_stride, scheme, packed.data, packed.column_scales, *y))
     return out
 
 
 def quantize_rows(x: torch.Tensor, group: int, bits: int, rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.quantize_rows`."""
-    rows, x_stride = _rows("quantize_rows: x", x, x.shape[-1])
+    rows, x_stride = _rows("quantize_rows", "x", x, x.shape[-1])
     k = x.shape[1]
     values = torch.empty(rows, -(-k // KERNEL_GROUP) * KERNEL_GROUP, dtype=torch.int8 if bits == 8 else torch.int16)
     scales = torch.empty(rows, -(-k // group))
-    _native.quantize_rows(
-        x.data_ptr(), x_stride, values.data_ptr(), scales.data_ptr(), rows, k, group, bits // 8, rotated
-    )
+    _native.quantize_rows(*as_native(x, x_stride, values, scales, rows, k, group, bits // 8, rotated))
     return values[:, :k], scales
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
-    """See `headrace.kernels.ops.rms_norm`."""
-    size = weight.numel()
-    rows, x_stride = _rows("rms_norm: x", x, size)
-    _flat("rms_norm: weight", weight, torch.float32)
-    if residual is not None:
-        _flat("rms_norm: residual", residual, torch.float32)
-        if tuple(residual.shape) != tuple(x.shape):
-            raise ValueError(f"rms_norm: residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
-    out = torch.empty(rows, size)
-    _native.rms_norm(
-        x.data_ptr(),
-        x_stride,
-        0 if residual is None else residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        rows,
-        size,
-        eps,
-    )
+    rows, x_stride, out = _normed("rms_norm", x, weight, residual)
+    _native.rms_norm(*as_native(x, x_stride, residual, weight, out, rows, weight.numel(), eps))
     return out
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.layer_norm`."""
-    size = weight.numel()
-    rows, x_stride = _rows("layer_norm: x", x, size)
-    _flat("layer_norm: weight", weight, torch.float32)
+    rows, x_stride, out = _normed("layer_norm", x, weight, residual)
     if bias is not None:
-        _flat("layer_norm: bias", bias, torch.float32)
-        if bias.numel() != size:
-            raise ValueError(f"layer_norm: bias has {bias.numel()} elements, weight {size}")
-    if residual is not None:
-        _flat("layer_norm: residual", residual, torch.float32)
-        if tuple(residual.shape) != tuple(x.shape):
-            raise ValueError(f"layer_norm: residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
-    out = torch.empty(rows, size)
-    _native.layer_norm(
-        x.data_ptr(),
-        x_stride,
-        0 if residual is None else residual.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        size,
-        eps,
-    )
+        _flat("layer_norm", "bias", bias, torch.float32)
+        if bias.numel() != weight.numel():
+            raise ValueError(f"layer_norm: bias has {bias.numel()} elements, weight {weight.numel()}")
+    _native.layer_norm(*as_native(x, x_stride, residual, weight, bias, out, rows, weight.numel(), eps))
     return out
 
 
+def _normed(
+    op: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[int, int, torch.Tensor]:
+    """(rows, stride between rows, a tensor for the result), once what both norms take is checked."""
+    rows, x_stride = _rows(op, "x", x, weight.numel())
+    _flat(op, "weight", weight, torch.float32)
+    if residual is not None:
+        _flat(op, "residual", residual, torch.float32)
+        if tuple(residual.shape) != tuple(x.shape):
+            raise ValueError(f"{op}: residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
+    return rows, x_stride, torch.empty(rows, weight.numel())
+
+
 def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
-    """See `headrace.kernels.ops.moe`."""
-    rows, x_stride = _rows("moe: x", x, experts.hidden_size)
+    rows, x_stride = _rows("moe", "x", x, experts.hidden_size)
     assert experts.table is not None, experts.gate_up[0].layout
-    _flat("moe: expert_ids", expert_ids, torch.int64)
-    _flat("moe: shares", shares, torch.float32)
+    _flat("moe", "expert_ids", expert_ids, torch.int64)
+    _flat("moe", "shares", shares, torch.float32)
     if expert_ids.dim() != 2 or expert_ids.shape[0] != rows or shares.shape != expert_ids.shape:
         raise ValueError(
             f"moe: {rows} rows, expert_ids {tuple(expert_ids.shape)}, shares {tuple(shares.shape)}: not [rows, top_k]"
         )
-    if expert_ids.shape[1] == 0 or rows * expert_ids.shape[1] >= 2**31:
-        raise ValueError(f"moe: {rows} rows of {expert_ids.shape[1]} experts each")
+    top_k = expert_ids.shape[1]
+    if top_k == 0 or rows * top_k >= 2**31:
+        raise ValueError(f"moe: {rows} rows of {top_k} experts each")
     out = torch.empty(rows, experts.hidden_size)
-    _native.moe(
-        x.data_ptr(),
-        x_stride,
-        expert_ids.data_ptr(),
-        shares.data_ptr(),
-        experts.table.data_ptr(),
-        out.data_ptr(),
-        rows,
-        expert_ids.shape[1],
-        len(experts.gate_up),
-        experts.hidden_size,
-        experts.intermediate_size,
-        experts.activation == "gelu_tanh",
-    )
+    sizes = rows, top_k, len(experts.gate_up), experts.hidden_size, experts.intermediate_size
+    gelu = experts.activation == "gelu_tanh"
+    _native.moe(*as_native(x, x_stride, expert_ids, shares, experts.table, out, *sizes, gelu))
     return out
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """See `headrace.kernels.ops.rotary`."""
-    tokens, num_q_heads, head_dim, q_stride = _heads("rotary: q", q)
-    k_tokens, num_kv_heads, k_head_dim, k_stride = _heads("rotary: k", k)
-    _int32("rotary: positions", positions, tokens)
-    _flat("rotary: cos", cos, torch.float32)
-    _flat("rotary: sin", sin, torch.float32)
+    tokens, num_q_heads, head_dim, q_stride = _heads("rotary", "q", q)
+    k_tokens, num_kv_heads, k_head_dim, k_stride = _heads("rotary", "k", k)
+    _int32("rotary", "positions", positions, tokens)
+    _flat("rotary", "cos", cos, torch.float32)
+    _flat("rotary", "sin", sin, torch.float32)
     max_positions, half = cos.shape
     if k_tokens != tokens or k_head_dim != head_dim:
         raise ValueError(f"rotary: q is {tuple(q.shape)}, k is {tuple(k.shape)}")
-    if cos.shape != sin.shape or 2 * half > head_dim:
-        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit head_dim {head_dim}")
-    _native.rotary(
-        q.data_ptr(),
-        q_stride,
-        num_q_heads,
-        k.data_ptr(),
-        k_stride,
-        num_kv_heads,
-        positions.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        tokens,
-        head_dim,
-        2 * half,
-        max_positions,
-    )
+    check_rotation(cos, sin, head_dim)
+    heads = q, q_stride, num_q_heads, k, k_stride, num_kv_heads
+    _native.rotary(*as_native(*heads, positions, cos, sin, tokens, head_dim, 2 * half, max_positions))
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.silu_mul`."""
-    rows, stride, size = _gated("silu_mul", x)
-    out = torch.empty(rows, size)
-    _native.silu_mul(x.data_ptr(), stride, out.data_ptr(), rows, size)
-    return out
+    return _gate("silu_mul", x)
 
 
 def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu_tanh_mul`."""
-    rows, stride, size = _gated("gelu_tanh_mul", x)
-    out = torch.empty(rows, size)
-    _native.gelu_tanh_mul(x.data_ptr(), stride, out.data_ptr(), rows, size)
-    return out
+    return _gate("gelu_tanh_mul", x)
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu_mul`."""
-    rows, stride, size = _gated("gelu_mul", x)
-    out = torch.empty(rows, size)
-    _native.gelu_mul(x.data_ptr(), stride, out.data_ptr(), rows, size)
-    return out
+    return _gate("gelu_mul", x)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu`."""
-    rows, stride = _rows("gelu: x", x, x.shape[-1])
-    out = torch.empty(rows, x.shape[1])
-    _native.gelu(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
-    return out
+    return _activate("gelu", x, x.shape[-1])
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu_tanh`."""
-    rows, stride = _rows("gelu_tanh: x", x, x.shape[-1])
-    out = torch.empty(rows, x.shape[1])
-    _native.gelu_tanh(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
+    return _activate("gelu_tanh", x, x.shape[-1])
+
+
+def _gate(op: str, x: torch.Tensor) -> torch.Tensor:
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"{op}: x must be [rows, 2 * size], got {tuple(x.shape)}")
+    return _activate(op, x, x.shape[1] // 2)
+
+
+def _activate(op: str, x: torch.Tensor, size: int) -> torch.Tensor:
+    """float32[rows, size] by the kernel of this name."""
+    rows, stride = _rows(op, "x", x, x.shape[-1])
+    out = torch.empty(rows, size)
+    getattr(_native, op)(x.data_ptr(), stride, out.data_ptr(), rows, size)
     return out
 
 
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
-    """See `headrace.kernels.ops.embedding`."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
         raise ValueError(f"embedding: ids must be contiguous int32 or int64 [n], got {ids.dtype} {tuple(ids.shape)}")
     order = 0
@@ -268,18 +187,8 @@ def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: floa
         data, (vocab_size, hidden_size) = table, table.shape
     tokens = ids.numel()
     out = torch.empty(tokens, hidden_size)
-    _native.embedding(
-        data.data_ptr(),
-        data.dtype == torch.bfloat16,
-        order,
-        ids.data_ptr(),
-        ids.dtype == torch.int64,
-        out.data_ptr(),
-        tokens,
-        vocab_size,
-        hidden_size,
-        scale,
-    )
+    rows = data, data.dtype == torch.bfloat16, order, ids, ids.dtype == torch.int64
+    _native.embedding(*as_native(*rows, out, tokens, vocab_size, hidden_size, scale))
     return out
 
 
@@ -296,8 +205,7 @@ def paged_attention(
     rounded: bool,
     last_keys: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.paged_attention`."""
-    tokens, num_q_heads, head_dim, q_stride = _heads("paged_attention: q", q)
+    tokens, num_q_heads, head_dim, q_stride = _heads("paged_attention", "q", q)
     _, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"paged_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
@@ -307,34 +215,17 @@ def paged_attention(
             f"got {page_table.dtype} {tuple(page_table.shape)}"
         )
     num_seqs, max_pages = page_table.shape
-    _int32("paged_attention: seq_lens", seq_lens, num_seqs)
-    _int32("paged_attention: q_starts", q_starts, num_seqs + 1)
+    _int32("paged_attention", "seq_lens", seq_lens, num_seqs)
+    _int32("paged_attention", "q_starts", q_starts, num_seqs + 1)
     if last_keys is not None:
-        _int32("paged_attention: last_keys", last_keys, tokens)
+        _int32("paged_attention", "last_keys", last_keys, tokens)
     if window < 0 or softcap < 0:
         raise ValueError(f"paged_attention: window {window} and softcap {softcap} must not be negative")
     out = torch.empty(tokens, num_q_heads, head_dim)
+    cache = k_cache, v_cache, kv_type(k_cache, rounded), num_pages, num_kv_heads, head_dim
+    sequences = page_table, max_pages, seq_lens, q_starts, num_seqs, tokens
     _native.paged_attention(
-        q.data_ptr(),
-        q_stride,
-        out.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        kv_type(k_cache, rounded),
-        num_pages,
-        num_kv_heads,
-        head_dim,
-        page_table.data_ptr(),
-        max_pages,
-        seq_lens.data_ptr(),
-        q_starts.data_ptr(),
-        num_seqs,
-        tokens,
-        num_q_heads,
-        scale,
-        window,
-        softcap,
-        0 if last_keys is None else last_keys.data_ptr(),
+        *as_native(q, q_stride, out, *cache, *sequences, num_q_heads, scale, window, softcap, last_keys)
     )
     return out
 
@@ -348,96 +239,46 @@ def packed_attention(
     window: int,
     rounded: bool,
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.packed_attention`."""
-    tokens, num_q_heads, head_dim, q_stride = _heads("packed_attention: q", q)
-    k_tokens, num_kv_heads, k_head_dim, k_stride = _heads("packed_attention: k", k)
-    *v_shape, v_stride = _heads("packed_attention: v", v)
-    if (k_tokens, k_head_dim) != (tokens, head_dim) or v_shape != [k_tokens, num_kv_heads, k_head_dim]:
-        raise ValueError(
-            f"packed_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}: not [tokens, heads, head_dim]"
-        )
-    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
-        raise ValueError(f"packed_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
-    if window < 0:
-        raise ValueError(f"packed_attention: the window must not be negative, got {window}")
-    _int32("packed_attention: row_starts", row_starts, max(1, row_starts.numel()))
+    tokens, num_q_heads, head_dim, q_stride = _heads("packed_attention", "q", q)
+    _, num_kv_heads, _, k_stride = _heads("packed_attention", "k", k)
+    *_, v_stride = _heads("packed_attention", "v", v)
+    check_packed(q, k, v, window)
+    _int32("packed_attention", "row_starts", row_starts, max(1, row_starts.numel()))
     out = torch.empty(tokens, num_q_heads, head_dim)
-    _native.packed_attention(
-        q.data_ptr(),
-        q_stride,
-        k.data_ptr(),
-        k_stride,
-        v.data_ptr(),
-        v_stride,
-        out.data_ptr(),
-        row_starts.data_ptr(),
-        row_starts.numel() - 1,
-        tokens,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        scale,
-        window,
-        rounded,
-    )
+    rows = q, q_stride, k, k_stride, v, v_stride, out, row_starts, row_starts.numel() - 1
+    sizes = tokens, num_q_heads, num_kv_heads, head_dim
+    _native.packed_attention(*as_native(*rows, *sizes, scale, window, rounded))
     return out
 
 
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See `headrace.kernels.ops.write_kv`."""
-    tokens, num_kv_heads, head_dim, k_stride = _heads("write_kv: k", k)
-    v_tokens, v_heads, v_head_dim, v_stride = _heads("write_kv: v", v)
+    tokens, num_kv_heads, head_dim, k_stride = _heads("write_kv", "k", k)
+    v_tokens, v_heads, v_head_dim, v_stride = _heads("write_kv", "v", v)
     cache_type, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
     if (v_tokens, v_heads, v_head_dim) != (tokens, num_kv_heads, head_dim) or cache_heads != num_kv_heads:
         raise ValueError(
             f"write_kv: k {tuple(k.shape)}, v {tuple(v.shape)} and {cache_heads} KV heads of the cache differ"
         )
-    _int32("write_kv: slots", slots, tokens)
-    _native.write_kv(
-        k.data_ptr(),
-        k_stride,
-        v.data_ptr(),
-        v_stride,
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        cache_type,
-        num_pages,
-        num_kv_heads,
-        head_dim,
-        slots.data_ptr(),
-        tokens,
-    )
+    _int32("write_kv", "slots", slots, tokens)
+    cache = k_cache, v_cache, cache_type, num_pages, num_kv_heads, head_dim
+    _native.write_kv(*as_native(k, k_stride, v, v_stride, *cache, slots, tokens))
 
 
 def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.gather_kv`."""
     num_pages, num_kv_heads, head_dim = kv_cache_geometry("gather_kv", k_cache, v_cache)
     tokens = slots.numel()
-    _int32("gather_kv: slots", slots, tokens)
+    _int32("gather_kv", "slots", slots, tokens)
     k = torch.empty(tokens, num_kv_heads, head_dim)
     v = torch.empty(tokens, num_kv_heads, head_dim)
-    _native.gather_kv(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        KV_TYPES[k_cache.dtype],
-        num_pages,
-        num_kv_heads,
-        head_dim,
-        slots.data_ptr(),
-        tokens,
-    )
+    cache = k_cache, v_cache, KV_TYPES[k_cache.dtype], num_pages, num_kv_heads, head_dim
+    _native.gather_kv(*as_native(k, v, *cache, slots, tokens))
     return k, v
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.argmax`."""
-    if x.dim() != 2 or x.shape[1] == 0:
-        raise ValueError(f"argmax: x must be [rows, size >= 1], got {tuple(x.shape)}")
-    rows, stride = _rows("argmax: x", x, x.shape[1])
+    rows, stride = _rows("argmax", "x", x, x.shape[1])
     out = torch.empty(rows, dtype=torch.int64)
     _native.argmax(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
     return out
@@ -453,7 +294,6 @@ def draw(
     masks: torch.Tensor | None = None,
     mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.draw`."""
     rows, stride, size = _logits("draw", logits)
     parameters = (
         ("temperatures", temperatures, torch.float32),
@@ -468,26 +308,13 @@ def draw(
                 f"draw: {name} must be contiguous {dtype} [{rows}], got {values.dtype} {tuple(values.shape)}"
             )
     out = torch.empty(rows, dtype=torch.int64)
-    _native.draw(
-        logits.data_ptr(),
-        stride,
-        temperatures.data_ptr(),
-        top_k.data_ptr(),
-        top_p.data_ptr(),
-        min_weights.data_ptr(),
-        u.data_ptr(),
-        0 if masks is None else masks.data_ptr(),
-        0 if mask_rows is None else mask_rows.data_ptr(),
-        0 if masks is None else masks.shape[0],
-        out.data_ptr(),
-        rows,
-        size,
-    )
+    num_masks = 0 if masks is None else masks.shape[0]
+    columns = temperatures, top_k, top_p, min_weights, u
+    _native.draw(*as_native(logits, stride, *columns, masks, mask_rows, num_masks, out, rows, size))
     return out
 
 
 def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.exp_sums`."""
     rows, stride, size = _logits("exp_sums", x)
     peaks, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     _native.exp_sums(x.data_ptr(), stride, peaks.data_ptr(), sums.data_ptr(), rows, size)
@@ -498,27 +325,20 @@ def _logits(op: str, x: torch.Tensor) -> tuple[int, int, int]:
     """(rows, stride, V) of a float32 [rows, V >= 1]."""
     if x.dim() != 2 or not 1 <= x.shape[1] <= MAX_VOCAB:
         raise ValueError(f"{op}: logits must be [rows, 1 .. {MAX_VOCAB}], got {tuple(x.shape)}")
-    return *_rows(f"{op}: logits", x, x.shape[1]), x.shape[1]
+    return *_rows(op, "logits", x, x.shape[1]), x.shape[1]
 
 
-def _rows(what: str, x: torch.Tensor, size: int) -> tuple[int, int]:
+def _rows(op: str, what: str, x: torch.Tensor, size: int) -> tuple[int, int]:
     """(rows, stride between rows) of a float32 [rows, size] whose rows are contiguous."""
     if x.dim() != 2 or x.shape[1] != size or x.dtype != torch.float32 or (size > 1 and x.stride(1) != 1):
         raise ValueError(
-            f"{what} must be float32 [rows, {size}] with contiguous rows, "
+            f"{op}: {what} must be float32 [rows, {size}] with contiguous rows, "
             f"got {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
         )
     return x.shape[0], x.stride(0)
 
 
-def _gated(op: str, x: torch.Tensor) -> tuple[int, int, int]:
-    """(rows, stride, size) of a float32 [rows, 2 * size]."""
-    if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"{op}: x must be [rows, 2 * size], got {tuple(x.shape)}")
-    return *_rows(f"{op}: x", x, x.shape[1]), x.shape[1] // 2
-
-
-def _heads(what: str, x: torch.Tensor) -> tuple[int, int, int, int]:
+def _heads(op: str, what: str, x: torch.Tensor) -> tuple[int, int, int, int]:
     """(tokens, heads, head_dim, stride between tokens) of a float32 [tokens, heads, head_dim] with contiguous tokens."""
     if x.dim() == 3 and x.dtype == torch.float32:
         tokens, heads, head_dim = x.shape
@@ -526,19 +346,19 @@ def _heads(what: str, x: torch.Tensor) -> tuple[int, int, int, int]:
         if (stride[2] == 1 or head_dim == 1) and (stride[1] == head_dim or heads == 1):
             return tokens, heads, head_dim, stride[0]
     raise ValueError(
-        f"{what} must be float32 [tokens, heads, head_dim] with contiguous heads, "
+        f"{op}: {what} must be float32 [tokens, heads, head_dim] with contiguous heads, "
         f"got {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
     )
 
 
-def _flat(what: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+def _flat(op: str, what: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     if x.dtype != dtype or not x.is_contiguous():
-        raise ValueError(f"{what} must be contiguous {dtype}, got {x.dtype} with strides {x.stride()}")
+        raise ValueError(f"{op}: {what} must be contiguous {dtype}, got {x.dtype} with strides {x.stride()}")
 
 
-def _int32(what: str, x: torch.Tensor, size: int) -> None:
+def _int32(op: str, what: str, x: torch.Tensor, size: int) -> None:
     if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous():
-        raise ValueError(f"{what} must be contiguous int32 [{size}], got {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"{op}: {what} must be contiguous int32 [{size}], got {x.dtype} {tuple(x.shape)}")
 
 
 def _cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[int, int, int]:

@@ -2,8 +2,7 @@
 
 They also run on the CPU, slowly, under Triton's interpreter (TRITON_INTERPRET=1). That is how they are tested.
 
-Owns the GPU code (attention/; linear layers: linear.py, one_row.py; mixtures: routing.py, expert_rows.py and matmul.py, which has batch-invariant
-layers, too; rows.py, sampling.py, token_mask.py), how its launches overlap (launch.py), what the registry sees of it (ops.py, invariant_ops.py)
+Owns the GPU code (attention/; linear layers: linear.py, one_row.py; mixtures: experts.py; rows.py, sampling.py), how it is launched (launch.py)
 and whether it can run here. Does not own the meaning of an op (`kernels.ops`) nor the layout of a KV pool
 (`headrace.attention.triton`). Called by the thread that runs the model. Nothing here waits for the device, and nothing
 is tuned at run time: block sizes come from small tables by head size and kind of device.

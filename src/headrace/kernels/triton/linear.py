@@ -1,23 +1,36 @@
-"""Linear layers in Triton where the vendor's library has none or a slow one: one row, 4-bit weights, and rounding to fp8.
+"""Linear layers in Triton where the vendor's library has none or a slow one: one row, 4-bit weights, and rounding to fp8; and batch-invariant ones.
 
-Owns the choice by layout and number of rows, and the products of several rows with 4-bit weights. Does not own products of one row
-(`one_row`) nor what torch computes (`torch_fallback`): floats of several rows, fp8 of several rows.
+Owns the choice by layout and number of rows, the products of several rows with 4-bit weights, and `invariant_linear`: the vendor's library is
+faster, but picks its tiles and splits by the number of rows, and with them the order of a sum; this one always computes in one shape, for when bits
+must not depend on the batch. Does not own products of one row (`one_row`) nor what torch computes (`torch_fallback`): floats of several rows, fp8 of
+several rows. Source: Triton's tutorial "Matrix Multiplication".
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels import torch_fallback
 from headrace.kernels.packing import PackedLinear
 from headrace.kernels.torch_quantized import FP8, FP8_MAX, SMALLEST_SCALE, scaled_product
-from headrace.kernels.triton.one_row import SHAPES, one_row_linear
+from headrace.kernels.triton.launch import Tile, is_hopper, precision
+from headrace.kernels.triton.one_row import SHAPES, Shape, one_row_linear
 
 _MOST_INT4_ROWS = 128
 """With more rows, 4-bit weights are unpacked first: every tile of rows would unpack them again."""
+
+INT4_ROWS = Shape(columns=64, inner=16, num_warps=4, stages=4)
+
+_INVARIANT = Tile(64, 64, 64, 4, 4)
+_INVARIANT_LINEAR = ((64, Tile(64, 32, 128, 4, 4)), (256, Tile(64, 128, 64, 4, 4)))
+_INVARIANT_LINEAR_MANY = Tile(128, 128, 64, 8, 3)
+_INVARIANT_LINEAR_HOPPER = Tile(256, 128, 64, 8, 3)
+_PANEL = 8
+"""_INVARIANT_LINEAR: by most rows. In all of these an element is one chain of products of 16 elements of k, in order, whatever the tile:
+its bits are the same. _PANEL: tiles of rows whose programs run side by side, so that they share columns of the weight in the cache."""
 
 
 @triton.jit
@@ -105,8 +118,83 @@ def _round_rows_kernel(
     tl.store(values_ptr + row * size + columns, (x / scale).to(values_ptr.dtype.element_ty), mask=columns < size)
 
 
+@triton.jit
+def _first_of_tile(rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PANEL: tl.constexpr):
+    """(row, column) where a program's tile begins, in the order of panels: PANEL tiles of rows for one tile of columns, then for the next."""
+    num_m = tl.cdiv(rows, BLOCK_M)
+    num_n = tl.cdiv(n, BLOCK_N)
+    panel = tl.program_id(0) // (PANEL * num_n)
+    in_panel = tl.program_id(0) % (PANEL * num_n)
+    height = tl.minimum(num_m - panel * PANEL, PANEL)
+    return (panel * PANEL + in_panel % height) * BLOCK_M, in_panel // height * BLOCK_N
+
+
+@triton.jit
+def _store_tile(acc, bias_ptr, y_ptr, m, columns, rows, n, y_stride, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr):
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    places = y_ptr + m[:, None] * y_stride + columns[None, :]
+    inside = (m < rows)[:, None] & (columns < n)[None, :]
+    if ACCUMULATE:
+        acc += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(places, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    n,
+    k,
+    x_stride,
+    y_stride,
+    HAS_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PANEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    first_m, first_n = _first_of_tile(rows, n, BLOCK_M, BLOCK_N, PANEL)
+    m = (first_m + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = first_n + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    x_places = x_ptr + m[:, None] * x_stride + inner[None, :]
+    w_places = weight_ptr + columns[None, :].to(tl.int64) * k + inner[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for begin in range(0, k, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_places + begin, mask=(m < rows)[:, None], other=0.0)
+            w = tl.load(w_places + begin, mask=(columns < n)[None, :], other=0.0)
+        else:
+            left = inner < k - begin
+            x = tl.load(x_places + begin, mask=(m < rows)[:, None] & left[None, :], other=0.0)
+            w = tl.load(w_places + begin, mask=(columns < n)[None, :] & left[:, None], other=0.0)
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
+    _store_tile(acc, bias_ptr, y_ptr, m, columns, rows, n, y_stride, HAS_BIAS, ACCUMULATE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _described_linear_kernel(
+    x, weight, bias_ptr, y_ptr, rows, n, k, y_stride,
+    HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PANEL: tl.constexpr,
+):  # fmt: skip
+    """`_linear_kernel` with tiles that Hopper's copy engine brings: the same products in the same order, with the same bits."""
+    first_m, first_n = _first_of_tile(rows, n, BLOCK_M, BLOCK_N, PANEL)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for begin in range(0, k, BLOCK_K):
+        acc = tl.dot(x.load([first_m, begin]), weight.load([first_n, begin]).T, acc)
+    m = (first_m + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = first_n + tl.arange(0, BLOCK_N)
+    _store_tile(acc, bias_ptr, y_ptr, m, columns, rows, n, y_stride, HAS_BIAS, ACCUMULATE)
+
+
 def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
-    """See `headrace.kernels.ops.linear`."""
     layout, rows = packed.layout, len(x)
     if not rows or layout not in SHAPES or x.shape != (rows, packed.k) or x.stride(1) != 1:
         return torch_fallback.linear(x, packed, out, accumulate)
@@ -160,19 +248,6 @@ def fp8_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """columns: outputs of a program. inner: words in a round. stages: rounds whose loads are in flight."""
-
-    columns: int
-    inner: int
-    num_warps: int
-    stages: int
-
-
-INT4_ROWS = Shape(columns=64, inner=16, num_warps=4, stages=4)
-
-
 def int4_rows(
     x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, accumulate: bool, shape: Shape = INT4_ROWS
 ) -> None:
@@ -197,7 +272,7 @@ def int4_rows(
         BLOCK_M=block_m,
         BLOCK_N=shape.columns,
         INNER=shape.inner,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=precision(x),
         num_warps=shape.num_warps,
         num_stages=shape.stages,
     )
@@ -219,3 +294,79 @@ def unpack_int4(packed: PackedLinear, dtype: torch.dtype) -> torch.Tensor:
         num_warps=4,
     )
     return out
+
+
+def invariant_linear(
+    x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accumulate: bool, tile: Tile | None = None
+) -> torch.Tensor:
+    """The bits of a row depend on that row alone. Quantised weights are left to torch."""
+    if packed.layout != "torch" or x.dim() != 2 or x.shape[1] != packed.k or x.stride(1) != 1:
+        return torch_fallback.linear(x, packed, out, accumulate)
+    if accumulate and out is None:
+        raise ValueError("linear: accumulate needs out")
+    rows = x.shape[0]
+    if out is None:
+        out = torch.empty(rows, packed.n, dtype=x.dtype, device=x.device)
+    elif tuple(out.shape) != (rows, packed.n):
+        raise ValueError(f"linear: out must be {(rows, packed.n)}, got {tuple(out.shape)}")
+    if not rows:
+        return out
+    described = tile is None and rows > _INVARIANT_LINEAR[-1][0] and is_hopper(x) and _has_descriptors(x, packed)
+    if described:
+        described_linear(x, packed, out, accumulate)
+    else:
+        tile = tile or _invariant_tile(x)
+        _linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(packed.n, tile.columns),)](
+            x,
+            packed.data,
+            packed.data if packed.bias is None else packed.bias,
+            out,
+            rows,
+            packed.n,
+            packed.k,
+            x.stride(0),
+            out.stride(0),
+            HAS_BIAS=packed.bias is not None,
+            ACCUMULATE=accumulate,
+            EVEN_K=packed.k % tile.inner == 0,
+            PANEL=_PANEL,
+            PRECISION=precision(x),
+            **tile.options,
+        )
+    return out
+
+
+def _has_descriptors(x: torch.Tensor, packed: PackedLinear) -> bool:
+    """Whether the copy engine takes both: rows that begin at multiples of 16 bytes."""
+    return (
+        x.dtype == packed.data.dtype
+        and x.element_size() == 2
+        and x.stride(0) % 8 == packed.k % 8 == x.data_ptr() % 16 == 0
+    )
+
+
+def described_linear(
+    x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, accumulate: bool, tile: Tile = _INVARIANT_LINEAR_HOPPER
+) -> None:
+    """`invariant_linear` of many rows on Hopper."""
+    rows, n, k = len(x), packed.n, packed.k
+    _described_linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)](
+        TensorDescriptor(x, [rows, k], [x.stride(0), 1], [tile.rows, tile.inner]),
+        TensorDescriptor(packed.data, [n, k], [k, 1], [tile.columns, tile.inner]),
+        packed.data if packed.bias is None else packed.bias,
+        out,
+        rows,
+        n,
+        k,
+        out.stride(0),
+        HAS_BIAS=packed.bias is not None,
+        ACCUMULATE=accumulate,
+        PANEL=_PANEL,
+        **tile.options,
+    )
+
+
+def _invariant_tile(x: torch.Tensor) -> Tile:
+    if x.element_size() > 2:
+        return _INVARIANT
+    return next((tile for most, tile in _INVARIANT_LINEAR if len(x) <= most), _INVARIANT_LINEAR_MANY)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.packing import PackedLinear
-from headrace.kernels.triton.launch import overlaps, wait_for_previous
+from headrace.kernels.triton.launch import overlapping, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,34 +193,25 @@ def one_row_linear(
 ) -> None:
     """x [1, k] @ weight^T (+ bias) into out [1, n], for the layouts of SHAPES. shape: instead of the layout's own."""
     shape = shape or (_WIDE_SHAPES if packed.n >= _WIDE else SHAPES)[packed.layout]
-    n, k = packed.n, packed.k
-    grid = (triton.cdiv(n, shape.columns),)
+    n, k, scales = packed.n, packed.k, packed.column_scales
+    rounds = k // 32 if packed.layout == "torch_int4" else k
     bias = packed.data if packed.bias is None else packed.bias
+    grid = (triton.cdiv(n, shape.columns),)
+    options = {
+        "HAS_BIAS": packed.bias is not None,
+        "ACCUMULATE": accumulate,
+        "EVEN": rounds % shape.inner == 0 and n % shape.columns == 0,
+        "COLUMNS": shape.columns,
+        "INNER": shape.inner,
+        "STAGES": shape.stages,
+        "num_warps": shape.num_warps,
+        **overlapping(x),
+    }
     if packed.layout == "torch_int4":
-        assert packed.column_scales is not None, packed.layout
-        units = k // 32
-        _int4_kernel[grid](
-            x,
-            packed.data,
-            packed.column_scales.view(torch.int32),
-            bias,
-            out,
-            n,
-            units,
-            _BITS_OF_ONE,
-            GROUP_UNITS=units // packed.column_scales.shape[1],
-            HAS_BIAS=packed.bias is not None,
-            ACCUMULATE=accumulate,
-            EVEN=units % shape.inner == 0 and n % shape.columns == 0,
-            COLUMNS=shape.columns,
-            INNER=shape.inner,
-            STAGES=shape.stages,
-            OVERLAPS=overlaps(x),
-            num_warps=shape.num_warps,
-            launch_pdl=overlaps(x),
-        )
+        assert scales is not None, packed.layout
+        pairs, group = scales.view(torch.int32), rounds // scales.shape[1]
+        _int4_kernel[grid](x, packed.data, pairs, bias, out, n, rounds, _BITS_OF_ONE, GROUP_UNITS=group, **options)
         return
-    scales = packed.column_scales
     _floats_kernel[grid](
         x,
         packed.data,
@@ -231,13 +222,5 @@ def one_row_linear(
         k,
         HAS_SCALES=scales is not None,
         SCALE_STEP=0 if scales is None or scales.numel() == 1 else 1,
-        HAS_BIAS=packed.bias is not None,
-        ACCUMULATE=accumulate,
-        EVEN=k % shape.inner == 0 and n % shape.columns == 0,
-        COLUMNS=shape.columns,
-        INNER=shape.inner,
-        STAGES=shape.stages,
-        OVERLAPS=overlaps(x),
-        num_warps=shape.num_warps,
-        launch_pdl=overlaps(x),
+        **options,
     )

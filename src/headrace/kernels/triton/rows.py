@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.launch import overlaps, wait_for_previous
+from headrace.kernels.packing import check_rotation
+from headrace.kernels.triton.launch import overlapping, wait_for_previous
 
 _TILE_ELEMENTS = 2048
 
@@ -57,6 +58,23 @@ def _norm_kernel(
 
 
 @triton.jit
+def load_rotated(places, cos, sin, inside, HALF: tl.constexpr):
+    """The two halves at `places` and HALF further on, rotated and rounded to their dtype."""
+    a = tl.load(places, mask=inside, other=0.0)
+    b = tl.load(places + HALF, mask=inside, other=0.0)
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    return (wide_a * cos - wide_b * sin).to(a.dtype), (wide_b * cos + wide_a * sin).to(b.dtype)
+
+
+@triton.jit
+def rotate_in_place(places, cos, sin, inside, HALF: tl.constexpr):
+    """Both halves, see `load_rotated`."""
+    a, b = load_rotated(places, cos, sin, inside, HALF)
+    tl.store(places, a, mask=inside)
+    tl.store(places + HALF, b, mask=inside)
+
+
+@triton.jit
 def _rotary_kernel(
     q_ptr,
     k_ptr,
@@ -81,19 +99,10 @@ def _rotary_kernel(
     sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     of_q = ((head < NUM_Q_HEADS)[:, None]) & (pair < HALF)[None, :]
     places = q_ptr + token * q_stride + head[:, None] * HEAD_DIM + pair[None, :]
-    a = tl.load(places, mask=of_q, other=0.0)
-    b = tl.load(places + HALF, mask=of_q, other=0.0)
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    tl.store(places, (wide_a * cos - wide_b * sin).to(a.dtype), mask=of_q)
-    tl.store(places + HALF, (wide_b * cos + wide_a * sin).to(a.dtype), mask=of_q)
+    rotate_in_place(places, cos, sin, of_q, HALF)
     k_head = head - NUM_Q_HEADS
     of_k = ((k_head >= 0) & (k_head < NUM_K_HEADS))[:, None] & (pair < HALF)[None, :]
-    places = k_ptr + token * k_stride + k_head[:, None] * HEAD_DIM + pair[None, :]
-    a = tl.load(places, mask=of_k, other=0.0)
-    b = tl.load(places + HALF, mask=of_k, other=0.0)
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    tl.store(places, (wide_a * cos - wide_b * sin).to(a.dtype), mask=of_k)
-    tl.store(places + HALF, (wide_b * cos + wide_a * sin).to(a.dtype), mask=of_k)
+    rotate_in_place(k_ptr + token * k_stride + k_head[:, None] * HEAD_DIM + pair[None, :], cos, sin, of_k, HALF)
 
 
 @triton.jit
@@ -120,24 +129,19 @@ def _gate_kernel(x_ptr, out_ptr, x_stride, size, BLOCK: tl.constexpr, GELU: tl.c
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
-    """See `headrace.kernels.ops.rms_norm`."""
     return _norm(x, weight, None, eps, residual, centered=False)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.layer_norm`."""
     return _norm(x, weight, bias, eps, residual, centered=True)
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """See `headrace.kernels.ops.rotary`."""
-    half = cos.shape[1]
     tokens, num_q_heads, head_dim = q.shape
-    num_k_heads = k.shape[1]
-    if cos.shape != sin.shape or 2 * half > head_dim:
-        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit head_dim {head_dim}")
+    num_k_heads, half = k.shape[1], cos.shape[1]
+    check_rotation(cos, sin, head_dim)
     for x in (q, k):
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             raise ValueError(f"rotary: heads must lie side by side in a row, got {tuple(x.shape)} by {x.stride()}")
@@ -164,12 +168,10 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.silu_mul`."""
     return _gate("silu_mul", x, gelu=False)
 
 
 def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.gelu_tanh_mul`."""
     return _gate("gelu_tanh_mul", x, gelu=True)
 
 
@@ -208,9 +210,8 @@ def _norm(
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         CENTERED=centered,
-        OVERLAPS=overlaps(x),
         num_warps=4 if block < 4096 else 8 if block <= 8192 else 16,
-        launch_pdl=overlaps(x),
+        **overlapping(x),
     )
     return out
 
@@ -224,6 +225,6 @@ def _gate(op: str, x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     if rows and size:
         block = min(1024, triton.next_power_of_2(size))
         _gate_kernel[(rows, triton.cdiv(size, block))](
-            x, out, x.stride(0), size, BLOCK=block, GELU=gelu, OVERLAPS=overlaps(x), num_warps=4, launch_pdl=overlaps(x)
+            x, out, x.stride(0), size, BLOCK=block, GELU=gelu, num_warps=4, **overlapping(x)
         )
     return out

@@ -1,4 +1,4 @@
-"""From rows of logits to ids, in Triton: argmax, the sums of logprobs, and the draw with its filters. Nothing is sorted, nothing waits.
+"""From rows of logits to ids, in Triton: argmax, the sums of logprobs, and the draw with its filters and masks. Nothing is sorted, nothing waits.
 
 Does not own what a draw is: `kernels.drawing` defines it, and the ids here are the same, bit for bit. So float32 operations are rounded one by one
 (no fused multiply-add, exact division), weights are integers, and their sums do not depend on an order.
@@ -12,17 +12,38 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.token_mask import masked
+from headrace.kernels.drawing import check_mask_rows
 
 _NO_FUSION = {"enable_fp_fusion": False}
 _PEAK_BLOCK = 4096
 _DRAW_BLOCK = 2048
 _DRAW_WARPS = 8
 
+_MASK_BLOCK_WORDS = 64
+_WORD = tl.constexpr(32)
+
 _NO_ID = tl.constexpr(-1)
 _BIG_ID = tl.constexpr(2147483647)
 # Adding and taking away 1.5 * 2^23 rounds a small float32 to the nearest integer, halves to even.
 _ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _mask_kernel(
+    logits_ptr, row_stride, masks_ptr, mask_rows_ptr, out_ptr, out_stride, size, num_words, BLOCK_WORDS: tl.constexpr
+):
+    """A block of a row: -inf where its mask, if it has one, has no bit. Logits are read only where a word of it has any bit; most have none."""
+    i = tl.program_id(0).to(tl.int64)
+    words = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[:, None]
+    bits = tl.arange(0, _WORD)[None, :]
+    ids = words * _WORD + bits
+    inside = ids < size
+    row = tl.load(mask_rows_ptr + i)
+    # Without a mask every bit is set.
+    mask = tl.load(masks_ptr + row * num_words + words, mask=(words < num_words) & (row >= 0), other=-1)
+    x = tl.load(logits_ptr + i * row_stride + ids, mask=inside & (mask != 0), other=float("-inf"))
+    allowed = ((mask >> bits) & 1) != 0
+    tl.store(out_ptr + i * out_stride + ids, tl.where(allowed, x, float("-inf")), mask=inside)
 
 
 @triton.jit
@@ -203,6 +224,43 @@ def _kept_weights(
 
 
 @triton.jit
+def _kept_total(
+    logits_ptr,
+    row_offset,
+    size,
+    peak,
+    temperature,
+    cut,
+    ties_allowed,
+    weight_above,
+    limit,
+    min_weight,
+    BLOCK: tl.constexpr,
+):
+    """The sum of what `_kept_weights` gives of a row."""
+    total = tl.zeros((), tl.int64)
+    num_ties = tl.zeros((), tl.int64)
+    for begin in range(0, size, BLOCK):
+        _, weights, num_ties = _kept_weights(
+            logits_ptr,
+            row_offset,
+            size,
+            begin,
+            num_ties,
+            peak,
+            temperature,
+            cut,
+            ties_allowed,
+            weight_above,
+            limit,
+            min_weight,
+            BLOCK,
+        )
+        total += tl.sum(weights, 0)
+    return total
+
+
+@triton.jit
 def _draw_kernel(
     logits_ptr,
     row_stride,
@@ -239,50 +297,18 @@ def _draw_kernel(
             ties_allowed = top_k - _above(logits_ptr, row_offset, size, peak, temperature, cut, True, BLOCK)
         if top_p < 1.0:
             # What top-k leaves: all above its cut, and so many of the ties. Their weights are equal.
-            total = tl.zeros((), tl.int64)
-            num_ties = tl.zeros((), tl.int64)
-            for begin in range(0, size, BLOCK):
-                _, weights, num_ties = _kept_weights(
-                    logits_ptr,
-                    row_offset,
-                    size,
-                    begin,
-                    num_ties,
-                    peak,
-                    temperature,
-                    cut,
-                    ties_allowed,
-                    weight_above,
-                    limit,
-                    0,
-                    BLOCK,
-                )
-                total += tl.sum(weights, 0)
+            total = _kept_total(
+                logits_ptr, row_offset, size, peak, temperature, cut, ties_allowed, weight_above, limit, 0, BLOCK
+            )
             limit = top_p * total.to(tl.float64)
             cut_of_p = _find_cut(logits_ptr, row_offset, size, peak, temperature, limit, False, BLOCK)
             if cut_of_p > cut:
                 cut = cut_of_p
                 ties_allowed = tl.zeros((), tl.int64) + size
             weight_above = _above(logits_ptr, row_offset, size, peak, temperature, cut, False, BLOCK)
-        total = tl.zeros((), tl.int64)
-        num_ties = tl.zeros((), tl.int64)
-        for begin in range(0, size, BLOCK):
-            _, weights, num_ties = _kept_weights(
-                logits_ptr,
-                row_offset,
-                size,
-                begin,
-                num_ties,
-                peak,
-                temperature,
-                cut,
-                ties_allowed,
-                weight_above,
-                limit,
-                min_weight,
-                BLOCK,
-            )
-            total += tl.sum(weights, 0)
+        total = _kept_total(
+            logits_ptr, row_offset, size, peak, temperature, cut, ties_allowed, weight_above, limit, min_weight, BLOCK
+        )
         target = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
         passed = tl.zeros((), tl.int64)
         num_ties = tl.zeros((), tl.int64)
@@ -311,9 +337,6 @@ def _draw_kernel(
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.ops.argmax`."""
-    if x.dim() != 2 or x.shape[1] == 0:
-        raise ValueError(f"argmax: x must be [rows, size >= 1], got {tuple(x.shape)}")
     out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     if x.shape[0]:
         values, ids = _peaks(x)
@@ -323,7 +346,6 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.exp_sums`."""
     rows, size = x.shape
     peaks = torch.empty(rows, dtype=torch.float32, device=x.device)
     sums = torch.empty(rows, dtype=torch.int64, device=x.device)
@@ -357,7 +379,7 @@ def draw(
     masks: torch.Tensor | None = None,
     mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.draw`. The parameters may be on the CPU (two copies take them over) or on the device."""
+    """The parameters may be on the CPU (two copies take them over) or on the device."""
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
@@ -384,6 +406,29 @@ def draw(
         num_warps=_DRAW_WARPS,
         **_NO_FUSION,
     )
+    return out
+
+
+def masked(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> torch.Tensor:
+    """float32[rows, V] logits where their masks allow them, -inf elsewhere; see `headrace.kernels.ops.draw`."""
+    if logits.stride(1) != 1:
+        raise ValueError(f"draw: rows of logits must be contiguous, got strides {logits.stride()}")
+    check_mask_rows(mask_rows, len(masks))
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if out.numel():
+        num_words = masks.shape[1]
+        _mask_kernel[(len(logits), triton.cdiv(num_words, _MASK_BLOCK_WORDS))](
+            logits,
+            logits.stride(0),
+            masks.to(logits.device, non_blocking=True),
+            mask_rows.to(logits.device, non_blocking=True),
+            out,
+            out.stride(0),
+            logits.shape[1],
+            num_words,
+            BLOCK_WORDS=_MASK_BLOCK_WORDS,
+            num_warps=4,
+        )
     return out
 
 

@@ -1,8 +1,6 @@
-"""The base classes of weight formats, and the registry of formats.
+"""The base classes of weight formats, their registry, and the joining of parts that are stored in different formats.
 
-Owns the interface between linear layers and formats, and the joining of parts that are stored in different formats. Each format is a class in
-a file of its own that registers itself; the facts about it that need no torch are a row of `headrace.checkpoint.weight_formats`. Does not own
-layouts or products (`headrace.kernels`). Runs in the thread that loads the model.
+The facts about a format that need no torch are a row of `headrace.checkpoint.weight_formats`. Runs in the thread that loads the model.
 """
 
 from abc import ABC, abstractmethod
@@ -20,6 +18,7 @@ from headrace.kernels import PackedLinear
 _CHUNK_ELEMENTS = 1 << 18
 _ROWS_ON_A_GPU = 4096
 
+Part = torch.Tensor | QuantizedMatrix  # rows of a weight, or a bias, as they are loaded
 Calibrator = Callable[[torch.Tensor, torch.Tensor], QuantizedMatrix]
 """Rounds a weight float32[n, k] so that its products change least for the inputs seen: the second argument is the sum of x x^T over those
 inputs, float32[k, k]. k is a multiple of 32."""
@@ -35,13 +34,10 @@ class WeightFormat(ABC):
 
     @property
     def facts(self) -> FormatFacts:
-        """Its row in the table of formats."""
         return FORMATS[self.name]
 
     @abstractmethod
-    def pack(
-        self, parts: Sequence[torch.Tensor | QuantizedMatrix], bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> PackedLinear:
+    def pack(self, parts: Sequence[Part], bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """Pack the rows of all parts as one weight, on the device of the parts.
 
         parts: [n, k] each, of any float dtype; stored matrices only if `facts.codes` is not None. bias: [sum of n].
@@ -50,8 +46,6 @@ class WeightFormat(ABC):
 
 
 class IntegerFormat(WeightFormat):
-    """Weights are integer codes with scales (`facts.codes`)."""
-
     @abstractmethod
     def nearest(self, weight: torch.Tensor) -> QuantizedMatrix:
         """Round float32[n, k] to the nearest codes. The codes and scales of a row depend on that row alone."""
@@ -66,7 +60,7 @@ class IntegerFormat(WeightFormat):
         num_rows = max(1, _CHUNK_ELEMENTS // weight.shape[1]) if weight.device.type == "cpu" else _ROWS_ON_A_GPU
         return stack([self.nearest(rows.to(torch.float32)) for rows in weight.split(num_rows)])
 
-    def join(self, parts: Sequence[torch.Tensor | QuantizedMatrix]) -> QuantizedMatrix:
+    def join(self, parts: Sequence[Part]) -> QuantizedMatrix:
         """One matrix with the rows of all parts. Float parts are quantised first: to `facts.rounds_to`, unless a part is stored in another
         format. Parts of different formats are all converted to FINEST_STORED; otherwise stored parts stay unchanged."""
         target = self.facts.rounds_to or self.name
@@ -80,10 +74,7 @@ class IntegerFormat(WeightFormat):
             ]
         return stack(matrices)
 
-    def pack(
-        self, parts: Sequence[torch.Tensor | QuantizedMatrix], bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> PackedLinear:
-        """See `WeightFormat`."""
+    def pack(self, parts: Sequence[Part], bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         return kernels.pack_linear(self.join(parts), bias)
 
 
@@ -92,14 +83,12 @@ _REGISTERED: dict[Scheme, WeightFormat] = {}
 
 
 def register(format_class: type[_Format]) -> type[_Format]:
-    """Register a format under its name; a class decorator."""
     assert format_class.name not in _REGISTERED, format_class.name
     _REGISTERED[format_class.name] = format_class()
     return format_class
 
 
 def weight_format(name: Scheme) -> WeightFormat:
-    """The format with that name."""
     return _REGISTERED[name]
 
 
@@ -110,7 +99,7 @@ def integer_format(name: Scheme) -> IntegerFormat:
     return found
 
 
-def stack_floats(parts: Sequence[torch.Tensor | QuantizedMatrix]) -> torch.Tensor:
+def stack_floats(parts: Sequence[Part]) -> torch.Tensor:
     """The rows of all parts, which are tensors."""
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     assert len(tensors) == len(parts), "a quantised part in a float layer"

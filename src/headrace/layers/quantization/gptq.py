@@ -1,4 +1,4 @@
-"""int4 with error feedback: each column's rounding error is made good, as far as the inputs seen allow, by the columns after it.
+"""The grid of int4, and rounding to it with error feedback: a column's rounding error is made good, as far as inputs allow, by the columns after it.
 
 Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022), algorithm 1, with
 the columns in the order of their inputs' size; grids are those of the weights before correction, so the order leaves no trace in the
@@ -9,7 +9,37 @@ import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP
-from headrace.layers.quantization.int4_grid import encode, grid
+
+# Shares of a group's range that are tried; a narrower grid clips the extremes and is finer for the rest.
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
+
+
+def grid(groups: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales, minimums) float32[...] of groups float32[..., size]: of some widths around the middle, the one with least squared error.
+
+    importance: broadcasts to groups; weights of the squared errors.
+    """
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    middle, half = (high + low) / 2, (high - low) / 2
+    best_error = torch.full_like(low, torch.inf)
+    best_scales, best_minimums = torch.zeros_like(low), torch.zeros_like(low)
+    for shrink in _SHRINKS:
+        scales = 2 * shrink * half / 15
+        minimums = shrink * half - middle
+        codes = encode(groups, scales[..., None], minimums[..., None])
+        errors = codes.mul_(scales[..., None]).sub_(minimums[..., None]).sub_(groups).square_()
+        error = (errors if importance is None else errors * importance).sum(dim=-1)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scales = torch.where(better, scales, best_scales)
+        best_minimums = torch.where(better, minimums, best_minimums)
+    return best_scales, best_minimums
+
+
+def encode(values: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> torch.Tensor:
+    """The nearest codes 0 .. 15, as float32; scales and minimums broadcast to values."""
+    return ((values + minimums) / scales.clamp(min=1e-30)).round_().clamp_(0, 15)
+
 
 _DAMPING = 0.01  # of the mean of the diagonal, added to it
 _BLOCK = 4 * KERNEL_GROUP  # columns whose corrections of the rest are applied in one product

@@ -19,8 +19,8 @@ from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarKind
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import CONTEXT_TOKENS, GenerateReqInput
-from headrace.parsers.base import OutputParser
 from headrace.parsers.call_grammar import CallGrammar, Named, binds_texts, call_grammar
+from headrace.parsers.engine import OutputParser
 from headrace.parsers.registry import OutputFormat, reasoning_tokens
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, json_value
 from headrace.sampling.params import SamplingParams, ThinkingBudget

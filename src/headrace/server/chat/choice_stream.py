@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.frontend.sample_update import SampleUpdate
-from headrace.parsers.base import Arguments, Event, OutputParser, Piece, Reasoning, Text, ToolCall
-from headrace.text.incremental import IncrementalDecoder, TokenText
+from headrace.parsers.base import Arguments, Event, Piece, Reasoning, Text, ToolCall
+from headrace.parsers.engine import OutputParser
+from headrace.text.incremental import IncrementalDecoder
+from headrace.text.tokenizers import Tokenizer
 
 
 class TokenPieces:
@@ -23,7 +25,7 @@ class TokenPieces:
 
     def __init__(
         self,
-        tokenizer: TokenText,
+        tokenizer: Tokenizer,
         mark_ids: frozenset[int],
         context_ids: Sequence[int],
         *,

@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from headrace.checkpoint.json_file import read_json_object
+from headrace.checkpoint.files import read_json_object
 from headrace.errors import ModelError
 from headrace.text.tokenizers.base import Tokenizer, frame_texts
 

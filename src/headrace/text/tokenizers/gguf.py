@@ -165,7 +165,6 @@ def _fill_in_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
 
 
 def _kind_of(file: GgufFile) -> _Kind:
-    """Raises ModelError for a kind that is not supported."""
     name = str(file.get("tokenizer.ggml.pre", "default"))
     if name not in _KINDS:
         raise ModelError(

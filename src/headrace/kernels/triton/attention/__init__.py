@@ -1,8 +1,7 @@
 """Attention over a KV pool addressed by slot, in Triton.
 
 Read first: plan.py (what the kernels of a step share), then decode.py (one query a row, its keys in splits), extend.py
-(many queries of a row over a prefix and each other). Both use scan.py.
-write.py puts K and V into the pools before them.
+(many queries of a row over a prefix and each other). write.py puts K and V into the pools before them.
 
 Sources: the tiling and the online softmax are FlashAttention-2's (T. Dao, 2023) as Triton's tutorial "Fused Attention" shows them; the
 split keys of decode and their merge by log-sum-exp are Flash-Decoding's (T. Dao, D. Haziza, F. Massa and G. Sizov, 2023); pages are

@@ -4,9 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.attention.plan import Plan, decode_tile, num_splits, padded, precision
-from headrace.kernels.triton.attention.scan import LOWEST, finished, first_key, merge, scan_keys
-from headrace.kernels.triton.launch import overlaps, wait_for_previous
+from headrace.kernels.triton.attention.plan import (
+    LOWEST,
+    Plan,
+    decode_tile,
+    finished,
+    first_key,
+    merge,
+    num_splits,
+    padded,
+    scan_keys,
+    scan_options,
+)
+from headrace.kernels.triton.launch import overlapping, wait_for_previous
 
 
 @triton.jit
@@ -198,23 +208,9 @@ def decode_attention(
         scale,
         soft_cap or 1.0,
         window,
-        GROUP=group,
-        NUM_Q_HEADS=num_q_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=padded(head_dim),
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        PAGE_SIZE=plan.page_size,
-        SPLIT=plan.split,
         ONE_SPLIT=splits == 1,
-        HAS_WINDOW=window > 0,
-        HAS_SOFT_CAP=soft_cap > 0.0,
-        PRECISION=precision(q),
-        OVERLAPS=overlaps(q),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=overlaps(q),
-        enable_fp_fusion=not plan.deterministic,
+        **scan_options(q, num_kv_heads, plan, tile, window, soft_cap),
+        **overlapping(q),
     )
     if splits == 1:
         return
@@ -234,8 +230,7 @@ def decode_attention(
         BLOCK_N=tile.keys,
         SPLIT=plan.split,
         HAS_WINDOW=window > 0,
-        OVERLAPS=overlaps(q),
         num_warps=4,
-        launch_pdl=overlaps(q),
         enable_fp_fusion=not plan.deterministic,
+        **overlapping(q),
     )

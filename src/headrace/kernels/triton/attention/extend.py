@@ -4,8 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.attention.plan import Plan, extend_tile, padded, precision
-from headrace.kernels.triton.attention.scan import LOWEST, finished, first_key, merge, scan_keys
+from headrace.kernels.triton.attention.plan import (
+    LOWEST,
+    Plan,
+    extend_tile,
+    finished,
+    first_key,
+    merge,
+    scan_keys,
+    scan_options,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "window", "table_stride"])
@@ -235,10 +243,9 @@ def extend_attention(
     out: torch.Tensor,
 ) -> None:
     """Attention of the rows that compute several positions, into `out`; see `attend`."""
-    num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_pool.shape[1]
-    group = num_q_heads // num_kv_heads
-    tile = extend_tile(group, head_dim, q.element_size(), deterministic=plan.deterministic)
+    group = q.shape[1] // num_kv_heads
+    tile = extend_tile(group, q.shape[2], q.element_size(), deterministic=plan.deterministic)
     most_tiles = plan.num_tokens // (tile.rows // group) + plan.num_rows
     _extend_kernel[(most_tiles, num_kv_heads)](
         q,
@@ -255,19 +262,6 @@ def extend_attention(
         scale,
         soft_cap or 1.0,
         window,
-        GROUP=group,
-        NUM_Q_HEADS=num_q_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=padded(head_dim),
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        PAGE_SIZE=plan.page_size,
-        SPLIT=plan.split,
         SKIP_SINGLE=plan.has_single,
-        HAS_WINDOW=window > 0,
-        HAS_SOFT_CAP=soft_cap > 0.0,
-        PRECISION=precision(q),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=not plan.deterministic,
+        **scan_options(q, num_kv_heads, plan, tile, window, soft_cap),
     )

@@ -1,9 +1,15 @@
-"""What the kernels of a step share: the plan, the shapes of tiles, how many splits. Nothing here launches a kernel."""
+"""What the kernels of a step share: the plan, the shapes of tiles, how many splits; and on the device the scan over a range of keys, and the merge of
+splits. Nothing here launches a kernel.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+
+from headrace.kernels.triton.launch import precision
 
 DETERMINISTIC_SPLIT = 512
 """Keys of a split when bits must not depend on the batch: splits then begin at multiples of it."""
@@ -12,6 +18,8 @@ DETERMINISTIC_ROWS = 64
 """Rows of every tile in that mode: decode and extend must multiply in the same shapes to give the same bits."""
 
 MAX_SPLITS = 64
+
+LOWEST = tl.constexpr(-1e30)  # finite: a block without a visible key leaves exp2(-inf - lowest) == 0, not NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,6 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """Sequences of the step."""
         return self.seq_lens.shape[0]
 
     def fills(self, num_kv_heads: int) -> bool:
@@ -100,9 +107,27 @@ def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def precision(q: torch.Tensor) -> str:
-    """float32 products in full, not in TF32."""
-    return "ieee" if q.dtype == torch.float32 else "tf32"
+def scan_options(
+    q: torch.Tensor, num_kv_heads: int, plan: Plan, tile: Tile, window: int, soft_cap: float
+) -> dict[str, Any]:
+    """Of the launch of a kernel that calls `scan_keys`."""
+    num_q_heads, head_dim = q.shape[1:]
+    return {
+        "GROUP": num_q_heads // num_kv_heads,
+        "NUM_Q_HEADS": num_q_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "PAGE_SIZE": plan.page_size,
+        "SPLIT": plan.split,
+        "HAS_WINDOW": window > 0,
+        "HAS_SOFT_CAP": soft_cap > 0.0,
+        "PRECISION": precision(q),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": not plan.deterministic,
+    }
 
 
 def check_heads(*tensors: torch.Tensor) -> None:
@@ -122,3 +147,92 @@ def _stages(head_dim: int, keys: int, itemsize: int) -> int:
     """Blocks in flight: three where shared memory of the smallest supported GPU (99 KiB) holds them, else two."""
     block_bytes = 2 * keys * padded(head_dim) * itemsize
     return 3 if 3 * block_bytes <= 96 << 10 else 2
+
+
+@triton.jit
+def scan_keys(
+    q,
+    top,
+    total,
+    acc,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    query_positions,
+    begin,
+    end,
+    slot_stride,
+    scale,
+    soft_cap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Keys begin .. end - 1 join the softmax (top, total, acc) of q [rows, BLOCK_D]. MASKED: some are not for every row."""
+    d = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        inside = positions < end
+        # Slots beyond a sequence are junk and what they hold may be NaN: neither is read.
+        if MASKED:
+            entry = tl.load(table_ptr + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        else:
+            entry = tl.load(table_ptr + positions // PAGE_SIZE).to(tl.int64)
+        offsets = (entry * PAGE_SIZE + positions % PAGE_SIZE) * slot_stride
+        k_places = k_ptr + offsets[None, :] + d[:, None]
+        v_places = v_ptr + offsets[:, None] + d[None, :]
+        if HEAD_DIM == BLOCK_D and not MASKED:
+            k = tl.load(k_places)
+            v = tl.load(v_places)
+        else:
+            k = tl.load(k_places, mask=inside[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            v = tl.load(v_places, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if HAS_SOFT_CAP:
+            scores = scores * (scale / soft_cap)
+            scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores))) * (soft_cap * 1.4426950408889634)
+        else:
+            scores = scores * (scale * 1.4426950408889634)
+        if MASKED:
+            seen = inside[None, :] & (positions[None, :] <= query_positions[:, None])
+            if HAS_WINDOW:
+                seen = seen & (positions[None, :] > query_positions[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        factor = tl.exp2(top - new_top)
+        total = total * factor + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * factor[:, None], input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def merge(top, total, acc, part_top, part):
+    """Merge the split (part, with log-sum-exp part_top in base 2) into the splits before it."""
+    new_top = tl.maximum(top, part_top)
+    factor = tl.exp2(top - new_top)
+    share = tl.exp2(part_top - new_top)
+    return new_top, total * factor + share, acc * factor[:, None] + part * share[:, None]
+
+
+@triton.jit
+def finished(top, total, acc):
+    """A split's result and its log-sum-exp in base 2; zeros and -inf of a row that saw no key."""
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    return acc / divisor[:, None], tl.where(empty, float("-inf"), top + tl.log2(divisor))
+
+
+@triton.jit
+def first_key(seq_len, window, HAS_WINDOW: tl.constexpr):
+    """The first key that the last position of a sequence sees."""
+    if HAS_WINDOW:
+        return tl.maximum(seq_len - window, 0)
+    return 0

@@ -4,13 +4,21 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.packing import check_rotation
+from headrace.kernels.torch_quantized import FP8, FP8_MAX
 from headrace.kernels.triton.attention.plan import check_heads
-from headrace.kernels.triton.launch import overlaps, wait_for_previous
+from headrace.kernels.triton.launch import overlapping, wait_for_previous
+from headrace.kernels.triton.rows import load_rotated, rotate_in_place
 
 _ROTATED_ELEMENTS = 1024
 """Pairs that one program rotates."""
 
-FP8_LIMIT = 448.0
+
+@triton.jit
+def _store_kv(places, x, inside, CLAMP: tl.constexpr):
+    if CLAMP > 0.0:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -CLAMP), CLAMP)
+    tl.store(places, x.to(places.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -38,28 +46,9 @@ def _write_kv_kernel(
         offsets = heads * HEAD_DIM + d
         k = tl.load(k_ptr + token * k_token_stride + offsets, mask=inside)
         v = tl.load(v_ptr + token * v_token_stride + offsets, mask=inside)
-        if CLAMP > 0.0:
-            k = tl.minimum(tl.maximum(k.to(tl.float32), -CLAMP), CLAMP)
-            v = tl.minimum(tl.maximum(v.to(tl.float32), -CLAMP), CLAMP)
         target = slot * pool_slot_stride + offsets
-        tl.store(k_pool_ptr + target, k.to(k_pool_ptr.dtype.element_ty), mask=inside)
-        tl.store(v_pool_ptr + target, v.to(v_pool_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _load_rotated(places, cos, sin, inside, HALF: tl.constexpr):
-    """The two halves at `places` and HALF further on, rotated and rounded to their dtype."""
-    a = tl.load(places, mask=inside, other=0.0)
-    b = tl.load(places + HALF, mask=inside, other=0.0)
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    return (wide_a * cos - wide_b * sin).to(a.dtype), (wide_b * cos + wide_a * sin).to(b.dtype)
-
-
-@triton.jit
-def _store_kv(places, x, inside, CLAMP: tl.constexpr):
-    if CLAMP > 0.0:
-        x = tl.minimum(tl.maximum(x.to(tl.float32), -CLAMP), CLAMP)
-    tl.store(places, x.to(places.dtype.element_ty), mask=inside)
+        _store_kv(k_pool_ptr + target, k, inside, CLAMP)
+        _store_kv(v_pool_ptr + target, v, inside, CLAMP)
 
 
 @triton.jit
@@ -99,10 +88,7 @@ def _rotate_write_kernel(
     if block < Q_BLOCKS:
         heads = (block * HEADS + tl.arange(0, HEADS))[:, None]
         inside = (heads < NUM_Q_HEADS) & (pair < HALF)[None, :]
-        places = q_ptr + token * q_token_stride + heads * HEAD_DIM + pair[None, :]
-        a, b = _load_rotated(places, cos, sin, inside, HALF)
-        tl.store(places, a, mask=inside)
-        tl.store(places + HALF, b, mask=inside)
+        rotate_in_place(q_ptr + token * q_token_stride + heads * HEAD_DIM + pair[None, :], cos, sin, inside, HALF)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if slot >= 0:
@@ -110,7 +96,7 @@ def _rotate_write_kernel(
             inside = (heads < NUM_KV_HEADS) & (pair < HALF)[None, :]
             offsets = heads * HEAD_DIM + pair[None, :]
             target = slot * pool_slot_stride + offsets
-            a, b = _load_rotated(k_ptr + token * k_token_stride + offsets, cos, sin, inside, HALF)
+            a, b = load_rotated(k_ptr + token * k_token_stride + offsets, cos, sin, inside, HALF)
             _store_kv(k_pool_ptr + target, a, inside, CLAMP)
             _store_kv(k_pool_ptr + target + HALF, b, inside, CLAMP)
             d = tl.arange(0, BLOCK_D)[None, :]
@@ -147,7 +133,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: tor
         HEAD_DIM=head_dim,
         BLOCK_HEADS=triton.next_power_of_2(heads),
         BLOCK_D=triton.next_power_of_2(head_dim),
-        CLAMP=FP8_LIMIT if k_pool.dtype == torch.float8_e4m3fn else 0.0,
+        CLAMP=FP8_MAX if k_pool.dtype == FP8 else 0.0,
         num_warps=4,
     )
 
@@ -166,8 +152,7 @@ def rotate_write_kv(
     """`headrace.kernels.ops.rotary` of q and k, then `write_kv`, in one launch. q is rotated in place; k is left as it is."""
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[1]
-    if cos.shape != sin.shape or 2 * half > head_dim:
-        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit head_dim {head_dim}")
+    check_rotation(cos, sin, head_dim)
     if not tokens:
         return
     check_heads(q, k, v)
@@ -196,8 +181,7 @@ def rotate_write_kv(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HEADS=heads,
         Q_BLOCKS=q_blocks,
-        CLAMP=FP8_LIMIT if k_pool.dtype == torch.float8_e4m3fn else 0.0,
-        OVERLAPS=overlaps(q),
+        CLAMP=FP8_MAX if k_pool.dtype == FP8 else 0.0,
         num_warps=4,
-        launch_pdl=overlaps(q),
+        **overlapping(q),
     )

@@ -1,0 +1,96 @@
+"""Opens and reads files that an operator or a client names: only regular ones, and with errors that contain nothing of the file.
+
+A FIFO without a writer, a terminal or a socket in the place of a file would hold its reader for ever. Messages of the control routes reach clients,
+and a client may name a path: an error must not be a way to read a file. No torch.
+"""
+
+import json
+import math
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from headrace.errors import ModelError
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. Raises ModelError naming any other kind, OSError as `open` does."""
+    # Opening a FIFO waits for its writer otherwise. What is opened is what is checked: the name may change hands.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        if kind != stat.S_IFREG:
+            raise ModelError(f"{path.name} is {_KINDS.get(kind, 'something else')}; only regular files are read")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def map_regular(path: Path, access: int) -> mmap.mmap:
+    """A regular file, mapped. access: of `mmap`. Raises ModelError."""
+    try:
+        with open_regular(path) as file:
+            return mmap.mmap(file.fileno(), 0, access=access)
+    except ValueError:
+        raise ModelError(f"{path.name} is empty") from None
+    except OSError as err:
+        raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
+
+
+_SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`. Raises ModelError naming the file when it is absent, broken or not an object."""
+    value = _read(file)
+    if not isinstance(value, dict):
+        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def read_json_list(file: Path) -> list[Any]:
+    """The JSON array in `file`. Raises ModelError naming the file when it is absent, broken or not an array."""
+    value = _read(file)
+    if not isinstance(value, list):
+        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON array")
+    return value
+
+
+def _read(file: Path) -> Any:
+    try:
+        with open_regular(file) as opened:
+            return json.loads(opened.read(), object_hook=_special_float)
+    except FileNotFoundError:
+        raise ModelError(f"{file.name} is missing from {file.parent.name or file.parent}") from None
+    except OSError as err:
+        raise ModelError(f"{file.name} cannot be read: {err.strerror}") from err
+    except (ValueError, RecursionError) as err:
+        raise ModelError(f"{file.name} cannot be read as JSON: {json_fault(err)}") from err
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    return _SPECIAL_FLOATS.get(fields["__float__"], fields) if fields.keys() == {"__float__"} else fields
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    match error:
+        case json.JSONDecodeError():
+            return f"{error.msg.lower()} at line {error.lineno}, column {error.colno}"
+        case UnicodeDecodeError():
+            return f"it is not UTF-8 at byte {error.start}"
+        case RecursionError():
+            return "it is nested too deeply"
+        case _:
+            return "it holds a value that is out of range"
