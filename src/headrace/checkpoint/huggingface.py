@@ -53,13 +53,20 @@ class HuggingFaceCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         super().__init__(path, load_model_config(path))
         self._files: dict[str, SafetensorsFile] = {}
-        for file in _shards(path):
+        index = path / INDEX_NAME
+        stated = _weight_map(index) if index.is_file() else {}
+        for file in _shards(path, stated):
             opened = SafetensorsFile(file)
             for name in opened.entries:
                 if name in self._files:
                     raise ModelError(f"tensor {name} is in both {self._files[name].path.name} and {file.name}")
                 self._files[name] = opened
-        _check_index(path, {name: opened.path.name for name, opened in self._files.items()})
+        # Tensors that are not in the index are read anyway.
+        for name, file_name in stated.items():
+            held = self._files[name].path.name if name in self._files else None
+            if held != file_name:
+                where = "" if held is None else f"; {held} holds it"
+                raise ModelError(f"{file_name} has no tensor {name}, though {INDEX_NAME} says so{where}")
         self._names_in_file: dict[str, str] = {}
         for folder in dense_folders(path):
             opened = SafetensorsFile(_dense_file(path / folder))
@@ -258,11 +265,10 @@ class Fp8Checkpoint(HuggingFaceCheckpoint):
             raise ModelError(f"tensor {scale} is {list(found)}, expected {list(wanted)}")
 
 
-def _shards(path: Path) -> list[Path]:
+def _shards(path: Path, stated: dict[str, str]) -> list[Path]:
     """The safetensors files to read: those in the index, else the only one, else all that are not adapters."""
-    index_file = path / INDEX_NAME
-    if index_file.is_file():
-        files = [path / name for name in dict.fromkeys(_weight_map(index_file).values())]
+    if (path / INDEX_NAME).is_file():
+        files = [path / name for name in dict.fromkeys(stated.values())]
         for file in files:
             if not file.is_file():
                 raise ModelError(f"{file.name} is missing; {INDEX_NAME} names it")
@@ -297,15 +303,3 @@ def _weight_map(index_file: Path) -> dict[str, str]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index_file.name} names {name!r}, which is not a safetensors file of the folder")
     return weight_map
-
-
-def _check_index(path: Path, found: dict[str, str]) -> None:
-    """Check that every tensor of the index is in its file. Tensors that are not in the index are read anyway."""
-    index_file = path / INDEX_NAME
-    if not index_file.is_file():
-        return
-    stated = _weight_map(index_file)
-    for name, file in stated.items():
-        if found.get(name) != file:
-            held = f"; {found[name]} holds it" if name in found else ""
-            raise ModelError(f"{file} has no tensor {name}, though {INDEX_NAME} says so{held}")

@@ -170,12 +170,11 @@ class WeightFile:
             raise WeightCacheError(f"{path.name} cannot be opened: {error.strerror}") from error
         try:
             self._read_header(path)
-        except OSError as error:
+        except (OSError, WeightCacheError) as error:
             self.close()
+            if isinstance(error, WeightCacheError):
+                raise
             raise WeightCacheError(f"{path.name} cannot be read: {error.strerror}") from error
-        except WeightCacheError:
-            self.close()
-            raise
 
     def _read_header(self, path: Path) -> None:
         prologue = self._file.read(_PROLOGUE.size)
