@@ -180,27 +180,9 @@ def is_finite(value: object) -> bool:
 
 
 _FOREIGN_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "hidden_act",
-    "tie_word_embeddings",
-    "sliding_window",
-    "layer_types",
-    "rope_parameters",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim max_position_embeddings "
+    "rms_norm_eps hidden_act tie_word_embeddings sliding_window layer_types rope_parameters bos_token_id eos_token_id pad_token_id "
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
 )
 _OURS = frozenset({"model_type", "architectures", "auto_map", "quantization_config"})
 _MAX_REASON = 200
@@ -248,7 +230,7 @@ def common_fields(raw: dict[str, Any], origin: str) -> dict[str, Any]:
     config = transformers_config(raw, origin)
     # Each family's class has fields of its own, and maps the common names to them.
     fields: dict[str, Any] = {}
-    for name in _FOREIGN_FIELDS:
+    for name in _FOREIGN_FIELDS.split():
         try:
             fields[name] = getattr(config, name)
         except AttributeError:

@@ -15,7 +15,7 @@ from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.pooling import dense_folders
 from headrace.checkpoint.quantized_formats import QuantizedFormat
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
+from headrace.checkpoint.safetensors_file import DTYPE_BYTES, DTYPES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,20 +26,6 @@ _COMPARED_BYTES = 16 << 20
 _HEADS = frozenset({"lm_head", "embed_out", "output_projection"})
 _TABLES = frozenset({"embed_tokens", "embed_in", "tokens_embed", "word_embeddings", "wte"})
 """Names of modules in checkpoints: output projections that may be tied, and the embeddings to which they are."""
-_TORCH_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -132,7 +118,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         import torch
 
         entry = self._entry(name)
-        dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
+        dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype][0])
         count = entry.num_bytes // DTYPE_BYTES[entry.dtype]
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
