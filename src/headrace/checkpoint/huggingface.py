@@ -29,10 +29,8 @@ _TABLES = frozenset({"embed_tokens", "embed_in", "tokens_embed", "word_embedding
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """A folder with config.json and one or more safetensors files.
-
-    Dense modules of sentence-transformers have a folder each; their tensors are named `<folder>.linear.weight`, `.bias`.
-    """
+    """A folder with config.json and one or more safetensors files. Dense modules of sentence-transformers have a folder each; their tensors are
+    named `<folder>.linear.weight`, `.bias`."""
 
     kind = "huggingface"
 
@@ -204,10 +202,8 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
 
 class Fp8Checkpoint(HuggingFaceCheckpoint):
-    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, dequantised when it is read.
-
-    block: (rows, columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix.
-    """
+    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, dequantised when it is read. block: (rows,
+    columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix."""
 
     def __init__(self, path: Path, block: tuple[int, int]) -> None:
         super().__init__(path)

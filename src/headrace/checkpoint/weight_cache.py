@@ -248,10 +248,8 @@ class TensorBytes:
 def write(
     identity: str, model: str, precision: str, layers: Mapping[str, Mapping[str, TensorBytes | int | str | None]]
 ) -> Path:
-    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError.
-
-    Removes the files that were used longest ago when the cache takes more than its share of the disk.
-    """
+    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError. Removes the files that were
+    used longest ago when the cache takes more than its share of the disk."""
     offset = 0
     stored: list[StoredLayer] = []
     buffers: list[tuple[int, memoryview]] = []

@@ -105,10 +105,8 @@ class Attention:
         reads: ReadTokens | None = None,
         own: OwnRows | None = None,
     ) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens.
-
-        own: given, `positions` and `attention` are those of these rows; the other ranks compute the others.
-        """
+        """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens. own: given,
+        `positions` and `attention` are those of these rows; the other ranks compute the others."""
         if own is None:
             return self._attend(x, positions, attention, reads)
         assert self._group is not None, own
@@ -371,10 +369,8 @@ class DecoderLM:
         return self._norm(added, residual)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """Keep the residual stream before these layers from now on, of all tokens of the last step, for `tapped`.
-
-        layers: ascending, none of them the first. Before `fuse`; for a model in one stage.
-        """
+        """Keep the residual stream before these layers from now on, of all tokens of the last step, for `tapped`. layers: ascending, none of them
+        the first. Before `fuse`; for a model in one stage."""
         assert all(a < b for a, b in pairwise((0, *layers, len(self._blocks)))), layers
         self.taps = layers
 

@@ -314,10 +314,8 @@ def packed(
 def axial_rope(
     rows: torch.Tensor, columns: torch.Tensor, row_frequencies: torch.Tensor, column_frequencies: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32[tokens, head_dim / 2], of patches at these places: half of the pairs turn by the row, half by the column.
-
-    rows, columns: [tokens]. row_frequencies, column_frequencies: float32[head_dim / 4], radians for a patch.
-    """
+    """cos and sin, float32[tokens, head_dim / 2], of patches at these places: half of the pairs turn by the row, half by the column. rows, columns:
+    [tokens]. row_frequencies, column_frequencies: float32[head_dim / 4], radians for a patch."""
     angles = torch.cat([rows[:, None].float() * row_frequencies, columns[:, None].float() * column_frequencies], dim=1)
     return angles.cos(), angles.sin()
 

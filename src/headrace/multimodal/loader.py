@@ -162,10 +162,8 @@ class MediaLoader:
         )
 
     async def load(self, refs: Sequence[MediaRef], owner: str = "") -> list[LoadedItem]:
-        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, and ExecutionError.
-
-        owner: only those with the same one share what is kept, so that nobody learns by the time what others sent.
-        """
+        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, and ExecutionError. owner: only those with the
+        same one share what is kept, so that nobody learns by the time what others sent."""
         places = asyncio.Semaphore(_AT_A_TIME)
         several = sum(isinstance(ref, ImageRef) for ref in refs) > 1
         tasks = [asyncio.create_task(self._load_one(ref, several, places, owner)) for ref in refs]
