@@ -3,7 +3,7 @@
 A file: 8 bytes of magic, the length of the header (uint64) and its CRC-32 (uint64), little-endian; the header, JSON; zeros up to a multiple of 4096;
 the tensors, each at a multiple of 64. Every tensor has a CRC-32, so a file that was cut off, or damaged on disk, is found out and replaced. A file
 appears under its name only when it is complete, so readers and writers need no locks, and any file may be deleted at any time. No torch. Used by the
-process that loads a model (`execution.weight_cache`), and by `headrace cache`.
+process that loads a model (`execution.weight_files`), and by `headrace cache`.
 """
 
 import contextlib
