@@ -23,7 +23,7 @@ from headrace.distributed.rank import Rank
 from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.execution import build
-from headrace.execution.ranks import FollowerRunner, follow
+from headrace.execution.ranks import FollowerRunner
 
 Building = Future[tuple[FollowerRunner, contextlib.ExitStack]]
 
@@ -50,7 +50,7 @@ class OtherRank:
 
         def run() -> None:
             with resources:
-                follow(runner, self._group)
+                runner.follow()
 
         self.following = self._thread.submit(run)
 

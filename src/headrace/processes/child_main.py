@@ -169,7 +169,7 @@ def run_follower(args: ServerArgs, on_ready: OnReady, on_progress: OnProgress, r
     for binding in bindings:
         bind(binding)
     from headrace.execution.build import build_follower  # imports torch, which takes longest
-    from headrace.execution.ranks import follow, group_of
+    from headrace.execution.ranks import group_of
     from headrace.processes.rank_groups import joined_follower
 
     with joined_follower(args, rank) as own:
@@ -183,7 +183,7 @@ def run_follower(args: ServerArgs, on_ready: OnReady, on_progress: OnProgress, r
         with resources:
             on_ready(None)
             group.ready()
-            follow(runner, group)
+            runner.follow()
 
 
 def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
