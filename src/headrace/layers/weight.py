@@ -171,10 +171,7 @@ class Placement:
 
 
 class TensorKeeper:
-    """A `Keeper` of tensors that stay tensors: each is kept by its `Weight.part`, in float32.
-
-    tensors: those that are kept now, by part.
-    """
+    """A `Keeper` of tensors that stay tensors: each is kept by its `Weight.part`, in float32. tensors: those that are kept now, by part."""
 
     def __init__(self, placement: Placement) -> None:
         self._device = placement.device

@@ -22,10 +22,8 @@ class Model(Protocol):
         """Every tensor it wants from a checkpoint, each once."""
 
     def fuse(self, attention: StepAttention) -> str:
-        """Run all layers as one native call from now on when the attention is this backend, whose pool is made.
-
-        Returns "" or the reason why that cannot be; `forward` gives the same bits either way. Again after weights were loaded anew.
-        """
+        """Run all layers as one native call from now on when the attention is this backend, whose pool is made. Returns "" or the reason why that
+        cannot be; `forward` gives the same bits either way. Again after weights were loaded anew."""
 
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
         """By layer, what its routers choose; empty when nothing is routed, or not where it can be seen."""
@@ -73,10 +71,8 @@ class PooledCausalLM(CausalLM, Protocol):
 
 
 class EncoderModel(Model, Protocol):
-    """A model whose tokens all see each other (or those within a window), so that a text is computed whole, and without a KV cache.
-
-    pooler: what makes a vector of the hidden states of a text.
-    """
+    """A model whose tokens all see each other (or those within a window), so that a text is computed whole, and without a KV cache. pooler: what
+    makes a vector of the hidden states of a text."""
 
     pooler: Pooler
 

@@ -20,7 +20,7 @@ from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.processes.child import ChildProcess
 from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
-from headrace.server.address import local_url, uses_tls
+from headrace.server.address import local_url
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -50,7 +50,7 @@ class HttpWorkers:
     ) -> None:
         from headrace.server.request_frontend import METHODS
 
-        self.url = local_url(args.host, listening.getsockname()[1], "https" if uses_tls(args) else "http")
+        self.url = local_url(args, listening.getsockname()[1])
         self.on_death: Callable[[str], None] = lambda message: None
         self.children: list[ChildProcess] = []
         self._args = args
