@@ -270,7 +270,6 @@ def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
 
 
 def _image(where: str, source: object) -> Message:
-    """Raises RequestError."""
     match source:
         case {"type": "base64", "data": str(data), **others} if asks_for(others) <= {"media_type"}:
             return base64_image(f"{where}.source.data", data)
@@ -418,7 +417,6 @@ def _tool(where: str, tool: AnthropicTool) -> Tool:
 
 
 def choice_of(choice: AnthropicToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoice, bool]:
-    """`tool_choice`, and whether several calls are allowed. Raises RequestError."""
     if choice is None:
         return ToolChoice(), True
     if choice.type == "tool" and not choice.name:

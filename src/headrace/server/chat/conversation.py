@@ -67,14 +67,10 @@ def plain_choice(choice: object) -> ToolChoice | None:
     match choice:
         case None | "" | "auto":
             return ToolChoice()
-        case "none":
-            return ToolChoice("none")
-        case "required":
-            return ToolChoice("required")
-        case dict() if not choice:
-            return ToolChoice()
+        case "none" | "required":
+            return ToolChoice(choice)
         case _:
-            return None
+            return ToolChoice() if choice == {} else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

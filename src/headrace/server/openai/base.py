@@ -90,11 +90,9 @@ class UsageCount:
             self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
-        details = None
         media = {kind.tokens_field: count for kind, count in self.media_tokens.items() if count}
-        if self.report_cached or media:
-            cached = self.cached_tokens if self.report_cached else None
-            details = PromptTokensDetails(cached, **media)
+        cached = self.cached_tokens if self.report_cached else None
+        details = PromptTokensDetails(cached, **media) if self.report_cached or media else None
         guesses = None
         if self.guessed is not None:
             right = self.guessed.num_right

@@ -85,7 +85,6 @@ def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conv
 
 
 def _functions_of(request: ChatCompletionRequest) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    """`functions` and `function_call`. Raises RequestError."""
     if request.tools:
         raise refused("functions", "and tools are both given: give tools")
     tools: list[Tool] = []
@@ -261,7 +260,6 @@ def _url(where: str, given: object, *names: str) -> tuple[str, Mapping[str, obje
 
 
 def _check_names(where: str, given: Mapping[str, object], *names: str) -> None:
-    """Raises RequestError for a field with another name that asks for something."""
     if unknown := sorted(map(str, asks_for(given) - set(names))):
         raise RequestError(
             f"{where}: the field {unknown[0][:50]!r} is not known here; those that are: {', '.join(names)}",
@@ -316,9 +314,11 @@ def choice_of(choice: str | dict[str, object] | None, tools: tuple[Tool, ...]) -
     """`tool_choice`, and the tools that it leaves. Raises RequestError."""
     found = plain_choice(choice)
     match choice:
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            found = ToolChoice("required", name)
-        case {"type": "custom", "custom": {"name": str(name)}} | {"type": "custom", "name": str(name)}:
+        case (
+            {"type": "function", "function": {"name": str(name)}}
+            | {"type": "custom", "custom": {"name": str(name)}}
+            | {"type": "function" | "custom", "name": str(name)}
+        ):
             found = ToolChoice("required", name)
         case {
             "type": "allowed_tools",

@@ -141,7 +141,6 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, CompletionGeneratio
         return CompletionGeneration(request, call, generation_id, limit, tokenizer=self.context.model.tokenizer)
 
     async def updates(self, asker: Asker, generation: CompletionGeneration) -> AsyncGenerator[SampleUpdate, None]:
-        """See OpenAIServingBase."""
         unbounded = generation.request.output_limit == AS_MANY_AS_FIT
         limit = self.context.model.context_length if unbounded else DEFAULT_TOKENS
         news = self.context.frontend.generate_request(

@@ -117,7 +117,6 @@ class TokenizeAPI:
         await exchange.reply_json({"text": texts})
 
     def _texts(self, tokens: list[int | list[int]], skip_special_tokens: bool) -> str | list[str]:
-        """The text of a list of ids, or those of a list of such lists."""
         num_lists = sum(isinstance(item, list) for item in tokens)
         if num_lists not in (0, len(tokens)):
             raise refused("tokens", "mixes ids and lists of ids")

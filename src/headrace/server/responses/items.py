@@ -244,7 +244,6 @@ def _part(where: str, part: object) -> Message:
 
 
 def _image(where: str, part: Mapping[str, object]) -> Message:
-    """Raises RequestError."""
     if not is_empty(part.get("file_id")):
         raise unsupported(f"{where}.file_id", ": there are no files here; send image_url")
     url = part.get("image_url")
@@ -254,7 +253,6 @@ def _image(where: str, part: Mapping[str, object]) -> Message:
 
 
 def _joined(where: str, parts: object) -> str:
-    """The texts of the parts of a reasoning item."""
     if parts is None:
         return ""
     if not isinstance(parts, list):

@@ -10,10 +10,17 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.messages.bodies import asks_for_nothing
-from headrace.sampling.grammar_fields import Schema
 from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.notes import NO_EFFECT, without_effect
-from headrace.server.openai.fields import AskedEffort, From0, From1, NumLogprobs, SharedFields, check_num_logprobs
+from headrace.server.openai.fields import (
+    AskedEffort,
+    From0,
+    From1,
+    JsonSchemaFormat,
+    NumLogprobs,
+    SharedFields,
+    check_num_logprobs,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -45,14 +52,10 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     mode: str | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextFormat(JsonSchemaFormat, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`text.format`. name and description have no effect. The schema is always enforced; strict: a `oneOf` exactly, or not at all."""
 
     type: Literal["text", "json_object", "json_schema"] | None = None
-    name: str | None = None
-    description: str | None = None
-    schema: Schema | None = None
-    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -68,7 +68,6 @@ class ResponseStore:
         self._num_bytes = 0
 
     def __len__(self) -> int:
-        """How many are kept."""
         return self._count
 
     def get(self, owner: str, response_id: str, field_name: str | None = None) -> StoredResponse:
