@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit; see `app.main`. Ctrl-C is one line and exit code 130 while the commands are imported, too."""
+    """Run one command and exit; see `app.main`. Ctrl-C is one line and exit code 130, while the commands are imported, too."""
     try:
         from headrace.cli.app import main as run
 

@@ -1,7 +1,7 @@
 """The commands and their options.
 
 Owns the command tree, the names of options and the one place that turns an error into a line and an exit code: 2 for what the
-user can fix (HeadraceError, wrong usage), 130 for Ctrl-C. Does not own the options of a server (config.cli makes them) or what
+user can fix (HeadraceError, wrong usage). Does not own the options of a server (config.cli makes them) or what
 a command does. Runs in the main process; imports neither torch nor any room that is slow to import.
 """
 
@@ -28,7 +28,6 @@ from headrace.media_kinds import MediaKind
 from headrace.version import VERSION
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 _COMPLETE = "_HEADRACE_COMPLETE"
 """Set by the shell when it asks for the words that may follow (`headrace completion`)."""
@@ -81,9 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"[bold red]headrace:[/bold red] {escape(error.message)}", highlight=False, soft_wrap=True
         )
         sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        print("headrace: interrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
 
 
 # --- serving and generating

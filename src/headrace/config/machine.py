@@ -28,8 +28,8 @@ CONNECTION_FILES = 192
 """Needed by a server besides its engine: connections, and the reserve beside them (`server.connection`)."""
 
 SECRET_VARIABLE = "HEADRACE_DIST_SECRET"
-DEFAULT_PORT = 20000
-MIN_SECRET_BYTES = 16
+_DEFAULT_PORT = 20000
+_MIN_SECRET_BYTES = 16
 _MAKE_SECRET = (
     f"make one with `openssl rand -hex 32` and give it to every node, in {SECRET_VARIABLE} or --dist-secret-file"
 )
@@ -115,11 +115,11 @@ def with_nodes(args: ServerArgs, environ: Mapping[str, str]) -> ServerArgs:
     host, port = host_and_port(address)
     joined = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     full = dataclasses.replace(args, nnodes=nnodes, node_rank=rank, dist_init_addr=joined)
-    _check(full)
+    _check_nodes(full)
     return full
 
 
-def _check(args: ServerArgs) -> None:
+def _check_nodes(args: ServerArgs) -> None:
     nnodes, rank = args.num_nodes, args.node_rank
     assert rank is not None
     if rank >= nnodes:
@@ -147,7 +147,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     """HOST:PORT, [IPV6]:PORT, or one without a port. Raises ConfigError."""
     host, colon, port = text.strip().rpartition(":")
     if not colon or isinstance(address_of(text.strip()), ipaddress.IPv6Address):
-        host, port = text.strip(), str(DEFAULT_PORT)
+        host, port = text.strip(), str(_DEFAULT_PORT)
     host = host.removeprefix("tcp://").strip("[]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--dist-init-addr must be HOST:PORT of node 0, got {text!r:.80}")
@@ -167,9 +167,9 @@ def dist_secret(args: ServerArgs, environ: Mapping[str, str]) -> bytes:
     secret = secret.strip()
     if not secret:
         raise ConfigError(f"--nnodes above 1 needs a secret: {_MAKE_SECRET}")
-    if len(secret) < MIN_SECRET_BYTES:
+    if len(secret) < _MIN_SECRET_BYTES:
         raise ConfigError(
-            f"{source}: the secret has {len(secret)} bytes, fewer than {MIN_SECRET_BYTES}; {_MAKE_SECRET}"
+            f"{source}: the secret has {len(secret)} bytes, fewer than {_MIN_SECRET_BYTES}; {_MAKE_SECRET}"
         )
     return secret
 

@@ -112,7 +112,7 @@ def quantize_checkpoint(
     model = load_model(checkpoint, spec, placement, threads=threads)
     runner = WindowRunner(model, config, backend, placement.max_positions)
     weights = {weight.name: weight for weight in model.weights()}
-    encoder = model.encoder if isinstance(model, DecoderLM) else None
+    encoder = model.media_encoder if isinstance(model, DecoderLM) else None
     # No text calibrates the weights of media encoders, and they are rounded when they are loaded.
     tower = () if encoder is None else {weight.name for weight in encoder.weights()}
     of_text = {name: weight for name, weight in weights.items() if name not in tower}

@@ -11,7 +11,7 @@ it queues it (`ranks`).
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,6 +120,7 @@ class DeviceRunner:
         self, runner: ModelRunner, device: Device, graphs: GraphPool | None, followers: Followers | None = None
     ) -> None:
         self.runner = runner
+        self.idle = runner.idle
         self.graphs = graphs
         self._device = device
         self._followers = followers or Followers(runner)
@@ -133,9 +134,6 @@ class DeviceRunner:
         self._last = -1  # number of the step that was queued last
         # The last step with constrained rows.
         self._constrained: ConstrainedStep | None = None
-
-    def idle(self, left: Iterable[int]) -> None:
-        self.runner.idle(left)
 
     def capture(self) -> None:
         """Capture the graphs, with all ranks."""

@@ -310,21 +310,18 @@ class ConstrainedStep:
         self.sample()
         if not self.is_read:
             try:
-                self._ids = self._step.read()
+                ids = self._ids = self._step.read()
             except Exception as error:
                 self._fail(error)
             else:
-                self._accept(self._ids)
+                for row, accept in self._acceptors.items():
+                    if ids[row] >= 0:
+                        accept(int(ids[row]))
+                # The runner keeps its last step; what a sequence holds that has left must not stay with it.
+                self._acceptors.clear()
         following, self._next = self._next, None
         if following is not None:
             following._begin()
-
-    def _accept(self, ids: npt.NDArray[np.int64]) -> None:
-        for row, accept in self._acceptors.items():
-            if ids[row] >= 0:
-                accept(int(ids[row]))
-        # The runner keeps its last step; what a sequence holds that has left must not stay with it.
-        self._acceptors.clear()
 
     def result(self) -> StepResult:
         with self._followers.turn():

@@ -77,7 +77,6 @@ class LeastLoaded(Balancer):
         return self.least(replicas)
 
     def least(self, replicas: Sequence[int]) -> int:
-        """The one of `replicas` with the least load."""
         heap = self._heap
         passed = []
         while True:

@@ -65,6 +65,11 @@ class Communicator(Generic[R]):
         self._waiting: dict[int, _Waiting[R]] = {}
         self._error: HeadraceError | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a reply is missing."""
+        return bool(self._waiting)
+
     async def call(
         self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float, name: str = ""
     ) -> dict[Replica, R]:
@@ -106,7 +111,6 @@ class Communicator(Generic[R]):
         return found
 
     def handle(self, reply: R) -> None:
-        """Take a reply. It is dropped if nobody waits for it."""
         waiting = self._waiting.get(reply.id)
         if waiting is None or reply.id not in waiting.missing:
             return

@@ -189,7 +189,6 @@ class ExpertRecording:
         }
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """Start recording on a restarted scheduler, before it gets requests."""
         if self._is_recording:
             self._num_begun_again += 1
             sender.send(COUNT_EXPERTS.message(0, ExpertCountsReq("start")))

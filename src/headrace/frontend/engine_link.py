@@ -89,7 +89,6 @@ class EngineLink:
         return self._detokenizer_is_up and bool(self.replicas_up())
 
     def replicas_up(self) -> list[Replica]:
-        """The live replicas, by index."""
         return [replica for replica in self._replicas if not replica.is_lost]
 
     @property

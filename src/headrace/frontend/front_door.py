@@ -118,7 +118,6 @@ class _Call:
             await self.wake.wait()
 
     def cancel(self) -> None:
-        """Cancel the call: nobody waits for it any more."""
         if self.task is not None:
             self.task.cancel()
 

@@ -45,7 +45,6 @@ class PromptInput:
 
     @property
     def only_tokens(self) -> bool:
-        """Whether tokens are all that it will contain."""
         return self.embeds is None and not self.media
 
     def most_bytes(self, context_length: int) -> int:

@@ -162,7 +162,6 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
 
 
 def _refuse_not_yet(obj: GenerateReqInput) -> None:
-    """Raises RequestError for a field of a capability that is not there yet."""
     for name in _DISAGGREGATION:
         value = getattr(obj, name)
         if not is_empty(value) and not (isinstance(value, list) and all(map(is_empty, value))):
@@ -271,7 +270,6 @@ class PromptInputs:
 
 
 def _samplings(obj: GenerateReqInput, inputs: PromptInputs, limits: CallLimits) -> list[SamplingParams]:
-    """The sampling parameters of each prompt, checked as far as `_check_sampling` does. Raises RequestError."""
     given = inputs.spread("sampling_params", obj.sampling_params, SamplingParams)
     samplings = [sampling or SamplingParams() for sampling in given]
     for sampling in samplings:

@@ -97,7 +97,6 @@ class RequestLog:
 
 
 def _cut(text: str, limit: int | None) -> str:
-    """At most `limit` characters of the text, as one line."""
     if limit is None or len(text) <= limit:
         return repr(text)
     return f"{text[:limit]!r}... ({len(text)} characters)"

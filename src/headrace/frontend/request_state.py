@@ -303,6 +303,7 @@ class ReqState:
             self.input_logprobs.add_unknown(self.first_logprob_id, self.call.token_text)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class CallState:
     """The samples of one call, and which of them have something new for the one waiter.
 
@@ -312,25 +313,24 @@ class CallState:
     given_bytes: of the media that its client gave. wants_progress: updates say how far prompts are.
     """
 
-    def __init__(self, *, stream: bool, is_list: bool, token_text: TokenText, wants_progress: bool = False) -> None:
-        self.stream = stream
-        self.wants_progress = wants_progress
-        self.is_list = is_list
-        self.token_text = token_text
-        self.samples: list[ReqState] = []
-        self.names: dict[str, list[ReqState]] = {}
-        self._names_of: dict[ReqState, list[str]] = {}
-        self._num_live: dict[str, int] = {}
-        self.tenant = Tenant(TenantLimits(name=""))
-        self.owner = ANONYMOUS.owner
-        self.created_s = 0.0
-        self.timeout_s = 0.0
-        self.queue_timeout_s = 0.0
-        self.abandoned = False
-        self.given_bytes = 0
-        self.error: HeadraceError | None = None
-        self._news: dict[int, ReqState] = {}
-        self._waiter: asyncio.Future[None] | None = None
+    stream: bool
+    is_list: bool
+    token_text: TokenText
+    wants_progress: bool = False
+    tenant: Tenant = field(default_factory=lambda: Tenant(TenantLimits(name="")))
+    owner: str = ANONYMOUS.owner
+    timeout_s: float = 0.0
+    queue_timeout_s: float = 0.0
+    samples: list[ReqState] = field(default_factory=list)
+    names: dict[str, list[ReqState]] = field(default_factory=dict)
+    created_s: float = 0.0
+    abandoned: bool = False
+    given_bytes: int = 0
+    error: HeadraceError | None = None
+    _names_of: dict[ReqState, list[str]] = field(default_factory=dict)
+    _num_live: dict[str, int] = field(default_factory=dict)
+    _news: dict[int, ReqState] = field(default_factory=dict)
+    _waiter: "asyncio.Future[None] | None" = None
 
     @property
     def unfinished(self) -> list[ReqState]:
@@ -353,7 +353,6 @@ class CallState:
             self.name(scope + rid, own)
 
     def name(self, rid: str, samples: list[ReqState]) -> None:
-        """Let `rid` stand for `samples`."""
         self.names[rid] = samples
         self._num_live[rid] = len(samples)
         for sample in samples:

@@ -194,7 +194,6 @@ class Sessions:
             self._remove(turn)
 
     def _find(self, session_id: str, scope: str, field: str) -> _Session:
-        """The session. Raises NotFoundError that names `field` of the request."""
         session = self._open.get((scope, session_id))
         if session is not None and session.is_stale(self.clock()):
             self._drop(session)

@@ -127,7 +127,6 @@ class Tenant:
             self._tokens.take(count)
 
     def leave(self, duration_s: float) -> None:
-        """A request has ended after `duration_s` seconds."""
         self.num_live -= 1
         self._duration_s += DURATION_WEIGHT * (duration_s - self._duration_s)
 

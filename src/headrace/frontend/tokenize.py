@@ -47,30 +47,6 @@ from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSampl
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 from headrace.text.tokenizers import RenderedPrompt, Tokenizer
 
-
-class NoTokenizer(Tokenizer):
-    """Reads no files and knows no tokens."""
-
-    def __init__(self) -> None:
-        super().__init__(tokenizers.Tokenizer(models.BPE({}, [])))
-
-    def encode_batch(
-        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
-    ) -> list[list[int]]:
-        refuse_text("text")
-
-    def encode_whole(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        most_tokens: int | None = None,
-        side: Literal["right", "left"] = "right",
-    ) -> list[tuple[list[int], list[int]]]:
-        refuse_text("text")
-
-    def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
-        refuse_text("messages")
-
-
 log = get_logger(__name__)
 
 DUMPED_CHARACTERS = 200
@@ -249,14 +225,11 @@ class PromptTokenizer:
         grammar: GrammarSpec | None,
         default_max_new_tokens: int,
     ) -> ResolvedSamplingParams:
-        room = self._room(prompt, content.num_tokens)
-        if content.extra_places:
-            room = self._room_of_places(prompt, content, room)
         return prompt.sampling.resolve(
             defaults=self.defaults,
             vocab_size=self.ready.vocab_size,
             default_max_new_tokens=default_max_new_tokens,
-            room_tokens=room,
+            room_tokens=self._room(prompt, content),
             bad_word_ids=bad_word_ids,
             grammar=grammar,
             seed=self._seeds.getrandbits(63),
@@ -275,9 +248,12 @@ class PromptTokenizer:
             prompt = dataclasses.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, max_new_tokens=room))
         return prompt, content
 
-    def _room(self, prompt: Prompt, num_tokens: int) -> int:
-        """Number of output tokens for which the context has room. Raises ContextLengthError, RequestError."""
-        name, context = prompt.given.field, self.ready.context_length
+    def _room(self, prompt: Prompt, content: PromptContent) -> int:
+        """Number of output tokens for which the context has room, where videos may take more positions than tokens.
+
+        Raises ContextLengthError, RequestError.
+        """
+        name, context, num_tokens = prompt.given.field, self.ready.context_length, content.num_tokens
         if num_tokens == 0:
             raise RequestError("the prompt is empty", name)
         room = context - num_tokens
@@ -290,21 +266,16 @@ class PromptTokenizer:
         if num_tokens > self.ready.max_total_tokens:
             held = "what the KV cache holds"
             raise ContextLengthError.of_prompt(name, self.ready.max_total_tokens, num_tokens, held)
-        return room
-
-    def _room_of_places(self, prompt: Prompt, content: PromptContent, room: int) -> int:
-        """The room that is left where videos take more positions than tokens. Raises ContextLengthError."""
-        left = room - content.extra_places
-        least = prompt.sampling.max_new_tokens or 1
-        if least > left:
-            num_positions = content.num_tokens + content.extra_places
+        room -= content.extra_places
+        least = asked or 1
+        if content.extra_places and least > room:
             raise ContextLengthError(
                 MediaKind.VIDEO.field,
-                self.ready.context_length,
-                f"the videos make the prompt {num_positions} positions long in time, and {least} more were requested",
+                context,
+                f"the videos make the prompt {num_tokens + content.extra_places} positions long in time, and {least} more were requested",
                 "videos (fewer seconds, or a higher fps) or completion",
             )
-        return left
+        return room
 
     async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
         """Keep the adapter in memory until the samples leave the table. Raises NotFoundError, RequestError, CapacityError."""
@@ -315,7 +286,6 @@ class PromptTokenizer:
     def _describe(
         self, prompt: Prompt, content: PromptContent, logprobs: LogprobSpec | None, own: list[ReqState]
     ) -> None:
-        """Store in the samples of a prompt what is needed to present and log their outputs."""
         num_tokens = content.num_tokens
         logged_input = self.request_log.input_of(prompt.given, content)
         dumped_prompt = _beginning(prompt.given, content) if self.args.crash_dump_prompts else ""
@@ -422,3 +392,26 @@ def _beginning(given: PromptInput, content: PromptContent) -> str:
     if given.embeds is not None:
         return f"{content.num_tokens} embeddings"
     return repr(given.text[:DUMPED_CHARACTERS]) if given.text is not None else repr(content.ids(stop=DUMPED_IDS))
+
+
+class NoTokenizer(Tokenizer):
+    """The tokenizer of a server without one (--skip-tokenizer-init): token ids in, token ids out. Tokens have no text, so all text is empty."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizers.Tokenizer(models.BPE({}, [])))
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
+    ) -> list[list[int]]:
+        refuse_text("text")
+
+    def encode_whole(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        most_tokens: int | None = None,
+        side: Literal["right", "left"] = "right",
+    ) -> list[tuple[list[int], list[int]]]:
+        refuse_text("text")
+
+    def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
+        refuse_text("messages")

@@ -283,12 +283,17 @@ class TokenizerManager:
         Raises RequestError for a rid in use, CapacityError when the queue is full or a limit of the caller's key is reached.
         """
         token_text: TokenText = self._token_text if obj.return_text_in_logprobs else lambda token_id: None
+        has_limits = not caller.is_server
         state = CallState(
-            stream=obj.stream, is_list=call.is_list, token_text=token_text, wants_progress=obj.return_progress
+            stream=obj.stream,
+            is_list=call.is_list,
+            token_text=token_text,
+            wants_progress=obj.return_progress,
+            tenant=caller.tenant or self._without_key,
+            owner=caller.owner,
+            timeout_s=self.args.request_timeout_s if has_limits else 0.0,
+            queue_timeout_s=self.args.queue_timeout_s if has_limits else 0.0,
         )
-        state.tenant, state.owner = caller.tenant or self._without_key, caller.owner
-        if not caller.is_server:
-            state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         now = self._clock()
         for prompt in call.prompts:
             state.add_prompt(prompt.rid, prompt.num_samples, now, obj.replica)
@@ -411,7 +416,6 @@ class TokenizerManager:
         return render(self.metrics, self.args.metrics_compat)
 
     def count_reply(self, route: str, status: int) -> None:
-        """Count an HTTP reply. route: the declared path."""
         self.metrics.count_reply(route, status)
 
     # -- the end

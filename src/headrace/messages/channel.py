@@ -330,7 +330,6 @@ class TypeBasedDispatcher:
         self.num_unhandled = 0
 
     def register(self, kind: type[M], handler: Callable[[M], object]) -> None:
-        """Call `handler` for messages of `kind`, which has no handler yet."""
         assert kind not in self._handlers, kind
         self._handlers[kind] = handler
 
