@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headrace.attention.base import AttentionBackend, ReadTokens
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.base import ALL_LAYERS, Stage
 from headrace.execution.device import upload_parts
 from headrace.execution.forward_batch import ForwardBatch, SequenceTable, last_tokens
 from headrace.execution.lora import LoraPool
