@@ -30,6 +30,8 @@ settings.load_profile("headrace")
 
 SEED = "HEADRACE_TEST_SEED"
 """Environment variable with the seed of the order, which repeats an order. The processes of one run have it from the first."""
+START_PROCESSES = {"e2e", "reliability", "weights"}
+"""Folders with the tests that take longest."""
 
 
 # As with examples: in CI the same every time, elsewhere each run looks for new ones.
@@ -49,12 +51,22 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(tryfirst=True)  # pytest then keeps tests together that share a parameter of a fixture
 def pytest_collection_modifyitems(items):
-    """In the order of what the seed makes of their names, modules whole: the same with fewer tests."""
+    """In the order of what the seed makes of their names, modules whole: the same with fewer tests.
+
+    Each test process gets an equal part of the list and, at its end, takes from the ends of others' parts. So every part begins
+    with modules that start servers: nobody waits at the end for a long one.
+    """
+    num_parts = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 
     def place(name):
         return hashlib.sha256(f"{os.environ[SEED]} {name}".encode()).digest()
 
-    items.sort(key=lambda item: (place(item.nodeid.partition("::")[0]), place(item.nodeid)))
+    def key(item):
+        module = item.nodeid.partition("::")[0]
+        of_module = place(module)
+        return of_module[0] % num_parts, Path(module).parent.name not in START_PROCESSES, of_module, place(item.nodeid)
+
+    items.sort(key=key)
 
 
 @pytest.fixture(scope="session", autouse=True)

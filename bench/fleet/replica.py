@@ -90,15 +90,14 @@ class Replica:
         self._step_s = self._seconds(state.in_flight[0])
         return self._step_s
 
-    def end_step(self) -> tuple[TokenIDOut, ...]:
+    def end_step(self) -> list[TokenIDOut]:
         """The oldest step has ended. Returns the outputs that are due."""
         state = self.state
         batch = state.in_flight.popleft()
         ids, id_starts = self._ids(batch)
         result = StepResult(batch.step, ids, id_starts, forward_s=self._step_s)
         commit.count_step(state, batch, result)
-        outputs = commit.commit(state, batch, result)
-        return outputs.rows if outputs is not None else ()
+        return commit.commit(state, batch, result)
 
     def unfinished(self) -> list[str]:
         """The requests that would be lost if it died now, in the order of their arrival."""

@@ -19,11 +19,11 @@ from runner_harness import CONTEXT, Driver
 from headrace.attention import select
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.distributed.rank import Rank
-from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.execution import build
-from headrace.execution.ranks import FollowerRunner, follow
+from headrace.execution.ranks import FollowerRunner
 
 Building = Future[tuple[FollowerRunner, contextlib.ExitStack]]
 
@@ -50,7 +50,7 @@ class OtherRank:
 
         def run() -> None:
             with resources:
-                follow(runner, self._group)
+                runner.follow()
 
         self.following = self._thread.submit(run)
 

@@ -19,11 +19,11 @@ from runner_harness import CONTEXT, VOCAB_SIZE, Driver, ids_by_row, make_driver,
 
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.distributed.rank import Rank
-from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.execution.build import build_follower, build_worker
-from headrace.execution.ranks import FollowerRunner, follow
+from headrace.execution.ranks import FollowerRunner
 from headrace.kernels import cpu
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec, PromptContent
@@ -81,7 +81,7 @@ def ranks(folder: Path) -> Iterator[tuple[Driver, list[str]]]:
         def run() -> None:
             runner, resources = build_follower(args, Rank(Shard(1, 2, theirs), group=theirs))
             with resources:
-                follow(runner, theirs)
+                runner.follow()
 
         running = other.submit(run)
         worker, info = build_worker(args, rank=Rank(Shard(0, 2, group), group=group), others=Other(broken))
@@ -117,7 +117,7 @@ def test_the_leader_measures_with_the_others_and_all_have_the_kv_precision_that_
             rank = Rank(Shard(1, 2, theirs), group=theirs)
             runner, resources = build_follower(args, rank, lambda: waited.append("follower"))
             with resources:
-                follow(runner, theirs)
+                runner.follow()
             return runner
 
         running = other.submit(run)

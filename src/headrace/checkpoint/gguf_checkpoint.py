@@ -35,10 +35,8 @@ _TYPES: dict[str, tuple[Scheme, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class RawBlocks:
-    """The stored blocks of a quantised matrix, in the row order of the Hugging Face tensor.
-
-    type_name: of gguf.BLOCK_TYPES. data: uint8[rows, row_bytes]. shape: of the values, (rows, columns).
-    """
+    """The stored blocks of a quantised matrix, in the row order of the Hugging Face tensor. type_name: of gguf.BLOCK_TYPES. data: uint8[rows,
+    row_bytes]. shape: of the values, (rows, columns)."""
 
     type_name: str
     data: Bytes

@@ -216,10 +216,8 @@ _POOLINGS: dict[int, PoolingName] = {1: "mean", 2: "cls", 3: "lasttoken"}
 
 
 def stated_pooling(file: GgufFile, arch: str) -> dict[str, PoolingName]:
-    """What the converter noted of `modules.json`, as {"gguf_pooling": name}; {} if it noted nothing.
-
-    Raises ModelError for a kind that is not served, such as the head of a cross-encoder (4).
-    """
+    """What the converter noted of `modules.json`, as {"gguf_pooling": name}; {} if it noted nothing. Raises ModelError for a kind that is not
+    served, such as the head of a cross-encoder (4)."""
     stated = file.get(f"{arch}.pooling_type")
     if stated is None or stated == 0:
         return {}

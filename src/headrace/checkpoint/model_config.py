@@ -128,10 +128,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Read a `config.json`, or the one in the folder `path`, with the `generation_config.json` beside it.
-
-    Raises ModelError for a missing or malformed file, and for invalid values.
-    """
+    """Read a `config.json`, or the one in the folder `path`, with the `generation_config.json` beside it. Raises ModelError for a missing or
+    malformed file, and for invalid values."""
     file = path / "config.json" if path.is_dir() else path
     generation_file = file.with_name("generation_config.json")
     generation = read_json_object(generation_file) if generation_file.is_file() else {}
@@ -171,10 +169,8 @@ def _read_part(
 def parse_hf_config(
     config: dict[str, Any], generation: dict[str, Any] | None = None, origin: str = "config.json"
 ) -> ModelConfig:
-    """Turn a Hugging Face config dict, and optionally its generation config, into a ModelConfig.
-
-    origin: name of the source in error messages. Raises ModelError that names the invalid key.
-    """
+    """Turn a Hugging Face config dict, and optionally its generation config, into a ModelConfig. origin: name of the source in error messages.
+    Raises ModelError that names the invalid key."""
     generation = generation or {}
     media, no_vision = read_media(config, origin)
     audio, no_audio = read_audio(config, origin)

@@ -42,10 +42,8 @@ class DummyCheckpoint(Checkpoint):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file.
-
-    Only headers are read. Raises ModelError for anything else and for files that are missing, cut off or inconsistent.
-    """
+    """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file. Only headers are read. Raises ModelError for
+    anything else and for files that are missing, cut off or inconsistent."""
     path = Path(path)
     if path.is_dir():
         if (file := gguf_of(path)) is not None:

@@ -3,7 +3,7 @@
 A file: 8 bytes of magic, the length of the header (uint64) and its CRC-32 (uint64), little-endian; the header, JSON; zeros up to a multiple of 4096;
 the tensors, each at a multiple of 64. Every tensor has a CRC-32, so a file that was cut off, or damaged on disk, is found out and replaced. A file
 appears under its name only when it is complete, so readers and writers need no locks, and any file may be deleted at any time. No torch. Used by the
-process that loads a model (`execution.weight_cache`), and by `headrace cache`.
+process that loads a model (`execution.weight_files`), and by `headrace cache`.
 """
 
 import contextlib
@@ -170,12 +170,11 @@ class WeightFile:
             raise WeightCacheError(f"{path.name} cannot be opened: {error.strerror}") from error
         try:
             self._read_header(path)
-        except OSError as error:
+        except (OSError, WeightCacheError) as error:
             self.close()
+            if isinstance(error, WeightCacheError):
+                raise
             raise WeightCacheError(f"{path.name} cannot be read: {error.strerror}") from error
-        except WeightCacheError:
-            self.close()
-            raise
 
     def _read_header(self, path: Path) -> None:
         prologue = self._file.read(_PROLOGUE.size)
@@ -249,10 +248,8 @@ class TensorBytes:
 def write(
     identity: str, model: str, precision: str, layers: Mapping[str, Mapping[str, TensorBytes | int | str | None]]
 ) -> Path:
-    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError.
-
-    Removes the files that were used longest ago when the cache takes more than its share of the disk.
-    """
+    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError. Removes the files that were
+    used longest ago when the cache takes more than its share of the disk."""
     offset = 0
     stored: list[StoredLayer] = []
     buffers: list[tuple[int, memoryview]] = []

@@ -18,10 +18,9 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs, lora_paths
-from headrace.distributed.base import length
+from headrace.distributed.base import Stage, length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
-from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build_draft import LoadedDraft, load_draft, make_drafts
 from headrace.execution.device import CudaDevice, Device, WatchedDevice
@@ -239,7 +238,11 @@ def _build(
         check_asked_pool(setup, rank)
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions, *of_load]
     if args.enable_torch_compile:
-        _compile(model, setup.spec.name)
+        reason = f"the model class {setup.spec.name} has other layers"
+        if isinstance(model, DecoderLM):
+            reason = model.compile_pieces()
+        if reason:
+            raise ConfigError(f"--enable-torch-compile: {reason}")
     draft = load_draft(setup, model, resources, decisions, tokenize)
     memory = _allocate(setup, model, rank, others, decisions, draft)
     link: Device | None = None if setup.is_cpu else CudaDevice(setup.placement.device)
@@ -539,11 +542,3 @@ def _graph_sizes(setup: Setup, decisions: list[str]) -> tuple[int, ...]:
         return config.cuda_graph_sizes
     decisions.append(f"cuda graphs: none, {reason}")
     return ()
-
-
-def _compile(model: CausalLM, model_class: str) -> None:
-    reason = (
-        model.compile_pieces() if isinstance(model, DecoderLM) else f"the model class {model_class} has other layers"
-    )
-    if reason:
-        raise ConfigError(f"--enable-torch-compile: {reason}")

@@ -155,26 +155,18 @@ class WatchedDevice:
 
     def __init__(self, device: Device, devices: DeviceGroup, limit_s: float, on_broken: Callable[[str], None]) -> None:
         self._device = device
+        self.upload, self.record, self.capture = device.upload, device.record, device.capture
         self._devices = devices
         self._limit_s = limit_s
         self._on_broken = on_broken
-
-    def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._device.upload(values, out)
 
     def download(self, values: torch.Tensor) -> Download:
         """See `Device`. Its `wait` raises ExecutionError when the other ranks do not do their part."""
         return _WatchedDownload(self._device.download(values), self)
 
-    def record(self) -> Event:
-        return self._device.record()
-
-    def capture(self, run: Callable[[], None]) -> Graph:
-        return self._device.capture(run)
-
     def settle(self) -> None:
         """Wait for what is queued, so that reading values does not wait for other ranks any more. Raises ExecutionError like `download`."""
-        self.wait_for(self._device.record().is_done)
+        self.wait_for(self.record().is_done)
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done`. Raises ExecutionError."""
@@ -197,9 +189,7 @@ class _WatchedDownload:
     def __init__(self, download: Download, device: WatchedDevice) -> None:
         self._download = download
         self._device = device
-
-    def is_done(self) -> bool:
-        return self._download.is_done()
+        self.is_done = download.is_done
 
     def wait(self) -> npt.NDArray[np.int64]:
         self._device.wait_for(self._download.is_done)

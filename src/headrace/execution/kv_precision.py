@@ -1,7 +1,7 @@
 """Whether a model keeps its quality in the quantised KV cache that goes with its weights: measured once, on one short text.
 
 Owns the text, the measure, the limit, and how ranks agree. Does not own which format goes with which weights (`config.resolve`), nor the
-file that keeps the result (`execution.weight_cache`). Runs once at start, in every rank, after the weights are loaded.
+file that keeps the result (`execution.weight_files`). Runs once at start, in every rank, after the weights are loaded.
 
 What integers cost depends on the model. Keys with a large constant part (the biases of Qwen2), or with channels that are far larger than
 the others (OPT, Phi), set the one scale of their head, and what tells tokens apart is rounded away. So the text is computed with three

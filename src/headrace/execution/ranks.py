@@ -22,7 +22,7 @@ ranks at the same time, since their captures meet like their steps.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -99,6 +99,7 @@ class LeaderRunner(Followers):
 
     def __init__(self, runner: ModelRunner, rank: Rank) -> None:
         super().__init__(runner)
+        self.idle = runner.idle
         self.on_broken: Callable[[str], None] = lambda reason: None
         self.settle: Callable[[], None] = lambda: None
         self.only_peaks = False
@@ -136,9 +137,6 @@ class LeaderRunner(Followers):
                 self.only_peaks = self._needs_only_peaks(begun.plan)
                 self._group.send(pack(RankFinish(self.only_peaks)))
             return self.runner.finish(begun)
-
-    def idle(self, left: Iterable[int]) -> None:
-        self.runner.idle(left)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -294,7 +292,18 @@ class FollowerRunner:
         return self.queued
 
     def follow(self) -> None:
-        """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
+        """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank; if
+        something else fails, every other rank is told."""
+        try:
+            self._follow()
+        except ExecutionError:
+            raise
+        except Exception as error:
+            _logger.exception("a step failed")
+            self._group.break_up(f"rank {self._group.rank}: {type(error).__name__}")
+            raise ExecutionError("a step failed; the server's log has the cause") from error
+
+    def _follow(self) -> None:
         while not isinstance(message := unpack(self._group.receive()), RankStop):
             match message:
                 case RankStep():
@@ -348,15 +357,3 @@ def group_of(rank: Rank) -> Group:
     """Of all ranks; there are others."""
     assert rank.group is not None, rank
     return rank.group
-
-
-def follow(runner: FollowerRunner, group: Group) -> None:
-    """`FollowerRunner.follow`; if it fails, every other rank is told."""
-    try:
-        runner.follow()
-    except ExecutionError:
-        raise
-    except Exception as error:
-        _logger.exception("a step failed")
-        group.break_up(f"rank {group.rank}: {type(error).__name__}")
-        raise ExecutionError("a step failed; the server's log has the cause") from error

@@ -360,9 +360,16 @@ class ModelWeights:
 
     def _release(self, tags: Sequence[MemoryTag]) -> Prepared:
         new: dict[MemoryTag, Released] = {}
+        drafts = () if self.draft is None else (self.draft,)
         for tag in tags:
-            if tag not in self._released:
-                new[tag] = self._released_of(tag)
+            if tag in self._released:
+                continue
+            if tag == "weights":
+                new[tag] = release_weights(
+                    [*_keepers(self.model), *(keeper for one in drafts for keeper in one.keepers)]
+                )
+            else:
+                new[tag] = release_kv([self.pool, *(one.pool for one in drafts)])
 
         def install() -> None:
             for tag, released in new.items():
@@ -377,12 +384,6 @@ class ModelWeights:
 
         num_bytes = sum(one.num_bytes for one in new.values())
         return Prepared(bytes_message("released", num_bytes), install, num_bytes=num_bytes)
-
-    def _released_of(self, tag: MemoryTag) -> Released:
-        draft = self.draft
-        if tag == "weights":
-            return release_weights([*_keepers(self.model), *(() if draft is None else draft.keepers)])
-        return release_kv([self.pool] if draft is None else [self.pool, draft.pool])
 
     def _resume(self, tags: Sequence[MemoryTag]) -> Prepared:
         again = {tag: self._released[tag].read() for tag in tags if tag in self._released}

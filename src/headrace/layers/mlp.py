@@ -86,10 +86,7 @@ _GATED: dict[str, GatedActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 class GatedMlp:
-    """down(act(gate(x)) * up(x)).
-
-    act: Hugging Face name of the activation; ModelError for one that is not known.
-    """
+    """down(act(gate(x)) * up(x)). act: Hugging Face name of the activation; ModelError for one that is not known."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, act: str, placement: Placement, *, bias: bool = False

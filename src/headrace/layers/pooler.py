@@ -37,10 +37,8 @@ class HeadLayer(Protocol):
 
 
 class HeadLinear:
-    """activation(x @ W^T + b), never quantised: it is small, and decides.
-
-    prefix, name: the Hugging Face name of the layer is the one, then the other.
-    """
+    """activation(x @ W^T + b), never quantised: it is small, and decides. prefix, name: the Hugging Face name of the layer is the one, then the
+    other."""
 
     def __init__(
         self,
@@ -66,10 +64,8 @@ class HeadLinear:
 
 
 class Pooler:
-    """Pooling, the head of the family or the Dense modules, and the length.
-
-    head: layers between the pooled hidden state and the numbers of a classifier, in order; None for an embedding.
-    """
+    """Pooling, the head of the family or the Dense modules, and the length. head: layers between the pooled hidden state and the numbers of a
+    classifier, in order; None for an embedding."""
 
     def __init__(
         self, config: PoolingConfig, hidden_size: int, placement: Placement, head: Sequence[HeadLayer] = ()

@@ -268,10 +268,8 @@ def activation(config: ModelConfig, options: EncoderOptions) -> Activation:
 
 
 def without_prefix(prefix: str) -> Callable[[ModelConfig], Callable[[str], str]]:
-    """Renaming for families whose checkpoints have names with and without the prefix of the base model.
-
-    Old checkpoints call a norm's weight gamma, and its bias beta.
-    """
+    """Renaming for families whose checkpoints have names with and without the prefix of the base model. Old checkpoints call a norm's weight gamma,
+    and its bias beta."""
 
     def rename(name: str) -> str:
         name = name.removeprefix(prefix)

@@ -289,10 +289,8 @@ def attend(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function behind transformers' attention interface: q [1, heads, num_tokens, head_dim], k and v likewise.
-
-    Returns [1, num_tokens, heads, head_dim] and no weights. Raises ModelError for what our attention does not do.
-    """
+    """The function behind transformers' attention interface: q [1, heads, num_tokens, head_dim], k and v likewise. Returns [1, num_tokens, heads,
+    head_dim] and no weights. Raises ModelError for what our attention does not do."""
     step = module.headrace_step
     assert isinstance(step, _Step), type(step)
     config, layer = step.config, module.layer_idx

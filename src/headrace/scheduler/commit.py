@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 from headrace.log import get_logger
 from headrace.messages.outputs import (
-    BatchTokenIDOut,
     FinishReason,
     LogprobBlock,
     SampleStats,
@@ -18,8 +17,8 @@ from headrace.scheduler.state import ScheduleBatch, SchedulerState
 logger = get_logger(__name__)
 
 
-def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> BatchTokenIDOut | None:
-    """Apply `result` to the requests of `batch`. Rows of requests that have ended meanwhile are ignored."""
+def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> list[TokenIDOut]:
+    """Apply `result` to the requests of `batch`, and return what they say. Rows of requests that have ended meanwhile are ignored."""
     outs: list[TokenIDOut] = []
     ids, id_starts = result.ids.tolist(), result.id_starts.tolist()
     for row, (req, start, count, num_logits) in enumerate(batch.rows):
@@ -59,7 +58,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
     if batch.encode is not None:
         # Requests that wait for an item that could not be encoded end.
         outs += _end_all(state, state.encodings.take_result(batch.encode, result))
-    return BatchTokenIDOut(tuple(outs), state.source) if outs else None
+    return outs
 
 
 def _end_all(state: SchedulerState, failed: Mapping[Req, str]) -> list[TokenIDOut]:
@@ -69,7 +68,7 @@ def _end_all(state: SchedulerState, failed: Mapping[Req, str]) -> list[TokenIDOu
     return [end(state, req) for req in ended]
 
 
-def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchTokenIDOut | None:
+def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> list[TokenIDOut]:
     """End the requests of a step that failed as a whole. Other requests continue."""
     outs: list[TokenIDOut] = []
     for req, _, _, num_logits in batch.rows:
@@ -82,7 +81,7 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
             _settle(state, req)
     if batch.encode is not None:
         outs += _end_all(state, dict.fromkeys(state.encodings.fail(), message))
-    return BatchTokenIDOut(tuple(outs), state.source) if outs else None
+    return outs
 
 
 def count_step(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> None:

@@ -148,12 +148,12 @@ class Scheduler:
         except ExecutionError as error:
             logger.error("step %d failed: %s", batch.step, error)
             state.in_flight.popleft()
-            self._send_batch(commit.fail(state, batch, error.message))
+            self._send(commit.fail(state, batch, error.message))
             return
         begin_s = self._clock()
         state.in_flight.popleft()
         commit.count_step(state, batch, result)
-        self._send_batch(commit.commit(state, batch, result))
+        self._send(commit.commit(state, batch, result))
         state.counters.host_s += self._clock() - begin_s
         every = self.config.decode_log_interval
         if every and state.counters.num_steps % every == 0:
@@ -294,10 +294,6 @@ class Scheduler:
     def _send(self, rows: list[TokenIDOut]) -> None:
         if rows:
             self._to_detokenizer.send(BatchTokenIDOut(tuple(rows), self.state.source))
-
-    def _send_batch(self, batch: BatchTokenIDOut | None) -> None:
-        if batch is not None:
-            self._to_detokenizer.send(batch)
 
     def _tell_moved(self) -> None:
         """Tell which samples run and which wait again, before the outputs of the steps that were planned just now, and how far prompts are."""

@@ -176,7 +176,7 @@ class Gate:
     """Whether steps may be planned. pause: the requested mode, if paused. released: tags of released memory.
 
     exclusive: the worker is preparing an operation that must not run beside steps. draining: an operation waits for requests that have
-    begun (`drain`), so no new ones begin. held: nothing runs, and a prepared update waits for its commit.
+    begun (`retract.is_drained`), so no new ones begin. held: nothing runs, and a prepared update waits for its commit.
     """
 
     pause: PauseMode | None = None
