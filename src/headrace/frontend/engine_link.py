@@ -40,7 +40,7 @@ NOWHERE = -1
 NO_MORE = -2
 """Replica index of a sample whose chosen replica will not come back."""
 
-GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been cancelled"
+DIED_REPEATEDLY = "the engine died repeatedly while it worked on this request; the request has been cancelled"
 NOT_SENT = "the request could not be sent to the engine"
 LEFT_FOR_GOOD = "the replica that the request names has died and cannot be restarted; leave out routed_dp_rank"
 TOO_LATE = "the request took longer than the server allows"
@@ -222,7 +222,7 @@ class EngineLink:
             self._to_detokenizer.send(SourceGone(source))
 
     def _take_back(self, indices: set[int]) -> None:
-        """Hold the samples in flight at `indices` again, except those that nobody waits for and those that are given up."""
+        """Hold the samples in flight at `indices` again, except those without a client and those that are cancelled."""
         lost = [sample for sample in self._samples.values() if sample.replica in indices and sample.finish is None]
         guilty = self._probation if self._probation in lost else lost[0] if len(lost) == 1 else None
         if self._probation in lost:
@@ -242,7 +242,7 @@ class EngineLink:
                     sample.rid,
                     sample.num_deaths,
                 )
-                self._end(sample, FinishReason("abort", message=GIVEN_UP, status_code=500))
+                self._end(sample, FinishReason("abort", message=DIED_REPEATEDLY, status_code=500))
 
     def _release(self) -> None:
         held = self._held()

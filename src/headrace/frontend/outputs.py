@@ -67,7 +67,7 @@ class Endings:
         leave_replica(sample, self.balancer)
         self.timelines.finish(sample.rid)
         if sample.turn is not None:
-            self.sessions.give_up(sample.turn)
+            self.sessions.cancel(sample.turn)
         if sample.adapter is not None:
             sample.adapter.release()
 
