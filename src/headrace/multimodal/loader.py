@@ -372,8 +372,12 @@ def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
 
 def _content_key(job: MediaJob, owner: str) -> bytes:
     """Of the files and all else that the values depend on, but for the settings."""
-    key = hashlib.blake2b(f"{job.kind} {job.about} {[len(file) for file in job.files]}".encode(), digest_size=32)
-    for file in job.files:
+    files = job.frames if isinstance(job, VideoJob) else (job.data,)
+    about = repr(job.fps) if isinstance(job, VideoJob) else ""
+    if isinstance(job, ImageJob):
+        about = "square" if job.squared else "low" if job.low else ""
+    key = hashlib.blake2b(f"{job.kind} {about} {[len(file) for file in files]}".encode(), digest_size=32)
+    for file in files:
         key.update(file)
     return _owned(key.digest(), owner, 32)
 
