@@ -60,8 +60,6 @@ class _Step:
 
 
 class _LinearModule(nn.Module):
-    """Stands in for an `nn.Linear`, over our packed linear layer."""
-
     def __init__(self, linear: Linear, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = linear

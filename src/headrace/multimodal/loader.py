@@ -149,7 +149,6 @@ class MediaLoader:
         self._closed = False
 
     def stats(self) -> MediaStats:
-        """What has been done so far."""
         return MediaStats(
             num_loaded=dict(self._loaded),
             num_cache_hits=self._num_hits,
@@ -232,7 +231,6 @@ class MediaLoader:
             self._videos.release()
 
     async def _frames(self, frames: Sequence[ImageRef]) -> tuple[bytes, ...]:
-        """The files of a video's frames, a few at a time."""
         files: list[bytes] = []
         for first in range(0, len(frames), _AT_A_TIME):
             some = enumerate(frames[first : first + _AT_A_TIME], first)

@@ -34,8 +34,6 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class AudioJob(msgspec.Struct, frozen=True, tag=True):
-    """Audio to prepare. data: of the file."""
-
     kind: ClassVar = MediaKind.AUDIO
     data: bytes
 
