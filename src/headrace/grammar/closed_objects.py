@@ -23,6 +23,7 @@ from headrace.grammar.schema_walk import (
     SCHEMA_BY_NAME,
     SCHEMA_LIST,
     Json,
+    listed,
     pointer,
     subschemas,
     target,
@@ -407,4 +408,4 @@ def _each(value: Json, make: Callable[[Json], Json]) -> Json:
 
 
 def _strings(value: Json) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    return [item for item in listed(value) if isinstance(item, str)]

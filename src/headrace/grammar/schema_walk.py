@@ -216,7 +216,7 @@ def _member(value: Json, parts: Sequence[str]) -> tuple[str, int]:
     if isinstance(value, dict):
         for num_parts in range(1, len(parts) + 1):
             text = "/".join(parts[:num_parts])
-            for name in (_unescape(text), _unescape_pointer(text), text):
+            for name in (_unescape(unquote(text)), _unescape(text), text):  # in a URI: RFC 6901, section 6
                 if name in value:
                     return name, num_parts
     return "", 0
@@ -243,11 +243,6 @@ def _escape(name: str) -> str:
 
 
 def _unescape(part: str) -> str:
-    """The name that a part of a `$ref` stands for: a JSON pointer in a URI (RFC 6901, section 6)."""
-    return _unescape_pointer(unquote(part))
-
-
-def _unescape_pointer(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 

@@ -8,8 +8,7 @@ import torch
 
 from headrace.attention.base import KvShape, OwnRows, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.distributed.base import WHOLE, Shard, head_share
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.base import ALL_LAYERS, WHOLE, Shard, Stage, head_share
 from headrace.layers.logits import Peaks
 from headrace.layers.mlp import ExpertCounts
 from headrace.layers.pooler import Pooler
