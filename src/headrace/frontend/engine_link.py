@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from headrace.errors import ExecutionError
-from headrace.frontend.balancers import Balancer
+from headrace.frontend.balancers import Balancer, RoundRobin
 from headrace.frontend.communicator import Replica, no_live_replica
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
@@ -50,7 +50,7 @@ class EngineLink:
     """Sends samples to the schedulers and control messages to all of them; a `Sender`.
 
     samples: the table of live samples. end: ends a sample, as an output with this finish reason would. to_detokenizer: for messages that a
-    source is gone. balancer: None for one replica. on_dismissed: ends the process of a replica, which is then restarted.
+    source is gone. on_dismissed: ends the process of a replica, which is then restarted.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class EngineLink:
         metrics: Metrics,
         clock: Callable[[], float],
         to_detokenizer: Sender | None = None,
-        balancer: Balancer | None = None,
+        balancer: Balancer = RoundRobin(),
     ) -> None:
-        assert len(schedulers) == 1 or balancer is not None
         self.gone: set[int] = set()
         self.num_replayed = 0
         self.num_given_up = 0
@@ -149,8 +148,7 @@ class EngineLink:
             sample.replica = index
             if sample.turn is not None:
                 sample.turn.replica = index
-            if self._balancer is not None:
-                self._balancer.sent(index, sample.request)
+            self._balancer.sent(index, sample.request)
             messages.setdefault(index, []).append(request)
 
     def send(self, message: Message) -> None:
@@ -185,8 +183,7 @@ class EngineLink:
         # Its successor binds the same address and must not get messages that it has not read.
         replica.sender.close()
         self._forget_source(replica.source)
-        if self._balancer is not None:
-            self._balancer.forget(index)
+        self._balancer.forget(index)
         self._take_back({index})
         self._release()
         return replica
@@ -264,8 +261,6 @@ class EngineLink:
     def _choose(self, sample: ReqState) -> int:
         if not self.is_serving:
             return NOWHERE
-        if self._balancer is None:
-            return 0
         assert sample.request is not None, sample.rid
         if (named := sample.routed_replica) is not None:
             if named in self._left_for_good:
@@ -337,9 +332,9 @@ class EngineLink:
                 self._end(sample, FinishReason("abort", message=WAITED_TOO_LONG, status_code=503))
 
 
-def leave_replica(sample: ReqState, balancer: Balancer | None) -> None:
-    """No replica has the sample any more. balancer: None for one replica."""
-    if balancer is not None and sample.replica != NOWHERE:
+def leave_replica(sample: ReqState, balancer: Balancer) -> None:
+    """No replica has the sample any more."""
+    if sample.replica != NOWHERE:
         assert sample.request is not None, sample.rid
         balancer.left(sample.replica, sample.request)
         sample.replica = NOWHERE
