@@ -23,6 +23,7 @@ from headrace.grammar.schema_walk import (
     SCHEMA_BY_NAME,
     SCHEMA_LIST,
     Json,
+    children,
     listed,
     pointer,
     subschemas,
@@ -392,12 +393,8 @@ def _values(root: dict[str, Json]) -> Iterator[dict[str, Json]]:
         if not isinstance(schema, dict):
             continue
         yield schema
-        for keyword in schema.keys() - _IN_PLACE:
-            value = schema[keyword]
-            if keyword in ONE_SCHEMA and isinstance(value, dict):
-                waiting.append(value)
-            elif keyword in SCHEMA_LIST | SCHEMA_BY_NAME:
-                _each(value, waiting.append)
+        inside = {keyword: value for keyword, value in schema.items() if keyword not in _IN_PLACE}
+        waiting += [part for _, part in children("#", inside)]
 
 
 def _each(value: Json, make: Callable[[Json], Json]) -> Json:

@@ -116,7 +116,6 @@ class SchemaLogic:
         return False
 
     def _properties_exclude(self, name: str, ours: Parts, theirs: Parts, depth: int) -> bool:
-        """Whether no value of property `name` is right for both."""
         first, second = list(_property_schemas(name, ours)), list(_property_schemas(name, theirs))
         if False in first or False in second:
             return True

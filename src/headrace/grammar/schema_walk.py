@@ -140,14 +140,15 @@ def subschemas(root: Json) -> Iterator[tuple[str, dict[str, Json]]]:
             continue
         seen.add(id(schema))
         yield place, schema
-        found = list(_children(place, schema))
+        found = list(children(place, schema))
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#/"):
             found.append((reference, target(root, reference)))
         waiting += reversed(found)
 
 
-def _children(place: str, schema: dict[str, Json]) -> Iterator[tuple[str, Json]]:
+def children(place: str, schema: dict[str, Json]) -> Iterator[tuple[str, Json]]:
+    """The schemas that a schema has in its keywords, each with its place."""
     for keyword, value in schema.items():
         at = f"{place}/{_escape(keyword)}"
         if isinstance(value, list):

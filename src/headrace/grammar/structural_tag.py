@@ -47,8 +47,6 @@ class AnyText(msgspec.Struct, tag="any_text", forbid_unknown_fields=True):
 
 
 class Elements(msgspec.Struct, tag="sequence", forbid_unknown_fields=True):
-    """One format after the other."""
-
     elements: list["Format"]
 
 

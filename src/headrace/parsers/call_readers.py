@@ -28,13 +28,16 @@ class JsonReader(Reader):
             raise Malformed
         depth = 0
         while True:
-            yield from self._peek()
+            while self._at == len(self._text):
+                yield
             if first not in '{["':
                 self._skip(_SCALAR)
                 if self._at < len(self._text):
                     return
                 continue
-            self._skip(_OUTSIDE)
+            found = _OUTSIDE.match(self._text, self._at)
+            assert found is not None
+            self._at = found.end()
             if self._at == len(self._text):
                 continue
             character = self._text[self._at]
@@ -52,9 +55,11 @@ class JsonReader(Reader):
         """The rest of a string, and its closing quote."""
         self._in_string = True
         while True:
-            yield from self._peek()
-            self._skip(_IN_STRING)
+            found = _IN_STRING.match(self._text, self._at)
+            assert found is not None
+            self._at = found.end()
             if self._at == len(self._text):
+                yield
                 continue
             self._at += 1
             if self._text[self._at - 1] == '"':
@@ -421,10 +426,12 @@ class GemmaCall(JsonReader):
         brackets: list[str] = []
         is_key = False
         while True:
-            character = yield from self._peek()
+            while self._at == len(self._text):
+                yield
             if part := self._skip(_BARE):
                 self._held.append(part)
                 continue
+            character = self._text[self._at]
             if character == "<":
                 yield from self._expect(self._delimiter)
                 self._end_word(is_key)
@@ -457,7 +464,9 @@ class GemmaCall(JsonReader):
         self._in_text = True
         self._sink.arguments('"')
         while self._partial != self._delimiter:
-            character = yield from self._peek()
+            while self._at == len(self._text):
+                yield
+            character = self._text[self._at]
             if self._delimiter.startswith(self._partial + character):
                 self._partial += character
                 self._at += 1
@@ -473,8 +482,9 @@ class GemmaCall(JsonReader):
 
     def _end_partial(self) -> None:
         """What only began like a delimiter is text."""
-        text, self._partial = self._partial, ""
-        self._sink.arguments(to_json(text)[1:-1])
+        if self._partial:
+            self._sink.arguments(to_json(self._partial)[1:-1])
+            self._partial = ""
 
     def mark(self, text: str) -> bool:
         if self._in_text:
