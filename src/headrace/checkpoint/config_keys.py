@@ -102,7 +102,6 @@ class ConfigKeys:
         return value
 
     def flag(self, key: str) -> bool:
-        """A boolean; absent or null is False."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise ModelError(f"{self.origin}: {key} is {value!r}; expected true or false")
@@ -146,7 +145,6 @@ class MediaKeys(ConfigKeys):
         return default if self.config.get(name) is None else self.listed(name, int, "integers")
 
     def act(self, name: str, default: str, gated: bool = False) -> str:
-        """A key that is the name of an activation. Raises NotServedError for one that there is not."""
         found, known = self.name(name, default), GATED_ACTIVATIONS if gated else ACTIVATIONS
         if found not in known:
             raise NotServedError(f"{name} is {found!r:.80} in {self.origin}; those that are served: {', '.join(known)}")

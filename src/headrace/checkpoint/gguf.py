@@ -174,7 +174,6 @@ class GgufFile:
         return np.frombuffer(self._map, dtype=np.uint8)
 
     def release(self) -> None:
-        """Release the pages that have been read; they are read again on demand."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def dequantize(self, name: str) -> Floats:

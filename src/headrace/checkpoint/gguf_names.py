@@ -125,7 +125,6 @@ def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
 
 
 def architecture(file: GgufFile) -> str:
-    """`general.architecture`, one of `families.gguf`. Raises ModelError for another."""
     arch = file.require("general.architecture")
     if not isinstance(arch, str) or arch not in gguf():
         raise ModelError(f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(gguf())}")
@@ -133,7 +132,6 @@ def architecture(file: GgufFile) -> str:
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """The Hugging Face style config dict of a GGUF file. Raises ModelError for missing keys."""
     arch = architecture(file)
     own = gguf()[arch]
     names = {"model_type": own.model_type, "architectures": [own.architecture]}

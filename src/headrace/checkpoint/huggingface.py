@@ -81,7 +81,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         return "" if is_copy else head
 
     def _same(self, name: str, other: str) -> bool:
-        """Whether two matrices have the same values, whatever their dtypes."""
         if self._entry(name).shape != self._entry(other).shape:
             return False
         if self._entry(name).dtype == self._entry(other).dtype:
@@ -101,7 +100,11 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @property
     def total_bytes(self) -> int:
-        return sum(self._entry(name).num_bytes for name in self._files)
+        return sum(math.prod(self.shape(name)) * self._itemsize(name) for name in self.tensor_names())
+
+    def _itemsize(self, name: str) -> int:
+        """Bytes of an element as `tensor` gives it."""
+        return DTYPE_BYTES[self._entry(name).dtype]
 
     def files(self) -> list[Path]:
         return list({opened.path: None for opened in self._files.values()})
@@ -167,12 +170,8 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         if not self._layers:
             raise ModelError(f"{path.name}: its config says that it is quantised, but it has no {main[1:]} tensors")
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(
-            math.prod(self.shape(name)) * (4 if self._layer(name) is not None else DTYPE_BYTES[self._entry(name).dtype])
-            for name in self._names
-        )
+    def _itemsize(self, name: str) -> int:
+        return super()._itemsize(name) if self._layer(name) is None else 4
 
     def tensor_names(self) -> list[str]:
         return list(self._names)
@@ -218,12 +217,8 @@ class Fp8Checkpoint(HuggingFaceCheckpoint):
             if self._entry(name).dtype.startswith("F8") and name not in self._scales:
                 raise ModelError(f"{path.name}: the float8 tensor {name} has no {name}{suffix}")
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(
-            math.prod(self.shape(name)) * (4 if name in self._scales else DTYPE_BYTES[self._entry(name).dtype])
-            for name in self.tensor_names()
-        )
+    def _itemsize(self, name: str) -> int:
+        return 4 if name in self._scales else super()._itemsize(name)
 
     def tensor_names(self) -> list[str]:
         scales = set(self._scales.values())

@@ -158,7 +158,6 @@ class LoraCheckpoint:
         return self._file.entries[name].shape
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """A copy of the tensor in float32. Raises ModelError when it contains NaN or infinity."""
         import torch
 
         entry = self._file.entries[name]

@@ -191,7 +191,6 @@ def _card(metadata: Mapping[str, Any]) -> SamplingDefaults | None:
 
 
 def _checked(stated: Mapping[str, Any], keys: Mapping[str, str], file_name: str) -> dict[str, Any]:
-    """The values under our names. keys: our name -> the file's."""
     fields = {field.name: field.type for field in msgspec.structs.fields(SamplingDefaults)}
     checked: dict[str, Any] = {}
     for name, (allowed, words) in BOUNDS.items():

@@ -350,7 +350,6 @@ def _hash(described: object, facts: Mapping[str, object]) -> str:
 
 
 def _fingerprint(path: Path) -> tuple[int, int, str]:
-    """Size, time of change, and a hash of samples."""
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
         digest = hashlib.sha256()

@@ -38,7 +38,6 @@ class ExpertCounts:
         self._kept = [0] * self._num_experts
 
     def stop(self) -> None:
-        """Stop counting; `take` still returns the counts."""
         if self._counts is not None:
             self._kept = self.take()
             self._counts = None
@@ -166,7 +165,6 @@ class SparseMoe:
         return y
 
     def _local(self, top_experts: torch.Tensor) -> torch.Tensor:
-        """Indices of this rank's experts, -1 for those of others."""
         if len(self._own) == self._moe.num_experts:
             return top_experts
         local = top_experts - self._own.start

@@ -27,8 +27,6 @@ _SMALLEST_LENGTH = 1e-12
 
 
 class HeadLayer(Protocol):
-    """One layer between hidden states and the output."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_size] -> [rows, out_size], each row by itself."""
 
@@ -87,7 +85,6 @@ class Pooler:
         self._layers = [*head, *dense]
 
     def weights(self) -> Iterator[Weight]:
-        """Every tensor of the head, and of the Dense modules: `<folder>.linear.weight`, `.bias`."""
         for layer in self._layers:
             yield from layer.weights()
 

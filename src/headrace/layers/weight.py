@@ -150,12 +150,10 @@ class Placement:
 
     @property
     def experts(self) -> "Placement":
-        """For the experts that this rank has."""
         return replace(self, shard=WHOLE) if self.whole_experts else self
 
     @property
     def attention(self) -> "Placement":
-        """For attention and its KV cache."""
         return replace(self, shard=WHOLE) if self.whole_attention else self
 
     @property

@@ -149,7 +149,6 @@ def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
 
 
 def stored_name(config: ModelConfig, name: str) -> str:
-    """The name of a tensor of the model in a checkpoint of its family, as transformers 5 spells it."""
     if not config.around or name.startswith("lm_head."):
         return name
     own = vision().get(config.around["model_type"])

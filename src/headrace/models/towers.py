@@ -206,8 +206,6 @@ MAX_TOKENS = 4096
 
 
 class Tower:
-    """The layers of a config. layers: prefix of their tensors, before the number."""
-
     def __init__(self, config: TowerConfig, options: BlockOptions, layers: str, placement: Placement) -> None:
         self.config = config
         self._layers = layers

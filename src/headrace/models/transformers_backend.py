@@ -60,8 +60,6 @@ class _Step:
 
 
 class _LinearModule(nn.Module):
-    """Stands in for an `nn.Linear`, over our packed linear layer."""
-
     def __init__(self, linear: Linear, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = linear
@@ -110,7 +108,7 @@ class _Parameter:
 
 
 class TransformersLM:
-    """A `CausalLM` over a transformers model."""
+    """A `CausalLM` over a transformers model. Raises ModelError when transformers does not know the architecture or it cannot be served."""
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self._placement = placement
@@ -337,10 +335,6 @@ def attend(
     return out.view(1, q.shape[0], config.num_q_heads, config.head_dim), None
 
 
-def build(config: ModelConfig, placement: Placement) -> CausalLM:
-    return TransformersLM(config, placement)
-
-
 def _make(config: ModelConfig, placement: Placement) -> Any:
     rope = config.rope
     limit = rope.scaling.get("original_max_position_embeddings", config.max_position_embeddings)
@@ -429,7 +423,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 SPEC = ModelSpec(
     "transformers",
-    build,
+    TransformersLM,
     unsupported=_unsupported,
     ignored=_IGNORED,
     batch_invariant=False,

@@ -149,7 +149,6 @@ class MediaLoader:
         self._closed = False
 
     def stats(self) -> MediaStats:
-        """What has been done so far."""
         return MediaStats(
             num_loaded=dict(self._loaded),
             num_cache_hits=self._num_hits,
@@ -232,7 +231,6 @@ class MediaLoader:
             self._videos.release()
 
     async def _frames(self, frames: Sequence[ImageRef]) -> tuple[bytes, ...]:
-        """The files of a video's frames, a few at a time."""
         files: list[bytes] = []
         for first in range(0, len(frames), _AT_A_TIME):
             some = enumerate(frames[first : first + _AT_A_TIME], first)
@@ -372,8 +370,12 @@ def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
 
 def _content_key(job: MediaJob, owner: str) -> bytes:
     """Of the files and all else that the values depend on, but for the settings."""
-    key = hashlib.blake2b(f"{job.kind} {job.about} {[len(file) for file in job.files]}".encode(), digest_size=32)
-    for file in job.files:
+    files = job.frames if isinstance(job, VideoJob) else (job.data,)
+    about = repr(job.fps) if isinstance(job, VideoJob) else ""
+    if isinstance(job, ImageJob):
+        about = "square" if job.squared else "low" if job.low else ""
+    key = hashlib.blake2b(f"{job.kind} {about} {[len(file) for file in files]}".encode(), digest_size=32)
+    for file in files:
         key.update(file)
     return _owned(key.digest(), owner, 32)
 

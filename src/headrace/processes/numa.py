@@ -115,7 +115,7 @@ def bind(binding: Binding) -> None:
         os.sched_setaffinity(0, binding.cores)
         mask = _mask([binding.node])
         # The kernel takes one bit less than it is told.
-        _call(_numbers_of_calls()[0], ctypes.c_int(_BIND), mask, ctypes.c_ulong(len(mask) * _WORD_BITS + 1))
+        _call(0, ctypes.c_int(_BIND), mask, ctypes.c_ulong(len(mask) * _WORD_BITS + 1))
     except OSError as error:
         remedy = "leave the option out"
         if error.errno == errno.EPERM:
@@ -130,7 +130,7 @@ def bound_memory() -> list[int]:
     """The nodes that this thread's memory is bound to; empty if it is not. Raises OSError when the kernel does not tell."""
     mode, mask = ctypes.c_int(), _mask([])
     _call(
-        _numbers_of_calls()[1],
+        1,
         ctypes.byref(mode),
         mask,
         ctypes.c_ulong(len(mask) * _WORD_BITS),
@@ -149,15 +149,13 @@ def _mask(nodes: Iterable[int]) -> "ctypes.Array[ctypes.c_ulong]":
     return mask
 
 
-def _numbers_of_calls() -> tuple[int, int]:
+def _call(which: int, *arguments: object) -> None:
+    """which: of _CALLS."""
     machine = platform.machine()
     if machine not in _CALLS:
         raise ConfigError(f"--numa-bind works on {' and '.join(_CALLS)}, not on {machine}; leave the option out")
-    return _CALLS[machine]
-
-
-def _call(number: int, *arguments: object) -> None:
-    if ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments):
+    number = ctypes.c_long(_CALLS[machine][which])
+    if ctypes.CDLL(None, use_errno=True).syscall(number, *arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
