@@ -30,7 +30,7 @@ from headrace.distributed.base import Group, Shard
 from headrace.distributed.network import Address, Member
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
-from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.layers.embedding import VOCABULARY_UNIT
 from headrace.layers.logits import LogitsHead, Peaks, peaks_of
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.checkpoint.gguf import dequantize
-from headrace.checkpoint.gguf_checkpoint import RawBlocks, quantized_matrix
+from headrace.checkpoint.gguf_checkpoint import quantized_matrix
 from headrace.checkpoint.quantized_formats import own_tensors, stored_format
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import open_checkpoint
@@ -192,7 +192,7 @@ def test_gguf_blocks_become_a_matrix_of_the_same_weights(name):
         blocks[:, 2:4] = halves[:, 2:]
     rows = blocks.reshape(6, -1)
 
-    matrix = quantized_matrix(RawBlocks(name, rows, (6, 512)))
+    matrix = quantized_matrix(name, rows, (6, 512))
 
     assert matrix is not None
     assert matrix.scheme == ("int8" if name == "Q8_0" else "int4")
@@ -200,4 +200,4 @@ def test_gguf_blocks_become_a_matrix_of_the_same_weights(name):
 
 
 def test_gguf_types_without_a_kernel_are_no_matrix():
-    assert quantized_matrix(RawBlocks("Q6_K", np.zeros((2, 210), np.uint8), (2, 256))) is None
+    assert quantized_matrix("Q6_K", np.zeros((2, 210), np.uint8), (2, 256)) is None

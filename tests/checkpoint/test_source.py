@@ -280,16 +280,14 @@ def test_llama_q_and_k_come_in_hugging_face_order(tmp_path, kind):
         got = loaded[f"model.layers.0.self_attn.{name}"]
         np.testing.assert_allclose(got.float().numpy(), want, atol=tolerance)
     assert checkpoint.config.attention_bias
-    blocks = checkpoint.raw_blocks("model.layers.0.self_attn.q_proj.weight")
+    matrix = checkpoint.quantized("model.layers.0.self_attn.q_proj.weight")
     if kind == "Q8_0":
-        from headrace.checkpoint.gguf import dequantize
-
-        assert blocks is not None
+        assert matrix is not None
         np.testing.assert_array_equal(
-            dequantize(blocks.data, blocks.type_name), loaded["model.layers.0.self_attn.q_proj.weight"].numpy()
+            matrix.dequantize().numpy(), loaded["model.layers.0.self_attn.q_proj.weight"].numpy()
         )
     else:
-        assert blocks is None
+        assert matrix is None
 
 
 def test_qwen2_is_not_reordered_and_untied_when_it_has_an_output_matrix(tmp_path):
@@ -343,9 +341,9 @@ def test_stacked_experts_come_one_by_one(tmp_path):
         name = f"model.layers.0.mlp.experts.{expert}.up_proj.weight"
         assert checkpoint.shape(name) == (32, 64)
         np.testing.assert_allclose(checkpoint.tensor(name).numpy(), stacked[expert], atol=2e-2)  # Q8_0 at |x| < 4
-        blocks = checkpoint.raw_blocks(name)
-        assert blocks is not None
-        assert blocks.data.shape == (32, 68)
+        matrix = checkpoint.quantized(name)
+        assert matrix is not None
+        assert (matrix.scheme, matrix.shape) == ("int8", (32, 64))
     assert checkpoint.config.moe is not None
     assert checkpoint.config.moe.num_experts == 3
 
@@ -395,9 +393,9 @@ def test_smollm2_opens_by_name_with_its_shapes():
     assert (config.eos_token_ids, config.bos_token_id, config.vocab_size) == ((2, 0, 4), 1, 49152)
     assert len(checkpoint.tensor_names()) == 272
     assert checkpoint.shape("model.embed_tokens.weight") == (49152, 576)
-    blocks = checkpoint.raw_blocks("model.layers.3.self_attn.q_proj.weight")
-    assert blocks is not None
-    assert (blocks.type_name, blocks.data.shape) == ("Q4_1", (576, 360))
+    matrix = checkpoint.quantized("model.layers.3.self_attn.q_proj.weight")
+    assert matrix is not None
+    assert (matrix.scheme, matrix.shape) == ("int4", (576, 576))
 
 
 @pytest.mark.parametrize("where", ["sha256-1f7e", "folder"])

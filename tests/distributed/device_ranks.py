@@ -19,8 +19,8 @@ from runner_harness import CONTEXT, Driver
 from headrace.attention import select
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.distributed.rank import Rank
-from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.execution import build
 from headrace.execution.ranks import FollowerRunner

@@ -10,7 +10,7 @@ import torch
 from rank_harness import LIMIT_S, new_group
 
 from headrace.distributed.device_group import DeviceGroup
-from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.kernels import cpu
 

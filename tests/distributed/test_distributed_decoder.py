@@ -6,7 +6,7 @@ import pytest
 import torch
 from rank_harness import LIMIT_S, new_group
 
-from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder, cpu, kv_cache_shapes, pack_linear
 

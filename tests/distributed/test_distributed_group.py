@@ -21,7 +21,7 @@ from rank_harness import (
     sums,
 )
 
-from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.errors import ConfigError, ExecutionError
 from headrace.kernels import cpu
 

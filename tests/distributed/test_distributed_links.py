@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
+from headrace.distributed.one_host import SocketReceiver, SocketSender, socket_link
 from headrace.errors import ExecutionError
 
 LIMIT_S = 60.0

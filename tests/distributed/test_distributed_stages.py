@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from model_harness import FAMILIES, open_runner, random_tokens, save_tiny, tiny_config
 from thread_group import on_stages
 
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.base import ALL_LAYERS, Stage
 from headrace.errors import ModelError
 from headrace.kernels.cpu import why_not
 

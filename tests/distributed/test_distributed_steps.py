@@ -19,8 +19,8 @@ from runner_harness import CONTEXT, VOCAB_SIZE, Driver, ids_by_row, make_driver,
 
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
+from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.distributed.rank import Rank
-from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.execution.build import build_follower, build_worker
 from headrace.execution.ranks import FollowerRunner

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from headrace.distributed.base import Shard
-from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
-from headrace.distributed.stages import Stage
+from headrace.distributed.base import Shard, Stage
+from headrace.distributed.one_host import SocketReceiver, SocketSender, socket_link
 
 LIMIT_S = 60.0
 """Reached only when a test fails."""

@@ -113,7 +113,7 @@ def test_a_turn_that_has_not_finished_cannot_be_gone_on_from(sessions):
     with pytest.raises(RequestError, match="has not finished"):
         sessions.begin(params(s), "b", [2])
 
-    sessions.give_up(entered)
+    sessions.cancel(entered)
 
     assert sessions.begin(params(s), "b", [2])[0] == [2]
 
@@ -121,7 +121,7 @@ def test_a_turn_that_has_not_finished_cannot_be_gone_on_from(sessions):
 def test_a_turn_given_up_leaves_the_one_before(sessions):
     s = sessions.open()
     turn(sessions, s, "a", [1], [2])
-    sessions.give_up(sessions.begin(params(s), "b", [3])[1])
+    sessions.cancel(sessions.begin(params(s), "b", [3])[1])
 
     assert turn(sessions, s, "b", [4], []) == [1, 2, 4]
 
@@ -200,7 +200,7 @@ def test_a_turn_that_ends_after_its_session_was_closed_is_forgotten(sessions):
     sessions.close(s)
 
     sessions.finish(entered, [2] * 50)
-    sessions.give_up(entered)
+    sessions.cancel(entered)
 
     assert turn(sessions, sessions.open("s"), "b", [1] * 100, []) == [1] * 100
 

@@ -12,8 +12,7 @@ import transformers
 from headrace.attention.base import AttentionBackend, KvPool, OwnRows, ReadTokens, StepRows
 from headrace.attention.select import make_backend
 from headrace.checkpoint.source import open_checkpoint
-from headrace.distributed.base import WHOLE, Shard
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.base import ALL_LAYERS, WHOLE, Shard, Stage
 from headrace.execution.load_weights import load_model
 from headrace.kernels.cpu import why_not
 from headrace.layers.weight import Placement

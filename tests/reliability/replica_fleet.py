@@ -19,7 +19,7 @@ from frontend_fakes import ByteTokenizer, request
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
-from headrace.frontend.engine_link import GIVEN_UP
+from headrace.frontend.engine_link import DIED_REPEATEDLY
 from headrace.frontend.native_answer import NativeStream
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -289,7 +289,9 @@ class Fleet:
         error = one.task.exception()
         if error is not None:
             # What kills again and again is given up; an adapter may go before its request is sent.
-            known = isinstance(error, RequestError) or (isinstance(error, ExecutionError) and error.message == GIVEN_UP)
+            known = isinstance(error, RequestError) or (
+                isinstance(error, ExecutionError) and error.message == DIED_REPEATEDLY
+            )
             assert known, (error, history.log)
             return
         answers = one.task.result()

@@ -80,9 +80,9 @@ class EngineChat:
             return {"results": [msgspec.to_builtins(result) for result in ranking.results()]}
         request = converted(fields, ScoreRequest)
         if asks_for_labels(request):
-            return {"scores": (await label_scores(self._program, request, rid)).scores}
-        found = await text_scores(self._program, request, rid)
-        return {"data": [{"score": score} for score in found.scores]}
+            return {"scores": (await label_scores(self._program, request, rid))[0]}
+        scores, _ = await text_scores(self._program, request, rid)
+        return {"data": [{"score": score} for score in scores]}
 
     async def stream(self, fields: dict[str, Any]) -> AsyncGenerator[ChatDelta, None]:
         """Like `whole`, what is new piece by piece. Closing the iterator stops the reply."""

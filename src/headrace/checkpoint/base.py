@@ -84,10 +84,8 @@ class Checkpoint(ABC):
         return tensor
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """A matrix as it is stored, if kernels can compute with this format; None for any other tensor.
-
-        Raises ModelError if its scales are not finite, or if it contains only zeros.
-        """
+        """A matrix as it is stored, if kernels can compute with this format; None for any other tensor. Raises ModelError if its scales are not
+        finite, or if it contains only zeros."""
         return None
 
     @abstractmethod

@@ -38,10 +38,8 @@ class NotServedError(Exception):
 
 
 class ConfigKeys:
-    """The keys of one config dict; one that is absent has its default. Methods raise ModelError that names origin and key.
-
-    is_foreign: the model's code, which is transformers', reads the config itself.
-    """
+    """The keys of one config dict; one that is absent has its default. Methods raise ModelError that names origin and key. is_foreign: the model's
+    code, which is transformers', reads the config itself."""
 
     def __init__(
         self, config: dict[str, Any], origin: str, defaults: Mapping[str, Any] | None = None, is_foreign: bool = False
@@ -56,10 +54,8 @@ class ConfigKeys:
         return self.config.get(key, self.defaults.get(key))
 
     def count(self, key: str, default: int | None = None, only_shown: bool = False) -> int:
-        """A whole number >= 1; a key that is absent or null has its default, or `default`.
-
-        only_shown: for display only, since the model's code reads the config itself; an invalid value counts as 1.
-        """
+        """A whole number >= 1; a key that is absent or null has its default, or `default`. only_shown: for display only, since the model's code
+        reads the config itself; an invalid value counts as 1."""
         value = self.get(key)
         if value is None and not only_shown:
             value = self.defaults.get(key, default)
@@ -106,7 +102,6 @@ class ConfigKeys:
         return value
 
     def flag(self, key: str) -> bool:
-        """A boolean; absent or null is False."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise ModelError(f"{self.origin}: {key} is {value!r}; expected true or false")
@@ -150,7 +145,6 @@ class MediaKeys(ConfigKeys):
         return default if self.config.get(name) is None else self.listed(name, int, "integers")
 
     def act(self, name: str, default: str, gated: bool = False) -> str:
-        """A key that is the name of an activation. Raises NotServedError for one that there is not."""
         found, known = self.name(name, default), GATED_ACTIVATIONS if gated else ACTIVATIONS
         if found not in known:
             raise NotServedError(f"{name} is {found!r:.80} in {self.origin}; those that are served: {', '.join(known)}")
@@ -180,27 +174,9 @@ def is_finite(value: object) -> bool:
 
 
 _FOREIGN_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "hidden_act",
-    "tie_word_embeddings",
-    "sliding_window",
-    "layer_types",
-    "rope_parameters",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim max_position_embeddings "
+    "rms_norm_eps hidden_act tie_word_embeddings sliding_window layer_types rope_parameters bos_token_id eos_token_id pad_token_id "
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
 )
 _OURS = frozenset({"model_type", "architectures", "auto_map", "quantization_config"})
 _MAX_REASON = 200
@@ -241,14 +217,12 @@ def transformers_knows(model_type: str) -> bool:
 
 
 def common_fields(raw: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The fields that the runtime reads, under their common names, with the family's own defaults for what the file leaves out.
-
-    Fields that the family does not have are absent. Raises the errors of `transformers_config`.
-    """
+    """The fields that the runtime reads, under their common names, with the family's own defaults for what the file leaves out. Fields that the
+    family does not have are absent. Raises the errors of `transformers_config`."""
     config = transformers_config(raw, origin)
     # Each family's class has fields of its own, and maps the common names to them.
     fields: dict[str, Any] = {}
-    for name in _FOREIGN_FIELDS:
+    for name in _FOREIGN_FIELDS.split():
         try:
             fields[name] = getattr(config, name)
         except AttributeError:

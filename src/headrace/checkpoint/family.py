@@ -170,10 +170,8 @@ class Vision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audio:
-    """A model type around a text model and an encoder of sounds, which `encoder` in the `audio.py` of the family makes.
-
-    read: as of `Vision`, with the audio_config. tokens: what stands for a sound: gives a `KindTokens` of the config and the `Tokens`.
-    """
+    """A model type around a text model and an encoder of sounds, which `encoder` in the `audio.py` of the family makes. read: as of `Vision`, with
+    the audio_config. tokens: what stands for a sound: gives a `KindTokens` of the config and the `Tokens`."""
 
     read: Callable[[MediaKeys, MediaKeys], AudioConfig]
     tokens: Callable[[AudioConfig, Tokens], KindTokens]

@@ -95,10 +95,7 @@ class _Array:
 
 
 class GgufFile:
-    """One open GGUF file.
-
-    version; alignment in bytes; tensors by their GGUF names in the order of the index.
-    """
+    """One open GGUF file. version; alignment in bytes; tensors by their GGUF names in the order of the index."""
 
     def __init__(self, path: Path) -> None:
         """Map the file and read header, metadata keys and tensor index. Raises ModelError if any of it is invalid."""
@@ -165,10 +162,8 @@ class GgufFile:
     # --- tensors
 
     def raw(self, name: str) -> Bytes:
-        """The stored blocks of a tensor: uint8[rows, row_bytes], a read-only view of the mapped file.
-
-        Rows are all dimensions but the last, flattened; a vector is one row.
-        """
+        """The stored blocks of a tensor: uint8[rows, row_bytes], a read-only view of the mapped file. Rows are all dimensions but the last,
+        flattened; a vector is one row."""
         tensor = self.tensors[name]
         rows = math.prod(tensor.shape[:-1])
         flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
@@ -179,7 +174,6 @@ class GgufFile:
         return np.frombuffer(self._map, dtype=np.uint8)
 
     def release(self) -> None:
-        """Release the pages that have been read; they are read again on demand."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def dequantize(self, name: str) -> Floats:
@@ -323,10 +317,8 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is GGUF: by its first four bytes, whatever its name (Ollama's blobs have no suffix), or by `.gguf`.
-
-    Raises ModelError if it cannot be opened or is not a regular file.
-    """
+    """Whether a file is GGUF: by its first four bytes, whatever its name (Ollama's blobs have no suffix), or by `.gguf`. Raises ModelError if it
+    cannot be opened or is not a regular file."""
     try:
         with open_regular(path) as file:
             magic = file.read(4)
@@ -358,10 +350,7 @@ def gguf_of(folder: Path) -> Path | None:
 
 
 def dequantize(raw: Bytes, type_name: str) -> Floats:
-    """Values of stored rows: uint8[rows, row_bytes] -> float32[rows, row_values].
-
-    type_name: a name of BLOCK_TYPES. Raises KeyError for another.
-    """
+    """Values of stored rows: uint8[rows, row_bytes] -> float32[rows, row_values]. type_name: a name of BLOCK_TYPES. Raises KeyError for another."""
     block = next(block for block in BLOCK_TYPES.values() if block.name == type_name)
     rows = raw.shape[0]
     if type_name == "F32":
@@ -439,10 +428,8 @@ def _q8_0(blocks: Bytes, out: Floats) -> None:
 
 
 def k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scale and minimum of the 8 sub-blocks of a Q4_K or Q5_K block: float32[n, 8, 1] each.
-
-    Twelve bytes hold sixteen 6-bit numbers: the first four of each kind whole, the last four split in nibble and top bits.
-    """
+    """Scale and minimum of the 8 sub-blocks of a Q4_K or Q5_K block: float32[n, 8, 1] each. Twelve bytes hold sixteen 6-bit numbers: the first four
+    of each kind whole, the last four split in nibble and top bits."""
     packed = blocks[:, 4:16]
     first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | (first >> 6 << 4)], axis=1)

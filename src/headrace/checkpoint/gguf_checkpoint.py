@@ -5,7 +5,6 @@ Block layouts: the `block_*` structs of ggml-common.h. Runs in the process that 
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,39 +32,28 @@ _TYPES: dict[str, tuple[Scheme, int]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RawBlocks:
-    """The stored blocks of a quantised matrix, in the row order of the Hugging Face tensor.
-
-    type_name: of gguf.BLOCK_TYPES. data: uint8[rows, row_bytes]. shape: of the values, (rows, columns).
-    """
-
-    type_name: str
-    data: Bytes
-    shape: tuple[int, ...]
-
-
-def quantized_matrix(raw: RawBlocks) -> QuantizedMatrix | None:
-    """The matrix in the blocks, with the same weights as `gguf.dequantize`; None for a type that no kernel supports."""
+def quantized_matrix(type_name: str, rows: Bytes, shape: tuple[int, ...]) -> QuantizedMatrix | None:
+    """The matrix of this shape in the blocks uint8[rows, row_bytes], with the same weights as `gguf.dequantize`; None for a type that no kernel
+    supports."""
     import torch
 
-    if raw.type_name not in _TYPES:
+    if type_name not in _TYPES:
         return None
-    scheme, block_bytes = _TYPES[raw.type_name]
-    n, k = raw.shape
-    blocks: Bytes = np.ascontiguousarray(raw.data).reshape(-1, block_bytes)
+    scheme, block_bytes = _TYPES[type_name]
+    n, k = shape
+    blocks: Bytes = np.ascontiguousarray(rows).reshape(-1, block_bytes)
     minimums = None
-    if raw.type_name == "Q4_K":
+    if type_name == "Q4_K":
         scales, minimums = k_scales(blocks)
         # [n, 4, 32] bytes: the low nibbles are sub-block 2i, the high ones 2i + 1
         packed = blocks[:, 16:].reshape(-1, 4, 1, 32)
         codes = packed >> np.array([0, 4], np.uint8)[:, None] & 15
-    elif raw.type_name == "Q8_0":
+    elif type_name == "Q8_0":
         scales, codes = half(blocks, 0), blocks[:, 2:] ^ 0x80
     else:
         packed = blocks[:, -16:]
         scales, codes = half(blocks, 0), np.concatenate([packed & 15, packed >> 4], axis=1)
-        if raw.type_name == "Q4_1":
+        if type_name == "Q4_1":
             minimums = -half(blocks, 2)
 
     def by_group(values: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]") -> torch.Tensor:
@@ -134,17 +122,11 @@ class GgufCheckpoint(Checkpoint):
             tensor = torch.from_numpy(dequantize(rows, kind)).reshape(source.shape)
         return tensor.sub_(1) if source.subtract_one else tensor
 
-    def raw_blocks(self, name: str) -> RawBlocks | None:
-        """The blocks of a quantised matrix, for kernels that use them directly; None for any other tensor."""
-        source = self._source(name)
-        kind = self.file.tensors[source.gguf_name].type
-        if kind.block_values == 1 or len(source.shape) != 2 or source.subtract_one:
-            return None
-        return RawBlocks(kind.name, self._rows(source), source.shape)
-
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        raw = self.raw_blocks(name)
-        matrix = None if raw is None else quantized_matrix(raw)
+        source = self._source(name)
+        if len(source.shape) != 2 or source.subtract_one:
+            return None
+        matrix = quantized_matrix(self.file.tensors[source.gguf_name].type.name, self._rows(source), source.shape)
         return None if matrix is None else self._check_matrix(name, matrix)
 
     def release(self) -> None:

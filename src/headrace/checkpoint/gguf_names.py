@@ -125,7 +125,6 @@ def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
 
 
 def architecture(file: GgufFile) -> str:
-    """`general.architecture`, one of `families.gguf`. Raises ModelError for another."""
     arch = file.require("general.architecture")
     if not isinstance(arch, str) or arch not in gguf():
         raise ModelError(f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(gguf())}")
@@ -133,7 +132,6 @@ def architecture(file: GgufFile) -> str:
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """The Hugging Face style config dict of a GGUF file. Raises ModelError for missing keys."""
     arch = architecture(file)
     own = gguf()[arch]
     names = {"model_type": own.model_type, "architectures": [own.architecture]}
@@ -216,10 +214,8 @@ _POOLINGS: dict[int, PoolingName] = {1: "mean", 2: "cls", 3: "lasttoken"}
 
 
 def stated_pooling(file: GgufFile, arch: str) -> dict[str, PoolingName]:
-    """What the converter noted of `modules.json`, as {"gguf_pooling": name}; {} if it noted nothing.
-
-    Raises ModelError for a kind that is not served, such as the head of a cross-encoder (4).
-    """
+    """What the converter noted of `modules.json`, as {"gguf_pooling": name}; {} if it noted nothing. Raises ModelError for a kind that is not
+    served, such as the head of a cross-encoder (4)."""
     stated = file.get(f"{arch}.pooling_type")
     if stated is None or stated == 0:
         return {}

@@ -236,7 +236,6 @@ class _Pull:
         return self._blobs / f"{file.digest}.headrace.incomplete"
 
     def _fetch(self, file: HubFile) -> None:
-        """Bring one file into the blobs, unless it is there and right."""
         self._progress.file(file.name)
         blob, partial = self._blobs / file.digest, self._partial(file)
         if blob.exists():
@@ -319,7 +318,6 @@ class _Pull:
         out.seek(0)
 
     def _digest_of(self, path: Path, file: HubFile, quiet: bool = False) -> str:
-        """The digest of a file on disk, of the kind that `file` has."""
         digest = hashlib.sha256()
         if len(file.digest) != 64:  # git's: of a header with the file's size, and of the file
             digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)

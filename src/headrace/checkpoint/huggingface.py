@@ -15,7 +15,7 @@ from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.pooling import dense_folders
 from headrace.checkpoint.quantized_formats import QuantizedFormat
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
+from headrace.checkpoint.safetensors_file import DTYPE_BYTES, DTYPES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,40 +26,31 @@ _COMPARED_BYTES = 16 << 20
 _HEADS = frozenset({"lm_head", "embed_out", "output_projection"})
 _TABLES = frozenset({"embed_tokens", "embed_in", "tokens_embed", "word_embeddings", "wte"})
 """Names of modules in checkpoints: output projections that may be tied, and the embeddings to which they are."""
-_TORCH_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """A folder with config.json and one or more safetensors files.
-
-    Dense modules of sentence-transformers have a folder each; their tensors are named `<folder>.linear.weight`, `.bias`.
-    """
+    """A folder with config.json and one or more safetensors files. Dense modules of sentence-transformers have a folder each; their tensors are
+    named `<folder>.linear.weight`, `.bias`."""
 
     kind = "huggingface"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, load_model_config(path))
         self._files: dict[str, SafetensorsFile] = {}
-        for file in _shards(path):
+        index = path / INDEX_NAME
+        stated = _weight_map(index) if index.is_file() else {}
+        for file in _shards(path, stated):
             opened = SafetensorsFile(file)
             for name in opened.entries:
                 if name in self._files:
                     raise ModelError(f"tensor {name} is in both {self._files[name].path.name} and {file.name}")
                 self._files[name] = opened
-        _check_index(path, {name: opened.path.name for name, opened in self._files.items()})
+        # Tensors that are not in the index are read anyway.
+        for name, file_name in stated.items():
+            held = self._files[name].path.name if name in self._files else None
+            if held != file_name:
+                where = "" if held is None else f"; {held} holds it"
+                raise ModelError(f"{file_name} has no tensor {name}, though {INDEX_NAME} says so{where}")
         self._names_in_file: dict[str, str] = {}
         for folder in dense_folders(path):
             opened = SafetensorsFile(_dense_file(path / folder))
@@ -90,7 +81,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         return "" if is_copy else head
 
     def _same(self, name: str, other: str) -> bool:
-        """Whether two matrices have the same values, whatever their dtypes."""
         if self._entry(name).shape != self._entry(other).shape:
             return False
         if self._entry(name).dtype == self._entry(other).dtype:
@@ -110,7 +100,11 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @property
     def total_bytes(self) -> int:
-        return sum(self._entry(name).num_bytes for name in self._files)
+        return sum(math.prod(self.shape(name)) * self._itemsize(name) for name in self.tensor_names())
+
+    def _itemsize(self, name: str) -> int:
+        """Bytes of an element as `tensor` gives it."""
+        return DTYPE_BYTES[self._entry(name).dtype]
 
     def files(self) -> list[Path]:
         return list({opened.path: None for opened in self._files.values()})
@@ -125,7 +119,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         import torch
 
         entry = self._entry(name)
-        dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
+        dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype][0])
         count = entry.num_bytes // DTYPE_BYTES[entry.dtype]
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
@@ -176,12 +170,8 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         if not self._layers:
             raise ModelError(f"{path.name}: its config says that it is quantised, but it has no {main[1:]} tensors")
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(
-            math.prod(self.shape(name)) * (4 if self._layer(name) is not None else DTYPE_BYTES[self._entry(name).dtype])
-            for name in self._names
-        )
+    def _itemsize(self, name: str) -> int:
+        return super()._itemsize(name) if self._layer(name) is None else 4
 
     def tensor_names(self) -> list[str]:
         return list(self._names)
@@ -211,10 +201,8 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
 
 class Fp8Checkpoint(HuggingFaceCheckpoint):
-    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, dequantised when it is read.
-
-    block: (rows, columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix.
-    """
+    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, dequantised when it is read. block: (rows,
+    columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix."""
 
     def __init__(self, path: Path, block: tuple[int, int]) -> None:
         super().__init__(path)
@@ -229,12 +217,8 @@ class Fp8Checkpoint(HuggingFaceCheckpoint):
             if self._entry(name).dtype.startswith("F8") and name not in self._scales:
                 raise ModelError(f"{path.name}: the float8 tensor {name} has no {name}{suffix}")
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(
-            math.prod(self.shape(name)) * (4 if name in self._scales else DTYPE_BYTES[self._entry(name).dtype])
-            for name in self.tensor_names()
-        )
+    def _itemsize(self, name: str) -> int:
+        return 4 if name in self._scales else super()._itemsize(name)
 
     def tensor_names(self) -> list[str]:
         scales = set(self._scales.values())
@@ -258,11 +242,10 @@ class Fp8Checkpoint(HuggingFaceCheckpoint):
             raise ModelError(f"tensor {scale} is {list(found)}, expected {list(wanted)}")
 
 
-def _shards(path: Path) -> list[Path]:
+def _shards(path: Path, stated: dict[str, str]) -> list[Path]:
     """The safetensors files to read: those in the index, else the only one, else all that are not adapters."""
-    index_file = path / INDEX_NAME
-    if index_file.is_file():
-        files = [path / name for name in dict.fromkeys(_weight_map(index_file).values())]
+    if (path / INDEX_NAME).is_file():
+        files = [path / name for name in dict.fromkeys(stated.values())]
         for file in files:
             if not file.is_file():
                 raise ModelError(f"{file.name} is missing; {INDEX_NAME} names it")
@@ -297,15 +280,3 @@ def _weight_map(index_file: Path) -> dict[str, str]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index_file.name} names {name!r}, which is not a safetensors file of the folder")
     return weight_map
-
-
-def _check_index(path: Path, found: dict[str, str]) -> None:
-    """Check that every tensor of the index is in its file. Tensors that are not in the index are read anyway."""
-    index_file = path / INDEX_NAME
-    if not index_file.is_file():
-        return
-    stated = _weight_map(index_file)
-    for name, file in stated.items():
-        if found.get(name) != file:
-            held = f"; {found[name]} holds it" if name in found else ""
-            raise ModelError(f"{file} has no tensor {name}, though {INDEX_NAME} says so{held}")

@@ -99,10 +99,8 @@ class ModuleNames:
 
 
 class ModulePattern:
-    """A regular expression of an adapter's config over the names of modules.
-
-    Runs in RE2, which takes linear time: with a backtracking engine, one pattern could block the process forever.
-    """
+    """A regular expression of an adapter's config over the names of modules. Runs in RE2, which takes linear time: with a backtracking engine, one
+    pattern could block the process forever."""
 
     __slots__ = ("_compiled",)
 
@@ -127,10 +125,8 @@ class ModulePattern:
 
 
 class LoraCheckpoint:
-    """An adapter's folder, with its config and the header of its weights checked. Raises ModelError, which names files but not the folder.
-
-    modules: the module of the model and the tensor's name in the file for A and B, by (module, "A" | "B").
-    """
+    """An adapter's folder, with its config and the header of its weights checked. Raises ModelError, which names files but not the folder. modules:
+    the module of the model and the tensor's name in the file for A and B, by (module, "A" | "B")."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = path = Path(path)
@@ -162,7 +158,6 @@ class LoraCheckpoint:
         return self._file.entries[name].shape
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """A copy of the tensor in float32. Raises ModelError when it contains NaN or infinity."""
         import torch
 
         entry = self._file.entries[name]

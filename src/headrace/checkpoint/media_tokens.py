@@ -67,8 +67,6 @@ class KindTokens(NamedTuple):
 
 
 class Tokens:
-    """The vocabulary, and the token that stands for a row."""
-
     def __init__(self, vocabulary: Vocabulary, row: int) -> None:
         self._vocabulary = vocabulary
         self.row = row
@@ -86,7 +84,6 @@ class Tokens:
         return token_id
 
     def ids(self, text: str) -> list[int]:
-        """Of text with special tokens in it."""
         return self._vocabulary.encode(text, add_special_tokens=False, allow_special=True)
 
     def layout(self, tokens: list[int]) -> TokenLayout:

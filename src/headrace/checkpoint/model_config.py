@@ -128,10 +128,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Read a `config.json`, or the one in the folder `path`, with the `generation_config.json` beside it.
-
-    Raises ModelError for a missing or malformed file, and for invalid values.
-    """
     file = path / "config.json" if path.is_dir() else path
     generation_file = file.with_name("generation_config.json")
     generation = read_json_object(generation_file) if generation_file.is_file() else {}
@@ -171,10 +167,8 @@ def _read_part(
 def parse_hf_config(
     config: dict[str, Any], generation: dict[str, Any] | None = None, origin: str = "config.json"
 ) -> ModelConfig:
-    """Turn a Hugging Face config dict, and optionally its generation config, into a ModelConfig.
-
-    origin: name of the source in error messages. Raises ModelError that names the invalid key.
-    """
+    """Turn a Hugging Face config dict, and optionally its generation config, into a ModelConfig. origin: name of the source in error messages.
+    Raises ModelError that names the invalid key."""
     generation = generation or {}
     media, no_vision = read_media(config, origin)
     audio, no_audio = read_audio(config, origin)
@@ -243,7 +237,6 @@ def parse_hf_config(
 
 
 def _own_keys(config: dict[str, Any], origin: str, own: Decoder | Encoder) -> ConfigKeys:
-    """The keys of a family that has defaults here, under their common names."""
     common = {own.common_names.get(key, key): value for key, value in config.items()}
     return ConfigKeys(common, origin, COMMON_DEFAULTS | dict(own.defaults))
 
@@ -366,7 +359,6 @@ def _eos(keys: ConfigKeys, generation: dict[str, Any], origin: str) -> tuple[int
 
 
 def _read_bert(own: Encoder, keys: ConfigKeys, num_layers: int) -> EncoderConfig:
-    """The constants of an encoder whose keys are those of BERT."""
     kind = keys.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise ModelError(f"{keys.origin}: position_embedding_type {kind!r:.80} is not supported; only absolute is")

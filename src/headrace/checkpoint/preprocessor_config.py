@@ -68,8 +68,6 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """An image processor of transformers: its defaults, and the settings that only it has."""
-
     recipe: Recipe
     defaults: dict[str, Any]
     own: frozenset[str] = frozenset()
@@ -392,7 +390,6 @@ class _Keys:
         return ModelError(f"the {self.owner}'s {name} is {value!r:.80}; expected {expected}")
 
     def flag(self, name: str) -> bool:
-        """A setting that is true or false; absent or null is false."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
@@ -450,7 +447,6 @@ class _Keys:
 
 
 def _read_nested(folder: Path, part: str, what: str) -> dict[str, Any]:
-    """A part of processor_config.json, or else preprocessor_config.json. Raises ModelError."""
     nested = _read_if_there(folder / "processor_config.json").get(part)
     if isinstance(nested, dict):
         return nested

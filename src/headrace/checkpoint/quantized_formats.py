@@ -20,10 +20,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of nibble i of a word
 
 
 class QuantizedFormat(ABC):
-    """One way to store a matrix as several tensors `<name>.<suffix>`.
-
-    suffixes: the parts of a quantised linear layer, the codes first. optional: those that may be missing.
-    """
+    """One way to store a matrix as several tensors `<name>.<suffix>`. suffixes: the parts of a quantised linear layer, the codes first. optional:
+    those that may be missing."""
 
     suffixes: tuple[str, ...]
     optional: tuple[str, ...] = ()

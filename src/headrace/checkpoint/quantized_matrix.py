@@ -80,7 +80,6 @@ class QuantizedMatrix:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self) -> "torch.Tensor":
-        """The weights, float32[n, k]."""
         values = self.values()
         return unrotated_weights(values) if codes_of(self.scheme).rotated else values
 
@@ -128,7 +127,6 @@ class QuantizedMatrix:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), minimums=minimums)
 
     def with_minimums(self) -> "QuantizedMatrix":
-        """The same weights with minimums spelled out. Exact."""
         if self.minimums is not None:
             return self
         return replace(self, minimums=self.scales * codes_of(self.scheme).zero)

@@ -15,21 +15,22 @@ from typing import Any
 from headrace.checkpoint.files import json_fault, map_regular
 from headrace.errors import ModelError
 
-# dtype -> bytes of one element
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
+"""Names of torch, and bytes of an element."""
+DTYPE_BYTES = {name: num_bytes for name, (_, num_bytes) in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 

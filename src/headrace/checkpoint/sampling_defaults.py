@@ -155,10 +155,8 @@ word; 0.7 and 0.9 lie between what the cards of Llama 3 (0.6, 0.9) and llama.cpp
 
 
 def from_generation_config(generation: Mapping[str, Any]) -> SamplingDefaults:
-    """Of a `generation_config.json`, {} when there is none.
-
-    Raises ModelError for a value that no request could run with: better at load than at each request. transformers turns top-k off with 0.
-    """
+    """Of a `generation_config.json`, {} when there is none. Raises ModelError for a value that no request could run with: better at load than at
+    each request. transformers turns top-k off with 0."""
     return SamplingDefaults(
         **_checked(generation, {name: name for name in BOUNDS}, "generation_config.json"),
         origin="generation_config.json" if generation else "",
@@ -167,10 +165,8 @@ def from_generation_config(generation: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def from_gguf(metadata: Mapping[str, Any], file_name: str) -> SamplingDefaults:
-    """Of a GGUF file: its own `general.sampling.*`, else those of a known model of that name, else `UNKNOWN_GGUF`.
-
-    metadata: the keys that begin with `general.`. Raises ModelError naming the file and the key of a value that no request could run with.
-    """
+    """Of a GGUF file: its own `general.sampling.*`, else those of a known model of that name, else `UNKNOWN_GGUF`. metadata: the keys that begin
+    with `general.`. Raises ModelError naming the file and the key of a value that no request could run with."""
     # Numbers are stored as float32: 0.95 comes as 0.949999988.
     metadata = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in metadata.items()}
     stated = _checked(metadata, _GGUF_KEYS, file_name)
@@ -195,7 +191,6 @@ def _card(metadata: Mapping[str, Any]) -> SamplingDefaults | None:
 
 
 def _checked(stated: Mapping[str, Any], keys: Mapping[str, str], file_name: str) -> dict[str, Any]:
-    """The values under our names. keys: our name -> the file's."""
     fields = {field.name: field.type for field in msgspec.structs.fields(SamplingDefaults)}
     checked: dict[str, Any] = {}
     for name, (allowed, words) in BOUNDS.items():

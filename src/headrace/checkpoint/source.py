@@ -1,7 +1,7 @@
 """What a path is: a Hugging Face folder, a GGUF file, or a config alone."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
@@ -11,9 +11,6 @@ from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.quantized_formats import stored_format
 from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DummyCheckpoint(Checkpoint):
@@ -34,18 +31,15 @@ class DummyCheckpoint(Checkpoint):
     def tensor_names(self) -> list[str]:
         return []
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> NoReturn:
         raise ModelError(f"{self.path.name} has a config but no weights, so no tensor {name}")
 
-    def tensor(self, name: str) -> "torch.Tensor":
-        raise ModelError(f"{self.path.name} has a config but no weights, so no tensor {name}")
+    tensor = shape
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file.
-
-    Only headers are read. Raises ModelError for anything else and for files that are missing, cut off or inconsistent.
-    """
+    """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file. Only headers are read. Raises ModelError for
+    anything else and for files that are missing, cut off or inconsistent."""
     path = Path(path)
     if path.is_dir():
         if (file := gguf_of(path)) is not None:

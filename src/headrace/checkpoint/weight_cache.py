@@ -170,12 +170,11 @@ class WeightFile:
             raise WeightCacheError(f"{path.name} cannot be opened: {error.strerror}") from error
         try:
             self._read_header(path)
-        except OSError as error:
+        except (OSError, WeightCacheError) as error:
             self.close()
+            if isinstance(error, WeightCacheError):
+                raise
             raise WeightCacheError(f"{path.name} cannot be read: {error.strerror}") from error
-        except WeightCacheError:
-            self.close()
-            raise
 
     def _read_header(self, path: Path) -> None:
         prologue = self._file.read(_PROLOGUE.size)
@@ -249,10 +248,8 @@ class TensorBytes:
 def write(
     identity: str, model: str, precision: str, layers: Mapping[str, Mapping[str, TensorBytes | int | str | None]]
 ) -> Path:
-    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError.
-
-    Removes the files that were used longest ago when the cache takes more than its share of the disk.
-    """
+    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError. Removes the files that were
+    used longest ago when the cache takes more than its share of the disk."""
     offset = 0
     stored: list[StoredLayer] = []
     buffers: list[tuple[int, memoryview]] = []
@@ -353,7 +350,6 @@ def _hash(described: object, facts: Mapping[str, object]) -> str:
 
 
 def _fingerprint(path: Path) -> tuple[int, int, str]:
-    """Size, time of change, and a hash of samples."""
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
         digest = hashlib.sha256()

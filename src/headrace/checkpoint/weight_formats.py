@@ -58,10 +58,8 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class GpuKernel:
-    """What a format requires on a GPU.
-
-    dtype: of the model; "" = any. capability: the lowest compute capability that has the kernel. experts: it runs mixtures of experts, too.
-    """
+    """What a format requires on a GPU. dtype: of the model; "" = any. capability: the lowest compute capability that has the kernel. experts: it
+    runs mixtures of experts, too."""
 
     dtype: str = ""
     capability: tuple[int, int] = (0, 0)
@@ -250,10 +248,8 @@ class StoredSettings:
 
 
 def stored_settings(quantization: dict[str, Any] | None) -> StoredSettings | None:
-    """What a checkpoint says with this `quantization_config`; None for one that is not quantised.
-
-    Raises ModelError naming the setting that is not supported.
-    """
+    """What a checkpoint says with this `quantization_config`; None for one that is not quantised. Raises ModelError naming the setting that is not
+    supported."""
     if quantization is None:
         return None
     method = quantization.get("quant_method")

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.errors import ExecutionError
 from headrace.log import get_logger
-from headrace.server.anthropic.reply import error_event
+from headrace.server.anthropic.messages import error_event
 from headrace.server.error_forms import ApiError, form_of
 from headrace.server.http import ASGIApp, Message, Receive, Scope, Send, describe_error, send_response
 from headrace.server.ollama.generation import error_line

@@ -1,8 +1,16 @@
-"""What a rank is to the layers, and how ranks talk to each other.
+"""What a rank is to the model: its part of each layer (`Shard`), its layers (`Stage`); and how ranks talk to each other.
 
 Ranks share each layer's weights (M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", 2019): the first linear of a pair is split by outputs, the second by inputs, and the sum over ranks is the output. One rank,
 the leader, has the scheduler; the others, the followers, run its plans.
+
+A model's layers are cut into runs, a stage each (Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism", 2019). The first stage, which is the leader's, has the embedding and also the output projection: the last one sends what comes
+out of its layers back, so that sampling stays in one place and a tied table lies in one process.
+
+    first stage      embed, layers | send ........................... | receive, logits, sample
+    others               receive, layers | send
+    last stage                     receive, layers, final norm | send
 """
 
 from collections.abc import Callable, Sequence
@@ -100,6 +108,28 @@ class Shard:
         return self.split(n, unit)[self.rank]
 
 
+def check_sum(x: torch.Tensor) -> None:
+    """ValueError unless ranks can sum it on a CPU."""
+    if not x.is_contiguous():
+        raise ValueError(f"all_reduce: strides {x.stride()} of a tensor {list(x.shape)} that is not contiguous")
+    check_floats(x)
+
+
+def check_rows(x: torch.Tensor, rows: int, columns: int) -> None:
+    """ValueError unless ranks can gather it on a CPU: float32[rows, columns], whose rows may lie apart."""
+    if x.shape != (rows, columns) or (columns > 1 and x.stride(1) != 1):
+        raise ValueError(
+            f"gather: a tensor {list(x.shape)} with strides {x.stride()} for {rows} rows of {columns} columns"
+        )
+    check_floats(x)
+
+
+def check_floats(x: torch.Tensor) -> None:
+    """ValueError unless x is what ranks exchange."""
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(f"ranks exchange float32 on the CPU, not {x.dtype} on {x.device}")
+
+
 WHOLE = Shard()
 """The whole model in one process."""
 
@@ -121,12 +151,10 @@ class HeadShare:
 
     @property
     def num_query(self) -> int:
-        """Query heads of the rank."""
         return length(self.query)
 
     @property
     def num_kv(self) -> int:
-        """KV heads of the rank."""
         return length(self.kv)
 
 
@@ -142,3 +170,77 @@ def head_share(shard: Shard, num_query: int, num_kv: int) -> HeadShare:
     ranks = ranks_of[head]
     own = Shard(shard.rank - ranks.start, length(ranks)).part(per_kv)
     return HeadShare(slice(head * per_kv + own.start, head * per_kv + own.stop), slice(head, head + 1))
+
+
+class Sender(Protocol):
+    """To the rank of the next stage that has the same part of its layers."""
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """hidden float32[rows, hidden_size], contiguous, on the CPU; nobody may write to it afterwards. Never waits for the receiver.
+
+        Raises ExecutionError when the receiver is gone.
+        """
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+
+
+class Receiver(Protocol):
+    """From the rank of the stage before that has the same part of its layers."""
+
+    def receive(self, rows: int) -> torch.Tensor:
+        """What was sent next, float32[rows, hidden_size]. Raises ExecutionError when the sender is gone, or has stopped."""
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers that a process has. before, after: from the stage before it and to the one after it; None if it has all layers.
+
+    The stages are a ring: before the first comes the last.
+    """
+
+    index: int = 0
+    count: int = 1
+    before: Receiver | None = None
+    after: Sender | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds the tokens and computes logits."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the last layer, and the final norm."""
+        return self.index == self.count - 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are no other stages."""
+        return self.count == 1
+
+    @property
+    def others(self) -> list["Stage"]:
+        """The other stages, as this process knows them: without links."""
+        return [Stage(index, self.count) for index in range(self.count) if index != self.index]
+
+    def split(self, num_layers: int, head_layers: float) -> tuple[range, ...]:
+        """The layers of each stage. head_layers: how many layers the output projection, which the first stage has too, counts for.
+
+        Every stage has a layer at least. Raises ModelError if there are fewer layers than stages.
+        """
+        if num_layers < self.count:
+            raise ModelError(f"{num_layers} layers cannot be split over {self.count} stages")
+        if self.count == 1:
+            return (range(num_layers),)
+        fair = (num_layers + head_layers) / self.count - head_layers
+        first = min(max(1, round(fair)), num_layers - (self.count - 1))
+        others = Shard(size=self.count - 1).split(num_layers - first)
+        return range(first), *(range(first + part.start, first + part.stop) for part in others)
+
+
+ALL_LAYERS = Stage()
+"""Every layer, in one process."""

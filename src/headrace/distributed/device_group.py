@@ -99,20 +99,15 @@ class DeviceGroup:
         return float(ones)
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """See `Collectives.all_reduce`."""
         assert x.is_contiguous(), (x.shape, x.stride())
-        options = c10d.AllreduceOptions()
-        options.asyncOp = False
-        self._call(lambda: self._ranks.allreduce([x], options))
+        self._call("allreduce", [x], options=c10d.AllreduceOptions())
 
     def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
-        """See `Collectives.gather`. Every rank receives all parts, padded to the widest, in x's dtype."""
+        """Every rank receives all parts, padded to the widest, in x's dtype."""
         widest, rows = max(columns), x.shape[0]
         own = F.pad(x, (0, widest - x.shape[1])).contiguous()
         parts = torch.empty(self.size, rows, widest, dtype=x.dtype, device=x.device)
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
-        self._call(lambda: self._ranks._allgather_base(parts.view(-1), own.view(-1), options))
+        self._call("_allgather_base", parts.view(-1), own.view(-1), options=c10d.AllgatherOptions())
         if out is None:
             return
         begin = 0
@@ -124,8 +119,7 @@ class DeviceGroup:
         """The leader's x, contiguous, into everybody else's, of the same shape and dtype."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.asyncOp = False
-        self._call(lambda: self._ranks.broadcast([x], options))
+        self._call("broadcast", [x], options=options)
 
     def offer(self, name: str, number: int) -> None:
         """Tell the leader a number, once under each name; it asks by `offered`. Does not wait."""
@@ -153,11 +147,12 @@ class DeviceGroup:
         self._ranks = None
         self._resources.close()
 
-    def _call(self, call: Callable[[], Any]) -> None:
+    def _call(self, name: str, *tensors: Any, options: Any) -> None:
         if self._ranks is None:
             raise ExecutionError(f"rank {self.rank} has left its group")
+        options.asyncOp = False
         try:
-            work = call()
+            work = getattr(self._ranks, name)(*tensors, options)
             if work is not None:
                 work.wait()  # with nccl the stream waits, not the host
         except (torch.AcceleratorError, torch.OutOfMemoryError):

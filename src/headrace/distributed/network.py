@@ -8,25 +8,30 @@ made twice: when one is lost, the group is broken, the others are told, and all 
 Beside the calls, a rank sends hidden states to one of the next stage (`send_hidden`), through the leader unless one of the two is the
 leader. They wait in a queue of their own, so they may come before, within and after any call.
 
-Owns what both sides share, and the ends of such links; network_leader.py and network_follower.py are the sides. One call at a time; `break_up`,
-`failure` and `close` may be called by any thread.
+Owns what both sides share, the keys by which they know each other, and the ends of such links; network_leader.py and network_follower.py are the
+sides. One call at a time; `break_up`, `failure` and `close` may be called by any thread.
 """
 
+import hashlib
+import hmac
 import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import zmq
+from zmq.utils import z85
 
+from headrace.distributed.base import check_floats, check_rows, check_sum
 from headrace.errors import ConfigError, ExecutionError
 from headrace.messages.ranks import Broken, Ended, GroupNote, pack
 
@@ -40,19 +45,22 @@ _LAST_WORDS_S = 1.0
 _ENDING_S = 1.0
 """How long ZeroMQ may take to end its threads after that."""
 _ZERO_COPY_BYTES = 64 << 10
+MIN_SECRET_BYTES = 16
+_ZAP = "inproc://zeromq.zap.01"
+# scrypt (RFC 7914) makes guessing slow for whoever has recorded a connection. 16 MiB, about 50 ms.
+_SCRYPT_N, _SCRYPT_R, _SCRYPT_P = 2**14, 8, 1
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 Socket: TypeAlias = zmq.Socket[bytes]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Part: TypeAlias = bytes | memoryview | zmq.Frame
+T = TypeVar("T")
 _HEADER = struct.Struct("<BQ")
 """Before each frame: its kind, and the number of its call. Hidden states have the rank that they are for in place of a call."""
 _SHAPE = struct.Struct("<II")
 
 
 class Kind(IntEnum):
-    """What a frame holds."""
-
     NOTE = 0
     """A `GroupNote`, which belongs to no call."""
     SUM = 1
@@ -114,65 +122,64 @@ class NetworkGroup(ABC):
         self._hidden: deque[Hidden] = deque()
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """See `Group.all_reduce`. ValueError unless x is float32, contiguous and on the CPU."""
-        if not x.is_contiguous():
-            raise ValueError(f"all_reduce: strides {x.stride()} of a tensor {list(x.shape)} that is not contiguous")
-        values = _values(x).reshape(-1)
+        """ValueError unless x is float32, contiguous and on the CPU."""
+        check_sum(x)
+        values = x.detach().numpy().reshape(-1)
         self._call(lambda: self._sum(values))
 
     def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
-        """See `Group.gather`. Rows may lie apart. ValueError when a shape does not fit."""
+        """Rows may lie apart. ValueError when a shape does not fit."""
         if len(columns) != self.size or min(columns) < 0:
             raise ValueError(f"gather: {list(columns)} columns for {self.size} ranks")
         if (out is None) != (self.rank > 0):
             raise ValueError(f"gather: an output for rank {self.rank}: {out is not None}")
-        own, whole = _matrix(x, x.shape[0], columns[self.rank]), None
+        check_rows(x, x.shape[0], columns[self.rank])
+        own, whole = x.detach().numpy(), None
         if out is not None:
-            whole = _matrix(out, x.shape[0], sum(columns))
+            check_rows(out, x.shape[0], sum(columns))
+            whole = out.detach().numpy()
         self._call(lambda: self._gather(own, columns, whole))
 
     def send_hidden(self, rank: int, hidden: torch.Tensor) -> None:
         """Send hidden states to a rank. See `Sender.send`."""
         rows, columns = hidden.shape
         shape = _HEADER.pack(Kind.HIDDEN, rank) + _SHAPE.pack(rows, columns)
-        values = bytes_of(_values(hidden))
+        check_floats(hidden)
+        values = bytes_of(hidden.detach().numpy())
         self._guard(lambda: self._send_on(rank, shape, values))
 
     def receive_hidden(self) -> Hidden:
         """The next hidden states for this rank; waits for them until the group breaks."""
-        found = []
 
-        def act() -> None:
+        def act() -> Hidden:
             while not self._hidden:
                 self._check_not_broken()
                 self._wait_for_more()
-            found.append(self._hidden.popleft())
+            return self._hidden.popleft()
 
-        self._guard(act)
-        return found[0]
+        return self._guard(act)
 
-    @abstractmethod
-    def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None:
-        """See `Group.wait_for_ranks`."""
-
-    @abstractmethod
     def ready(self) -> None:
-        """See `Group.ready`."""
+        """Of a follower only, so ValueError."""
+        raise ValueError("the leader waits for the others")
 
-    @abstractmethod
-    def wait_ready(self, check: Callable[[], None]) -> None:
-        """See `Group.wait_ready`."""
-
-    @abstractmethod
-    def send(self, message: bytes) -> None:
-        """See `Group.send`. Never waits."""
-
-    @abstractmethod
     def receive(self) -> bytes:
-        """See `Group.receive`."""
+        """Nobody sends to the leader, so ValueError."""
+        raise ValueError("the leader receives no messages")
+
+    @abstractmethod
+    def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None: ...
+
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """Only the leader waits, so ValueError."""
+        raise ValueError(f"rank {self.rank} waits for no rank")
+
+    def send(self, message: bytes) -> None:
+        """Only the leader sends, and never waits; so ValueError."""
+        raise ValueError(f"rank {self.rank} sends no messages")
 
     def break_up(self, reason: str) -> None:
-        """See `Group.break_up`. The first reason stays. Waits a moment, until the others have been told."""
+        """The first reason stays. Waits a moment, until the others have been told."""
         self._reason = self._reason or reason
         # A call that waits sees the reason and tells them itself.
         if self._lock.acquire(timeout=_LAST_WORDS_S):
@@ -211,8 +218,7 @@ class NetworkGroup(ABC):
         """values: float32[n], becomes the sum. Raises Lost, as all of these may."""
 
     @abstractmethod
-    def _gather(self, own: Floats, columns: Sequence[int], out: Floats | None) -> None:
-        """See `gather`."""
+    def _gather(self, own: Floats, columns: Sequence[int], out: Floats | None) -> None: ...
 
     @abstractmethod
     def _send_on(self, rank: int, shape: Part, values: Part) -> None:
@@ -227,7 +233,6 @@ class NetworkGroup(ABC):
         """Handle the next message, waiting for it if need be. False if none came."""
 
     def _handle_rest(self) -> None:
-        """Handle what else has come."""
         while self._handle_next(0.0):
             pass
 
@@ -243,14 +248,14 @@ class NetworkGroup(ABC):
     def _leave_with(self, note: GroupNote) -> None:
         """Say a last word to everyone who can be reached, without waiting, and let go of all but the connection."""
 
-    def _call(self, act: Callable[[], None]) -> None:
-        def call() -> None:
+    def _call(self, act: Callable[[], T]) -> T:
+        def call() -> T:
             self._num_calls += 1
-            act()
+            return act()
 
-        self._guard(call)
+        return self._guard(call)
 
-    def _guard(self, act: Callable[[], None]) -> None:
+    def _guard(self, act: Callable[[], T]) -> T:
         """Do something with the connections to the others. Raises ExecutionError when the group is broken."""
         with self._lock:
             if self._has_left:
@@ -259,8 +264,9 @@ class NetworkGroup(ABC):
                 raise ExecutionError(f"the group of ranks is broken: {self._reason}")
             try:
                 self._check_not_broken()
-                act()
+                result = act()
                 self._settle()
+                return result
             except Lost as lost:
                 self._give_up(str(lost))
                 raise ExecutionError(f"the group of ranks is broken: {self._reason}") from None
@@ -295,30 +301,30 @@ class NetworkGroup(ABC):
         return payload
 
 
+@dataclass(frozen=True, slots=True)
 class NetworkSender:
     """The sending end of a link between two stages on different hosts, through the connections of their group. rank: the receiver's number."""
 
-    def __init__(self, group: NetworkGroup, rank: int) -> None:
-        self._group = group
-        self._rank = rank
+    group: NetworkGroup
+    rank: int
 
     def send(self, hidden: torch.Tensor) -> None:
-        """See `Sender.send`. It is not copied here: ZeroMQ's thread sends it from where it lies."""
-        self._group.send_hidden(self._rank, hidden)
+        """It is not copied here: ZeroMQ's thread sends it from where it lies."""
+        self.group.send_hidden(self.rank, hidden)
 
     def close(self) -> None:
-        """See `Sender.close`. The connection is the group's."""
+        """The connection is the group's."""
 
 
+@dataclass(frozen=True, slots=True)
 class NetworkReceiver:
     """The receiving end. A rank has one, since only the stage before it sends to it."""
 
-    def __init__(self, group: NetworkGroup) -> None:
-        self._group = group
+    group: NetworkGroup
 
     def receive(self, rows: int) -> torch.Tensor:
-        """See `Receiver.receive`. Waits as long as the group is whole."""
-        found = self._group.receive_hidden()
+        """Waits as long as the group is whole."""
+        found = self.group.receive_hidden()
         if found.rows != rows:
             raise ExecutionError(f"the stage before sent {found.rows} rows in place of {rows}")
         # Copied because a frame may begin anywhere, and kernels want their tensors aligned.
@@ -327,11 +333,10 @@ class NetworkReceiver:
         return hidden
 
     def close(self) -> None:
-        """See `Receiver.close`. The connection is the group's."""
+        """The connection is the group's."""
 
 
 def note_frame(note: GroupNote) -> bytes:
-    """A note as it is sent."""
     return _HEADER.pack(Kind.NOTE, 0) + pack(note)
 
 
@@ -403,7 +408,6 @@ def end(context: Context, connection: Socket) -> None:
 
 
 def bytes_of(values: Floats) -> memoryview:
-    """The memory of contiguous values."""
     return values.reshape(-1).view(np.uint8).data
 
 
@@ -412,16 +416,56 @@ def floats(payload: memoryview) -> Floats:
     return np.frombuffer(payload, np.float32)
 
 
-def _values(x: torch.Tensor) -> Floats:
-    if x.dtype != torch.float32 or x.device.type != "cpu":
-        raise ValueError(f"ranks exchange float32 on the CPU, not {x.dtype} on {x.device}")
-    values: Floats = x.detach().numpy()
-    return values
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """public, secret: as ZeroMQ writes keys, 40 characters of Z85."""
+
+    public: bytes
+    secret: bytes
 
 
-def _matrix(x: torch.Tensor, rows: int, columns: int) -> Floats:
-    if x.shape != (rows, columns) or (columns > 1 and x.stride(1) != 1):
-        raise ValueError(
-            f"gather: a tensor {list(x.shape)} with strides {x.stride()} for {rows} rows of {columns} columns"
-        )
-    return _values(x)
+@dataclass(frozen=True, slots=True)
+class GroupKeys:
+    """Of the leader, and of all who connect to it."""
+
+    leader: KeyPair
+    others: KeyPair
+
+
+def group_keys(secret: bytes) -> GroupKeys:
+    """The keys of a group whose processes share `secret`, at least MIN_SECRET_BYTES.
+
+    ZeroMQ's CURVE (https://rfc.zeromq.org/spec/26/) encrypts and authenticates with a pair of keys on each side. Both pairs come from the secret,
+    so whoever has the secret has all four, and nobody else can connect, listen or take the leader's place.
+    """
+    assert len(secret) >= MIN_SECRET_BYTES, len(secret)
+    derived = hashlib.scrypt(
+        secret, salt=b"headrace ranks 1", n=_SCRYPT_N, r=_SCRYPT_R, p=_SCRYPT_P, maxmem=64 << 20, dklen=64
+    )
+    return GroupKeys(_pair(derived[:32]), _pair(derived[32:]))
+
+
+def _pair(raw: bytes) -> KeyPair:
+    secret: bytes = z85.encode(raw)
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def admit_only(context: Context, public: bytes) -> None:
+    """Let only the holder of this key connect to the sockets of a context, until the context ends (https://rfc.zeromq.org/spec/27/).
+
+    Without it, CURVE lets in whoever knows the leader's public key.
+    """
+    handler = context.socket(zmq.REP)
+    handler.bind(_ZAP)
+    threading.Thread(target=_answer, args=(handler, z85.decode(public)), name="rank keys", daemon=True).start()
+
+
+def _answer(handler: Socket, public: bytes) -> None:
+    try:
+        while True:
+            version, request, _, _, _, mechanism, *credentials = handler.recv_multipart()
+            is_known = mechanism == b"CURVE" and hmac.compare_digest(b"".join(credentials), public)
+            status = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+            handler.send_multipart([version, request, *status, b"", b""])
+    except zmq.ContextTerminated:
+        handler.close(linger=0)

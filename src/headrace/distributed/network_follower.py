@@ -18,6 +18,7 @@ from headrace.distributed.network import (
     Address,
     Context,
     Floats,
+    GroupKeys,
     Kind,
     Lost,
     Member,
@@ -28,6 +29,7 @@ from headrace.distributed.network import (
     end,
     endpoint,
     floats,
+    group_keys,
     hidden_of,
     new_socket,
     note_frame,
@@ -35,7 +37,6 @@ from headrace.distributed.network import (
     only,
     send_message,
 )
-from headrace.distributed.network_keys import GroupKeys, group_keys
 from headrace.errors import ConfigError, ExecutionError
 from headrace.log import get_logger
 from headrace.messages.ranks import Broken, Ended, GroupNote, Hello, Refused, Welcome, unpack_note
@@ -107,25 +108,13 @@ class FollowerGroup(NetworkGroup):
             time.sleep(_RETRY_S)
 
     def ready(self) -> None:
-        """See `Group.ready`."""
         self._call(lambda: self._give(Kind.READY, b""))
 
     def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None:
-        """See `Group.wait_for_ranks`. `join` has waited."""
-
-    def wait_ready(self, check: Callable[[], None]) -> None:
-        """See `Group.wait_ready`: only the leader waits, so ValueError."""
-        raise ValueError(f"rank {self.rank} waits for no rank")
-
-    def send(self, message: bytes) -> None:
-        """See `Group.send`: only the leader sends, so ValueError."""
-        raise ValueError(f"rank {self.rank} sends no messages")
+        """`join` has waited."""
 
     def receive(self) -> bytes:
-        """See `Group.receive`."""
-        received = []
-        self._call(lambda: received.append(bytes(self._answer(Kind.MESSAGE, None, None))))
-        return received[0]
+        return self._call(lambda: bytes(self._answer(Kind.MESSAGE, None, None)))
 
     def _sum(self, values: Floats) -> None:
         self._give(Kind.SUM, bytes_of(values))
@@ -155,7 +144,7 @@ class FollowerGroup(NetworkGroup):
         self._handle_next(LOOK_S)
 
     def _handle_next(self, timeout_s: float) -> bool:
-        """See `NetworkGroup._handle_next`. Raises Lost if the leader says so, or cannot be reached."""
+        """Raises Lost if the leader says so, or cannot be reached."""
         # What it sent before it was lost comes first.
         was_cut = self._link.is_cut
         frames = self._link.receive(timeout_s)
@@ -183,8 +172,7 @@ class FollowerGroup(NetworkGroup):
                 pass
 
     def _settle(self) -> None:
-        # A rank has one thread that makes calls.
-        pass
+        """A rank has one thread that makes calls."""
 
     def _look(self) -> None:
         # A rank is called by the leader, and looks when it is; a frame that comes now would be lost.
@@ -254,7 +242,6 @@ class _Link:
         return None
 
     def _has_connected(self, tries: _Tries) -> bool:
-        """Wait for the handshake."""
         end_s = time.monotonic() + _CONNECT_S + _HANDSHAKE_S
         is_connected = False
         while (left_s := end_s - time.monotonic()) > 0:
@@ -302,7 +289,6 @@ class _Link:
         self._monitor.close(linger=0)
 
     def close(self) -> None:
-        """Close it all."""
         self.stop_watching()
         end(self.context, self.connection)
 

@@ -24,10 +24,12 @@ from headrace.distributed.network import (
     NetworkGroup,
     Part,
     Socket,
+    admit_only,
     bytes_of,
     end,
     endpoint,
     floats,
+    group_keys,
     hidden_of,
     new_socket,
     note_frame,
@@ -35,7 +37,6 @@ from headrace.distributed.network import (
     only,
     send_message,
 )
-from headrace.distributed.network_keys import admit_only, group_keys
 from headrace.errors import ConfigError, ExecutionError
 from headrace.log import get_logger
 from headrace.messages.ranks import (
@@ -95,7 +96,6 @@ class LeaderGroup(NetworkGroup):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._socket.get(zmq.LAST_ENDPOINT).rpartition(b":")[2].rstrip(b"\0"))
 
     def wait_for_ranks(self, limit_s: float, check: Callable[[], None] = lambda: None) -> None:
@@ -130,29 +130,12 @@ class LeaderGroup(NetworkGroup):
                 self._guard(lambda: None)
         os.close(come)
 
-    def ready(self) -> None:
-        """See `Group.ready`: of a follower only, so ValueError."""
-        raise ValueError("the leader waits for the others")
-
     def wait_ready(self, check: Callable[[], None]) -> None:
-        """See `Group.wait_ready`. All followers count, those of this host, too."""
-
-        def act() -> None:
-            self._collect(Kind.READY, None, None, check)
-
-        self._call(act)
+        """All followers count, those of this host, too."""
+        self._call(lambda: self._collect(Kind.READY, None, None, check))
 
     def send(self, message: bytes) -> None:
-        """See `Group.send`."""
-
-        def act() -> None:
-            self._send_to(self._connections, self._frame(Kind.MESSAGE, message))
-
-        self._call(act)
-
-    def receive(self) -> bytes:
-        """See `Group.receive`: nobody sends to the leader, so ValueError."""
-        raise ValueError("the leader receives no messages")
+        self._call(lambda: self._send_to(self._connections, self._frame(Kind.MESSAGE, message)))
 
     def _sum(self, values: Floats) -> None:
         for part in self._collect(Kind.SUM, [values.nbytes] * self.size, self._limit_s):
@@ -212,7 +195,6 @@ class LeaderGroup(NetworkGroup):
         self._settle()
 
     def _handle_next(self, timeout_s: float) -> bool:
-        """See `NetworkGroup._handle_next`."""
         try:
             connection, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:

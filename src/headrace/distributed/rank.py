@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from headrace.distributed.base import WHOLE, Group, Shard
+from headrace.distributed.base import ALL_LAYERS, WHOLE, Group, Shard, Stage
 from headrace.distributed.device_group import DeviceGroup
-from headrace.distributed.stages import ALL_LAYERS, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,9 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs, lora_paths
-from headrace.distributed.base import length
+from headrace.distributed.base import Stage, length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
-from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build_draft import LoadedDraft, load_draft, make_drafts
 from headrace.execution.device import CudaDevice, Device, WatchedDevice

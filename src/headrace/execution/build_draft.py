@@ -13,8 +13,8 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.checks import guesses_by_text
 from headrace.config.resolve import AttentionNeeds
 from headrace.config.server_args import ServerArgs
+from headrace.distributed.base import ALL_LAYERS
 from headrace.distributed.rank import ALONE
-from headrace.distributed.stages import ALL_LAYERS
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.drafting import DeviceDraftSteps, DeviceEagleDrafter, DraftModel, DraftSteps, EagleDrafter
 from headrace.execution.kv_precision import Tokenize, settle_kv_cache

@@ -21,8 +21,8 @@ from headrace.execution.device import Device, Download
 from headrace.execution.forward_batch import cumulative, token_places
 from headrace.execution.graphs import GraphPool, VerifiedStep, num_right
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.profiler import StepClock
 from headrace.execution.queued_step import (
-    Busy,
     ConstrainedStep,
     Done,
     Followers,
@@ -44,7 +44,7 @@ class QueuedVerification:
 
     plan: ModelWorkerBatch
     begin: float
-    busy: Busy
+    clock: StepClock
     chosen: Download
 
     def result(self) -> StepResult:
@@ -58,8 +58,7 @@ class QueuedVerification:
                 # After ids that count, the next step comes to this position again, and to the error.
                 if not ids_of_row:
                     errors[row] = BAD_LOGITS
-        begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
-        return StepResult(self.plan.step, *ragged(found), errors, forward_s=self.busy.until - begin)
+        return StepResult(self.plan.step, *ragged(found), errors, forward_s=self.clock.took(self.begin))
 
 
 class VerifyQueue:
@@ -67,14 +66,14 @@ class VerifyQueue:
 
     What a sequence with penalties, logit edits, logprobs or a grammar samples depends on its ids before, or the host is to be told of each: a step
     with such a row waits, and is sampled position by position (`verify`) from the logits that the graph gives. In other steps the ids are chosen and
-    compared with the drafts on the device. graphs: with some that verify drafts. busy: of all steps of the device.
+    compared with the drafts on the device. graphs: with some that verify drafts. clock: of all steps of the device.
     """
 
-    def __init__(self, runner: ModelRunner, device: Device, graphs: GraphPool, busy: Busy) -> None:
+    def __init__(self, runner: ModelRunner, device: Device, graphs: GraphPool, clock: StepClock) -> None:
         self._runner = runner
         self._device = device
         self._graphs = graphs
-        self._busy = busy
+        self._clock = clock
 
     def takes(self, plan: ModelWorkerBatch) -> bool:
         """Whether a graph can run this step: it has drafts, nothing else but known tokens of which each is the last, and is small enough."""
@@ -93,7 +92,7 @@ class VerifyQueue:
             ids = runner.sampler.pick(step.logits, seqs, positions + 1)
             runner.table.tokens.index_put_((step.seqs, step.positions + 1), ids.clamp(min=0))
             right = num_right(ids, step.drafts, step.num_after)
-        queued = QueuedVerification(plan, begin, self._busy, self._device.download(torch.stack((ids, right))))
+        queued = QueuedVerification(plan, begin, self._clock, self._device.download(torch.stack((ids, right))))
         runner.after_sampling(plan)
         return queued
 
@@ -126,10 +125,10 @@ class DeviceRunner:
         self._followers = followers or Followers(runner)
         self.adapters = self._followers.adapters
         self._steps = StepQueue(runner, device, graphs, self._pick)
-        self._busy = Busy()
+        self._clock = StepClock()
         self._verify = None
         if graphs is not None and graphs.verifying_sizes:
-            self._verify = VerifyQueue(runner, device, graphs, self._busy)
+            self._verify = VerifyQueue(runner, device, graphs, self._clock)
         self._graphs_are_stale = False
         self._last = -1  # number of the step that was queued last
         # The last step with constrained rows.
@@ -171,7 +170,7 @@ class DeviceRunner:
         if runner.drafts is not None:
             runner.drafts.begin(plan)
         sampled = self._steps.run(plan, kind, constrained)
-        step = QueuedStep(plan.step, len(plan.seqs), rows, begin, self._busy)
+        step = QueuedStep(plan.step, len(plan.seqs), rows, begin, self._clock)
         if not constrained:
             step.ids = self._device.download(sampled.ids)
             runner.after_sampling(plan)

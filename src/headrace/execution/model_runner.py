@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from headrace.attention.base import AttentionBackend, ReadTokens
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.base import ALL_LAYERS, Stage
 from headrace.execution.device import upload_parts
 from headrace.execution.forward_batch import ForwardBatch, SequenceTable, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.pooling import PooledRows
+from headrace.execution.profiler import StepClock
 from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
@@ -129,7 +130,7 @@ class ModelRunner:
         self.peers: Peers = _NoPeers()
         self._pools = PooledRows(pooler) if pooler is not None else None
         self._begun_s = 0.0
-        self._finished_s = 0.0
+        self._clock = StepClock()
         self._has_freed = False
         # Kept from step to step: malloc would map and unmap a block of more than 32 MiB every time, and each new page costs a fault.
         # Pages that no step has used take no memory.
@@ -313,8 +314,6 @@ class ModelRunner:
         self.after_sampling(plan)
         outcome.drafts = self.draft(plan, outcome.token_ids)
         ids, id_starts = ragged(outcome.token_ids)
-        # Time that the step before was still running is that step's.
-        since_s, self._finished_s = max(begun_s, self._finished_s), time.perf_counter()
         return StepResult(
             step=plan.step,
             ids=ids,
@@ -325,7 +324,7 @@ class ModelRunner:
             hidden_states=outcome.hidden_states,
             pooled=outcome.pooled,
             drafts=outcome.drafts,
-            forward_s=self._finished_s - since_s,
+            forward_s=self._clock.took(begun_s),
             masks_s=self.sampler.grammars.take_masks_s(),
         )
 

@@ -13,6 +13,7 @@ import torch
 
 from headrace.attention.base import AttentionBackend
 from headrace.errors import ModelError
+from headrace.execution.profiler import StepClock
 from headrace.garbage import give_back_free_memory
 from headrace.layers.pooler import Pooler
 from headrace.messages.requests import PoolTask
@@ -116,7 +117,7 @@ class EmbeddingRunner:
         self._attention = attention
         self.adapters = NoAdapters()
         self._device = device
-        self._finished_s = 0.0
+        self._clock = StepClock()
         self._has_run = False
 
     @torch.inference_mode()
@@ -138,10 +139,8 @@ class EmbeddingRunner:
         tasks = [task for new in rows if isinstance(task := new.task, PoolTask)]
         pooled, errors = pooled_results(range(len(rows)), tasks, values)
         self._has_run = True
-        # Time that the step before was still running is that step's.
-        since_s, self._finished_s = max(begun_s, self._finished_s), time.perf_counter()
         ids, id_starts = one_id_a_row([-1] * len(rows))
-        return StepResult(plan.step, ids, id_starts, errors=errors, pooled=pooled, forward_s=self._finished_s - since_s)
+        return StepResult(plan.step, ids, id_starts, errors=errors, pooled=pooled, forward_s=self._clock.took(begun_s))
 
     def idle(self, left: Iterable[int]) -> None:
         if self._has_run:

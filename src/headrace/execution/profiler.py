@@ -1,4 +1,4 @@
-"""Watches steps: traces of them by torch.profiler, in a folder chosen by the operator, and which experts are chosen.
+"""Watches steps: how long they take, traces of them by torch.profiler in a folder chosen by the operator, and which experts are chosen.
 
 Owns the running profile and its file. Used by the thread that runs the steps: torch records the operations of the thread that
 starts the profile.
@@ -24,6 +24,18 @@ _logger = get_logger(__name__)
 def new_stem() -> str:
     """The beginning of the names of a profile's files, by time and process."""
     return f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+class StepClock:
+    """Times steps of which one may begin before the last has finished."""
+
+    def __init__(self) -> None:
+        self._finished_s = 0.0
+
+    def took(self, begun_s: float) -> float:
+        """Seconds of a step that has just finished. Time that the step before was still running is that step's. begun_s: by `time.perf_counter`."""
+        since_s, self._finished_s = max(begun_s, self._finished_s), time.perf_counter()
+        return self._finished_s - since_s
 
 
 class StepProfiler:

@@ -12,7 +12,6 @@ waits for that, and on the host only where the scheduler waits anyway:
     mask threads                fill the masks of n+1
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from headrace.execution.device import Device, Download, upload_parts
 from headrace.execution.forward_batch import ForwardBatch, SequenceTable
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.profiler import StepClock
 from headrace.execution.worker import Pending
 from headrace.messages.ranks import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, one_id_a_row
@@ -140,13 +140,6 @@ class Done:
 
 
 @dataclass(slots=True)
-class Busy:
-    """until: when the step that was collected last had finished."""
-
-    until: float = 0.0
-
-
-@dataclass(slots=True)
 class QueuedStep:
     """rows: those that sample, in the order of the ids. begin: when it was queued; it runs when the previous step is done.
 
@@ -157,7 +150,7 @@ class QueuedStep:
     num_rows: int
     rows: Int32Array
     begin: float
-    busy: Busy
+    clock: StepClock
     ids: Download | None = None
 
     def read(self) -> npt.NDArray[np.int64]:
@@ -177,10 +170,8 @@ class QueuedStep:
             token_ids[row] = -1
             errors.pop(row, None)
         errors.update((int(self.rows[i]), message) for i, message in masks.errors.items())
-        begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
-        return StepResult(
-            self.step, *one_id_a_row(token_ids.tolist()), errors, forward_s=self.busy.until - begin, masks_s=masks_s
-        )
+        found = one_id_a_row(token_ids.tolist())
+        return StepResult(self.step, *found, errors, forward_s=self.clock.took(self.begin), masks_s=masks_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
+from headrace.distributed.base import Stage
 from headrace.distributed.rank import Rank
-from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
 from headrace.execution.memory import available_bytes, check_pool_fits

@@ -87,7 +87,7 @@ class Control:
         return {replica.index: reply.reply for replica, reply in in_order}
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """Repeat what lasts to a restarted scheduler. Nobody waits for its replies."""
+        """Repeat what lasts to a restarted scheduler. Its replies are not waited for."""
         for name, request in self._lasting.items():
             sender.send(OperationReq(0, name, request))
 

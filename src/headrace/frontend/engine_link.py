@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from headrace.errors import ExecutionError
-from headrace.frontend.balancers import Balancer
+from headrace.frontend.balancers import Balancer, RoundRobin
 from headrace.frontend.communicator import Replica, no_live_replica
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
@@ -40,7 +40,7 @@ NOWHERE = -1
 NO_MORE = -2
 """Replica index of a sample whose chosen replica will not come back."""
 
-GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been cancelled"
+DIED_REPEATEDLY = "the engine died repeatedly while it worked on this request; the request has been cancelled"
 NOT_SENT = "the request could not be sent to the engine"
 LEFT_FOR_GOOD = "the replica that the request names has died and cannot be restarted; leave out routed_dp_rank"
 TOO_LATE = "the request took longer than the server allows"
@@ -50,7 +50,7 @@ class EngineLink:
     """Sends samples to the schedulers and control messages to all of them; a `Sender`.
 
     samples: the table of live samples. end: ends a sample, as an output with this finish reason would. to_detokenizer: for messages that a
-    source is gone. balancer: None for one replica. on_dismissed: ends the process of a replica, which is then restarted.
+    source is gone. on_dismissed: ends the process of a replica, which is then restarted.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class EngineLink:
         metrics: Metrics,
         clock: Callable[[], float],
         to_detokenizer: Sender | None = None,
-        balancer: Balancer | None = None,
+        balancer: Balancer = RoundRobin(),
     ) -> None:
-        assert len(schedulers) == 1 or balancer is not None
         self.gone: set[int] = set()
         self.num_replayed = 0
         self.num_given_up = 0
@@ -149,8 +148,7 @@ class EngineLink:
             sample.replica = index
             if sample.turn is not None:
                 sample.turn.replica = index
-            if self._balancer is not None:
-                self._balancer.sent(index, sample.request)
+            self._balancer.sent(index, sample.request)
             messages.setdefault(index, []).append(request)
 
     def send(self, message: Message) -> None:
@@ -185,8 +183,7 @@ class EngineLink:
         # Its successor binds the same address and must not get messages that it has not read.
         replica.sender.close()
         self._forget_source(replica.source)
-        if self._balancer is not None:
-            self._balancer.forget(index)
+        self._balancer.forget(index)
         self._take_back({index})
         self._release()
         return replica
@@ -225,7 +222,7 @@ class EngineLink:
             self._to_detokenizer.send(SourceGone(source))
 
     def _take_back(self, indices: set[int]) -> None:
-        """Hold the samples in flight at `indices` again, except those that nobody waits for and those that are given up."""
+        """Hold the samples in flight at `indices` again, except those without a client and those that are cancelled."""
         lost = [sample for sample in self._samples.values() if sample.replica in indices and sample.finish is None]
         guilty = self._probation if self._probation in lost else lost[0] if len(lost) == 1 else None
         if self._probation in lost:
@@ -245,7 +242,7 @@ class EngineLink:
                     sample.rid,
                     sample.num_deaths,
                 )
-                self._end(sample, FinishReason("abort", message=GIVEN_UP, status_code=500))
+                self._end(sample, FinishReason("abort", message=DIED_REPEATEDLY, status_code=500))
 
     def _release(self) -> None:
         held = self._held()
@@ -264,8 +261,6 @@ class EngineLink:
     def _choose(self, sample: ReqState) -> int:
         if not self.is_serving:
             return NOWHERE
-        if self._balancer is None:
-            return 0
         assert sample.request is not None, sample.rid
         if (named := sample.routed_replica) is not None:
             if named in self._left_for_good:
@@ -337,9 +332,9 @@ class EngineLink:
                 self._end(sample, FinishReason("abort", message=WAITED_TOO_LONG, status_code=503))
 
 
-def leave_replica(sample: ReqState, balancer: Balancer | None) -> None:
-    """No replica has the sample any more. balancer: None for one replica."""
-    if balancer is not None and sample.replica != NOWHERE:
+def leave_replica(sample: ReqState, balancer: Balancer) -> None:
+    """No replica has the sample any more."""
+    if sample.replica != NOWHERE:
         assert sample.request is not None, sample.rid
         balancer.left(sample.replica, sample.request)
         sample.replica = NOWHERE

@@ -54,7 +54,7 @@ class Heartbeats:
     def forget(self, process: str) -> None:
         self._heard_s.pop(process, None)
 
-    def begin_anew(self, process: str) -> None:
+    def restarted(self, process: str) -> None:
         """Another process has started under this name; that it did counts as heard."""
         self._heard_s[process] = self._clock()
 
@@ -102,8 +102,8 @@ class SharedProbe:
 
 @dataclass(eq=False)
 class Health:
-    """Whether the engine lives and works. generate: runs a request of the server's own. clock: seconds. pools: whether the model makes vectors
-    instead of tokens."""
+    """Whether the engine lives and works. generate: runs a request of the server's own. clock: seconds. pools: whether it is an embedding model
+    or a classifier."""
 
     engine_loop: EngineLoop
     link: EngineLink
@@ -202,7 +202,7 @@ class EngineParts:
         """A process is back. index, source, sender: of a restarted scheduler."""
         if not self.engine_loop.is_here(self.up, name, index, source, sender):
             return
-        self.heartbeats.begin_anew(name)
+        self.heartbeats.restarted(name)
         self.num_restarts += 1
         self.metrics.count_restart(name)
         if index is None or sender is None:

@@ -50,7 +50,7 @@ class WireCaller(msgspec.Struct, frozen=True):
 class RemoteMethod:
     """One remote method. arguments: a struct of the given ones. result: its type. streams: the method yields many results.
 
-    replies: it is awaited; False = nobody waits for it.
+    replies: it is awaited; False = its result is not waited for.
     """
 
     arguments: type[msgspec.Struct]

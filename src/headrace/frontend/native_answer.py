@@ -99,7 +99,7 @@ def _meta_info(update: SampleUpdate) -> dict[str, Any]:
 
 
 def _speculation(counts: SpeculationCounts) -> dict[str, Any]:
-    """With SGLang's names. spec_accept_length: tokens that a step with guesses gives on average; None before the first."""
+    """With SGLang's names. spec_accept_length: tokens that a step with draft tokens gives on average; None before the first."""
     return {
         "spec_verify_ct": counts.num_steps,
         "spec_draft_token_num": counts.num_drafted,

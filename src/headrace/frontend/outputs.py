@@ -31,7 +31,7 @@ NO_ROOM_STATUS = 503
 
 @dataclass(eq=False)
 class Endings:
-    """clock: in seconds. balancer: None with one replica. spans: receives every sample that has ended."""
+    """clock: in seconds. spans: receives every sample that has ended."""
 
     table: SampleTable
     sessions: Sessions
@@ -39,7 +39,7 @@ class Endings:
     request_log: RequestLog
     metrics: Metrics
     clock: Callable[[], float]
-    balancer: Balancer | None = None
+    balancer: Balancer
     spans: Spans | None = None
 
     def end(self, sample: ReqState, finish: FinishReason) -> None:
@@ -67,7 +67,7 @@ class Endings:
         leave_replica(sample, self.balancer)
         self.timelines.finish(sample.rid)
         if sample.turn is not None:
-            self.sessions.give_up(sample.turn)
+            self.sessions.cancel(sample.turn)
         if sample.adapter is not None:
             sample.adapter.release()
 

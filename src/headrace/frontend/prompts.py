@@ -52,7 +52,7 @@ class CallLimits:
     """Limits for checking a call.
 
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy uses priorities.
-    num_replicas: of --dp-size. has_tokenizer: False = token ids only. guesses: by what a request predicts.
+    num_replicas: of --dp-size. has_tokenizer: False = token ids only. uses_predictions: as draft tokens.
     has_grammars: False = --grammar-backend none. context_length: in tokens. has_experts: the model is a mixture.
     """
 
@@ -66,7 +66,7 @@ class CallLimits:
     uses_priority: bool = False
     num_replicas: int = 1
     has_tokenizer: bool = True
-    guesses: bool = False
+    uses_predictions: bool = False
     has_grammars: bool = True
     has_experts: bool = False
 
@@ -336,9 +336,9 @@ def _processors(obj: GenerateReqInput, inputs: PromptInputs, known: frozenset[st
 
 
 def _predictions(obj: GenerateReqInput, inputs: PromptInputs, limits: CallLimits) -> list[str]:
-    """The text that the output of each prompt may contain; none where nothing is guessed by it. Raises RequestError."""
+    """The text that the output of each prompt may contain; empty where it gives no draft tokens. Raises RequestError."""
     predictions = inputs.spread("prediction", obj.prediction, str)
-    if not limits.guesses:
+    if not limits.uses_predictions:
         return [""] * inputs.count
     for text in filter(None, predictions):
         if not limits.has_tokenizer:

@@ -366,7 +366,7 @@ class CallState:
         return [rid for rid in names if not self._num_live[rid]]
 
     def notify(self, state: ReqState) -> None:
-        """`state` has something new. A waiter that does not stream hears only of ends."""
+        """`state` has something new. A waiter that does not stream is woken only at the end."""
         if self.stream or state.finish is not None:
             self._news[state.index] = state
             self._wake()

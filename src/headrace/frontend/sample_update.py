@@ -95,7 +95,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     rid: of the prompt, as the client knows it. index: of the sample in the reply of its call. is_listed: that reply is a list,
     because the prompts were a list or there are several samples. logprobs: None if not requested. hidden_states: with the last update,
-    a row of hidden_size values per token; None if not requested. speculation: with the last update, None if the engine guesses no tokens.
+    a row of hidden_size values per token; None if not requested. speculation: with the last update, None without speculative decoding.
     pooled: of an `EmbeddingReqInput`, float32[n] little-endian: the embedding, or the numbers (logits) of the classification. None: there is none,
     as for every other call, or for an input that failed. progress: of its prompt, if that was asked for; at the latest with the first output.
     """

@@ -188,7 +188,7 @@ class Sessions:
             self._count(turn.session, len(output_ids))
             turn.session.used_s = self.clock()
 
-    def give_up(self, turn: Turn) -> None:
+    def cancel(self, turn: Turn) -> None:
         """The request of a turn has failed or was aborted: remove the turn. Does nothing to a finished turn."""
         if turn.output_ids is None and turn.session.turns.get(turn.rid) is turn:
             self._remove(turn)

@@ -152,7 +152,7 @@ class PromptTokenizer:
             if self.args.allow_auto_truncate:
                 prompt, content = self._cut(prompt, content)
             if prompt.session is not None:
-                content = self._go_on(prompt, content, own[0])
+                content = self._continue_session(prompt, content, own[0])
             try:
                 grammar = await self._grammar(prompt)
                 sampling = self._resolve(prompt, content, bad_word_ids, grammar, default_max_new_tokens)
@@ -207,7 +207,7 @@ class PromptTokenizer:
             )
         return msgspec.structs.replace(prompt.grammar, after_id=ids[0])
 
-    def _go_on(self, prompt: Prompt, content: PromptContent, sample: ReqState) -> PromptContent:
+    def _continue_session(self, prompt: Prompt, content: PromptContent, sample: ReqState) -> PromptContent:
         """The tokens of the session so far, followed by those of the prompt. Raises RequestError, CapacityError."""
         assert prompt.session is not None
         bos_id = self.tokenizer.bos_id if prompt.given.text is not None else None
@@ -323,7 +323,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         has_grammars=args.grammar_backend != "none",
         context_length=ready.context_length,
         has_experts=ready.has_experts,
-        guesses=guesses_by_text(args),
+        uses_predictions=guesses_by_text(args),
     )
 
 

@@ -20,7 +20,7 @@ from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.adapters import AdapterReplicas, Adapters
-from headrace.frontend.balancers import make_balancer
+from headrace.frontend.balancers import RoundRobin, make_balancer
 from headrace.frontend.control import Control, ExpertRecording, MainOperations
 from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
 from headrace.frontend.engine_parts import DETOKENIZER, EngineParts, Health, Heartbeats
@@ -107,7 +107,7 @@ class TokenizerManager:
         balancer = (
             make_balancer(args.load_balance_method, len(schedulers), ready.max_total_tokens)
             if more_schedulers
-            else None
+            else RoundRobin()  # which asks nothing of the only one
         )
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.num_replicas, args.max_queued_requests))
         self.records = Records(args, self.table, timelines, clock)

@@ -56,7 +56,7 @@ POLL_S = 0.01
 """Seconds between checks whether the requests that have begun have ended."""
 CANCELLED = "cancelled; nothing has changed"
 NO_REPLY = 0
-"""Id of a request whose reply nobody waits for."""
+"""Id of a request whose reply is not waited for."""
 
 
 FIRST_VERSION = "default"

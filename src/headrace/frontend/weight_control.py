@@ -356,7 +356,7 @@ async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply
 
 
 def _note_failure(task: "asyncio.Task[WeightOpReply]") -> None:
-    """Log the failure of an operation that nobody waits for any more."""
+    """Log the failure of an operation whose caller has left."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("an operation whose caller has left failed: %s", error)
 

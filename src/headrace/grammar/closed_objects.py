@@ -23,6 +23,8 @@ from headrace.grammar.schema_walk import (
     SCHEMA_BY_NAME,
     SCHEMA_LIST,
     Json,
+    children,
+    listed,
     pointer,
     subschemas,
     target,
@@ -391,12 +393,8 @@ def _values(root: dict[str, Json]) -> Iterator[dict[str, Json]]:
         if not isinstance(schema, dict):
             continue
         yield schema
-        for keyword in schema.keys() - _IN_PLACE:
-            value = schema[keyword]
-            if keyword in ONE_SCHEMA and isinstance(value, dict):
-                waiting.append(value)
-            elif keyword in SCHEMA_LIST | SCHEMA_BY_NAME:
-                _each(value, waiting.append)
+        inside = {keyword: value for keyword, value in schema.items() if keyword not in _IN_PLACE}
+        waiting += [part for _, part in children("#", inside)]
 
 
 def _each(value: Json, make: Callable[[Json], Json]) -> Json:
@@ -407,4 +405,4 @@ def _each(value: Json, make: Callable[[Json], Json]) -> Json:
 
 
 def _strings(value: Json) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    return [item for item in listed(value) if isinstance(item, str)]

@@ -188,7 +188,7 @@ class GrammarCompiler:
                 num_cache_hits=self._num_cache_hits,
                 num_refused=self._num_refused,
                 num_killed=self._tools.pool.num_killed if isinstance(self._tools, _Tools) else 0,
-                num_cached=self._cache.num_entries,
+                num_cached=len(self._cache),
                 cached_bytes=self._cache.num_bytes,
             )
 
@@ -297,8 +297,7 @@ class _Cache:
         self._entries: OrderedDict[Key, tuple[Template | Refused, int]] = OrderedDict()
         self.num_bytes = 0
 
-    @property
-    def num_entries(self) -> int:
+    def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Key) -> Template | Refused | None:

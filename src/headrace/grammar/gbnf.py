@@ -182,7 +182,6 @@ class _Parser:
         return Characters(tuple(ranges), negated)
 
     def _char(self, missing: str) -> str:
-        """The next character, with its escape read."""
         if self._at == len(self._text):
             self._fail(missing)
         if self._text[self._at] != "\\":

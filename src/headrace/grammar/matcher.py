@@ -105,7 +105,6 @@ class Matcher:
             raise LibraryError(f"the grammar allows no text of this model after {self._num_told} tokens", "")
 
     def demanded(self) -> list[int]:
-        """See `TokenMask.demanded`. After `fill`."""
         if self._num_eos or self._is_slow or self._library.is_stopped():
             return []
         return list(self._library.compute_ff_tokens())

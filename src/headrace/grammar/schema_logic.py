@@ -7,7 +7,6 @@ references are followed; the work on one schema is bounded.
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from headrace.grammar.schema_patterns import is_valid_string
 from headrace.grammar.schema_walk import CONSTRAINTS, Json, listed, target
@@ -117,7 +116,6 @@ class SchemaLogic:
         return False
 
     def _properties_exclude(self, name: str, ours: Parts, theirs: Parts, depth: int) -> bool:
-        """Whether no value of property `name` is right for both."""
         first, second = list(_property_schemas(name, ours)), list(_property_schemas(name, theirs))
         if False in first or False in second:
             return True
@@ -166,12 +164,13 @@ class SchemaLogic:
             case "$ref":
                 found = self._target(value)
                 return None if found is None else self.complement(found, depth)
-            case "anyOf":
-                found = [self.complement(option, depth) for option in listed(value)]
-                return None if not found or None in found else {"allOf": found}
-            case "allOf":
+            case "anyOf" | "allOf":
                 found = [self.complement(part, depth) for part in listed(value)]
-                return None if not found or None in found else _any_of([part for part in found if part is not False])
+                if not found or None in found:
+                    return None
+                return (
+                    {"allOf": found} if keyword == "anyOf" else _any_of([part for part in found if part is not False])
+                )
         return _beyond(keyword, value)
 
     def _wrong_property(self, value: Json, depth: int) -> Json | None:
@@ -208,16 +207,8 @@ def _types(parts: Parts) -> list[str]:
 
 
 def _type_of(value: Json) -> str:
-    if value is None:
-        return "null"
-    kinds: tuple[tuple[Any, str], ...] = (
-        (bool, "boolean"),
-        (int | float, "number"),
-        (str, "string"),
-        (list, "array"),
-        (dict, "object"),
-    )
-    return next(name for kind, name in kinds if isinstance(value, kind))
+    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")
 
 
 def _values(parts: Parts) -> list[Json] | None:

@@ -140,14 +140,15 @@ def subschemas(root: Json) -> Iterator[tuple[str, dict[str, Json]]]:
             continue
         seen.add(id(schema))
         yield place, schema
-        found = list(_children(place, schema))
+        found = list(children(place, schema))
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#/"):
             found.append((reference, target(root, reference)))
         waiting += reversed(found)
 
 
-def _children(place: str, schema: dict[str, Json]) -> Iterator[tuple[str, Json]]:
+def children(place: str, schema: dict[str, Json]) -> Iterator[tuple[str, Json]]:
+    """The schemas that a schema has in its keywords, each with its place."""
     for keyword, value in schema.items():
         at = f"{place}/{_escape(keyword)}"
         if isinstance(value, list):
@@ -216,7 +217,7 @@ def _member(value: Json, parts: Sequence[str]) -> tuple[str, int]:
     if isinstance(value, dict):
         for num_parts in range(1, len(parts) + 1):
             text = "/".join(parts[:num_parts])
-            for name in (_unescape(text), _unescape_pointer(text), text):
+            for name in (_unescape(unquote(text)), _unescape(text), text):  # in a URI: RFC 6901, section 6
                 if name in value:
                     return name, num_parts
     return "", 0
@@ -243,11 +244,6 @@ def _escape(name: str) -> str:
 
 
 def _unescape(part: str) -> str:
-    """The name that a part of a `$ref` stands for: a JSON pointer in a URI (RFC 6901, section 6)."""
-    return _unescape_pointer(unquote(part))
-
-
-def _unescape_pointer(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 

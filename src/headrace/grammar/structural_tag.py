@@ -47,8 +47,6 @@ class AnyText(msgspec.Struct, tag="any_text", forbid_unknown_fields=True):
 
 
 class Elements(msgspec.Struct, tag="sequence", forbid_unknown_fields=True):
-    """One format after the other."""
-
     elements: list["Format"]
 
 
@@ -194,10 +192,11 @@ class _Compiler:
         if any(_is_open(tag) for group in tags.values() for tag in group):
             raise self._refused("a tag of `triggered_tags` needs an `end`, or content that has one")
         excludes = [*item.excludes, *tags]
-        after = [
-            f"{self._text([trigger], [*item.excludes, *(other for other in tags if other != trigger)])} {self._rest(trigger, group)}"
-            for trigger, group in tags.items()
-        ]
+        after = []
+        for trigger, group in tags.items():
+            before = self._text([trigger], [*item.excludes, *(other for other in tags if other != trigger)])
+            rest = [Tag(tag.begin[len(trigger) :], tag.content, tag.end) for tag in group]
+            after.append(f"{before} {self._any_of([self.expression(tag, ()) for tag in rest])}")
         first = self._rule(self._any_of([self.expression(tag, ()) for tag in item.tags])) if item.at_least_one else ""
         if item.stop_after_first:
             if first:
@@ -219,10 +218,6 @@ class _Compiler:
             tags.setdefault(matching[0], []).append(tag)
         return tags
 
-    def _rest(self, trigger: str, tags: Sequence[Tag]) -> str:
-        """The tags of a trigger, without the trigger itself."""
-        return self._any_of([self.expression(Tag(tag.begin[len(trigger) :], tag.content, tag.end), ()) for tag in tags])
-
     def _separated(self, item: TagsWithSeparator) -> str:
         tags = self._not_empty(item.tags, "tags_with_separator")
         if any(map(_is_open, tags)):
@@ -240,21 +235,17 @@ class _Compiler:
         if not ends:
             return self._terminal(text)
         written = [end for end in ends if self._literal(end) == lark.quoted(end)]
-        options = [self._text_before_token(text, end) for end in ends if end not in written]
+        options = []
+        for before, rest in (self._before_token(end) for end in ends if end not in written):
+            # What a mark has before its token belongs to the text's terminal, which would otherwise have taken it by the time the token comes.
+            body = self._terminal(f"({text}) {lark.quoted(before)}" if before else text)
+            options.append(f"{body} {self._literal(rest)}")
         if written:
             # Lazy: it ends with the first mark. Special tokens are no text, so none is needed before those.
             body = self._terminal(f"({text}) ({' | '.join(map(lark.quoted, written))})")
             self.definitions.append(f"lazy_{len(self.definitions)}[lazy]: {body}")
             options.append(f"lazy_{len(self.definitions) - 1}")
         return self._any_of(options)
-
-    def _text_before_token(self, text: str, end: str) -> str:
-        """Free text and a mark with a special token in it. What the mark has before its token belongs to the text's terminal, which would
-        otherwise have taken it by the time the token comes."""
-        before, rest = self._before_token(end)
-        if not before:
-            return f"{self._terminal(text)} {self._literal(end)}"
-        return f"{self._terminal(f'({text}) {lark.quoted(before)}')} {self._literal(rest)}"
 
     def _before_token(self, end: str) -> tuple[str, str]:
         """A mark before its first special token, and from there on."""

@@ -57,7 +57,6 @@ def weights_of(logits: torch.Tensor, peaks: torch.Tensor, temperatures: torch.Te
 
 
 def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.ops.exp_sums`."""
     peaks = x.amax(dim=1)
     ones = torch.ones_like(peaks).unsqueeze(1)
     sums = weights_of(x, peaks.unsqueeze(1), ones).sum(dim=1)
@@ -93,7 +92,7 @@ def draw(
     masks: torch.Tensor | None = None,
     mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `headrace.kernels.ops.draw`. Does not wait for the device. Sorts whole rows when a row has top-k or top-p."""
+    """Does not wait for the device. Sorts whole rows when a row has top-k or top-p."""
     if masks is not None and mask_rows is not None:
         logits = masked(logits, masks, mask_rows)
     device, (rows, size) = logits.device, logits.shape

@@ -1,7 +1,6 @@
 """All layers of an encoder as one native call: tokens of a text that all see each other, packed without padding, without a KV cache.
 
-Owns the description of such a call (`EncoderSpec`) and the check which models support it (`why_not`). Does not own the ops: the call runs
-the same kernels in the same order as the layers would one by one, so both give the same bits. Made by the thread that loads the
+The call runs the same kernels in the same order as the layers would one by one, so both give the same bits. Made by the thread that loads the
 model, called by the one that runs it.
 """
 

@@ -1,8 +1,7 @@
 """The ops that layers call, with torch tensors in and out, for any implementation.
 
-Owns the definition of each op. Does not own the choice of an implementation (`registry`) or the implementations (`cpu.native_ops`,
-`torch_fallback`). On CPU activations are float32; elsewhere they keep the dtype of the input. Sizes are checked: ValueError.
-Zero rows are allowed everywhere. Called by the thread that runs the model.
+This defines each op; `registry` chooses an implementation (`cpu.native_ops`, `torch_fallback`, `triton`). On CPU activations are float32; elsewhere
+they keep the dtype of the input. Sizes are checked: ValueError. Zero rows are allowed everywhere. Called by the thread that runs the model.
 
 On CPU `linear`, `moe`, the norms and attention, `paged_attention` and `packed_attention`, are batch-invariant: the bits of a row depend on that
 row (for attention: its position and what it sees), never on the other rows, the chunking or the number of threads.

@@ -115,7 +115,6 @@ class PackedLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight, its scales and the bias."""
         tensors = (self.data, self.bias, self.column_scales)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
@@ -364,7 +363,6 @@ class IntParts:
 
 
 def int_parts(k_cache: torch.Tensor, v_cache: torch.Tensor) -> IntParts:
-    """What lies where in a pair of int8 or int16 caches."""
     pages, heads, rows, _ = k_cache.shape
     width = 4 // k_cache.itemsize
     head_dim = rows - width

@@ -5,7 +5,7 @@ For benchmarks. Runs in the thread that measures.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
@@ -30,13 +30,7 @@ class MachineLimits:
 
     def best(self, other: "MachineLimits") -> "MachineLimits":
         """The higher of two measurements: what else runs on a machine can only lower them."""
-        return MachineLimits(
-            max(self.read_bytes_per_s, other.read_bytes_per_s),
-            max(self.fma_flops_per_s, other.fma_flops_per_s),
-            max(self.dot_ops_per_s, other.dot_ops_per_s),
-            max(self.word_ops_per_s, other.word_ops_per_s),
-            max(self.bf16_ops_per_s, other.bf16_ops_per_s),
-        )
+        return MachineLimits(*map(max, astuple(self), astuple(other)))
 
     def shortest_s(
         self, num_bytes: float, flops: float = 0.0, dot_ops: float = 0.0, word_ops: float = 0.0, bf16_ops: float = 0.0

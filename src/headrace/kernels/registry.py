@@ -1,7 +1,7 @@
 """Which implementation runs an op: op name -> implementations, best first, chosen by device.
 
-Owns the choice and its reasons (`report`, for `headrace doctor`). Does not own the ops. Choices are made at first use, kept, and
-the same in every thread of the process. An implementation may have some of the ops only: the next one has the others.
+Owns the choice and its reasons (`report`, for `headrace doctor`). Choices are made at first use, kept, and the same in every thread of the process.
+An implementation may have some of the ops only: the next one has the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,33 +16,10 @@ from headrace.kernels import cpu, triton
 
 Op = Callable[..., Any]
 
-OPS = (
-    "pack_linear",
-    "linear",
-    "quantize_rows",
-    "rms_norm",
-    "layer_norm",
-    "moe",
-    "route",
-    "rotary",
-    "silu_mul",
-    "gelu_tanh_mul",
-    "gelu_mul",
-    "gelu",
-    "gelu_tanh",
-    "embedding",
-    "write_kv",
-    "gather_kv",
-    "paged_attention",
-    "packed_attention",
-    "argmax",
-    "draw",
-    "exp_sums",
-    "lora_delta",
-)
-
-TRITON_OPS = {
+OPS = {
+    "pack_linear": "",
     "linear": "linear",
+    "quantize_rows": "",
     "rms_norm": "rows",
     "layer_norm": "rows",
     "moe": "experts",
@@ -50,11 +27,20 @@ TRITON_OPS = {
     "rotary": "rows",
     "silu_mul": "rows",
     "gelu_tanh_mul": "rows",
+    "gelu_mul": "",
+    "gelu": "",
+    "gelu_tanh": "",
+    "embedding": "",
+    "write_kv": "",
+    "gather_kv": "",
+    "paged_attention": "",
+    "packed_attention": "",
     "argmax": "sampling",
     "draw": "sampling",
     "exp_sums": "sampling",
+    "lora_delta": "",
 }
-"""The modules of the ops that Triton runs. All others are left to torch."""
+"""Every op, and its module in `triton`; those without one are left to torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +89,7 @@ IMPLEMENTATIONS = (
         _invariant_why_not,
         {"linear": "triton.linear:invariant_linear", "moe": "triton.experts:invariant_moe"},
     ),
-    Implementation("triton", triton_why_not, {op: f"triton.{module}:{op}" for op, module in TRITON_OPS.items()}),
+    Implementation("triton", triton_why_not, {op: f"triton.{module}:{op}" for op, module in OPS.items() if module}),
     Implementation("torch", lambda device_type: "", {op: f"torch_fallback:{op}" for op in OPS}),
 )
 

@@ -158,7 +158,6 @@ class Linear:
         return kept
 
     def _placed(self, part: str, tensor: Part) -> Part:
-        """What this rank has of the whole tensor `part`, on the device."""
         tensor = self._own(part, tensor)
         if isinstance(tensor, QuantizedMatrix):
             return tensor.to(self._placement.device)

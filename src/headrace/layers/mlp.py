@@ -38,7 +38,6 @@ class ExpertCounts:
         self._kept = [0] * self._num_experts
 
     def stop(self) -> None:
-        """Stop counting; `take` still returns the counts."""
         if self._counts is not None:
             self._kept = self.take()
             self._counts = None
@@ -86,10 +85,7 @@ _GATED: dict[str, GatedActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 class GatedMlp:
-    """down(act(gate(x)) * up(x)).
-
-    act: Hugging Face name of the activation; ModelError for one that is not known.
-    """
+    """down(act(gate(x)) * up(x)). act: Hugging Face name of the activation; ModelError for one that is not known."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, act: str, placement: Placement, *, bias: bool = False
@@ -169,7 +165,6 @@ class SparseMoe:
         return y
 
     def _local(self, top_experts: torch.Tensor) -> torch.Tensor:
-        """Indices of this rank's experts, -1 for those of others."""
         if len(self._own) == self._moe.num_experts:
             return top_experts
         local = top_experts - self._own.start

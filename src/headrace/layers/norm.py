@@ -9,10 +9,7 @@ from headrace.layers.weight import Placement, TensorKeeper, Weight
 
 
 class RMSNorm(TensorKeeper):
-    """x / sqrt(mean(x^2) + eps) * (weight + unit_offset).
-
-    unit_offset: 1 if the checkpoint stores the weight minus one (Gemma).
-    """
+    """x / sqrt(mean(x^2) + eps) * (weight + unit_offset). unit_offset: 1 if the checkpoint stores the weight minus one (Gemma)."""
 
     def __init__(self, size: int, eps: float, placement: Placement, *, unit_offset: float = 0.0) -> None:
         super().__init__(placement)

@@ -27,8 +27,6 @@ _SMALLEST_LENGTH = 1e-12
 
 
 class HeadLayer(Protocol):
-    """One layer between hidden states and the output."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_size] -> [rows, out_size], each row by itself."""
 
@@ -37,10 +35,8 @@ class HeadLayer(Protocol):
 
 
 class HeadLinear:
-    """activation(x @ W^T + b), never quantised: it is small, and decides.
-
-    prefix, name: the Hugging Face name of the layer is the one, then the other.
-    """
+    """activation(x @ W^T + b), never quantised: it is small, and decides. prefix, name: the Hugging Face name of the layer is the one, then the
+    other."""
 
     def __init__(
         self,
@@ -66,10 +62,8 @@ class HeadLinear:
 
 
 class Pooler:
-    """Pooling, the head of the family or the Dense modules, and the length.
-
-    head: layers between the pooled hidden state and the numbers of a classifier, in order; None for an embedding.
-    """
+    """Pooling, the head of the family or the Dense modules, and the length. head: layers between the pooled hidden state and the numbers of a
+    classifier, in order; None for an embedding."""
 
     def __init__(
         self, config: PoolingConfig, hidden_size: int, placement: Placement, head: Sequence[HeadLayer] = ()
@@ -91,7 +85,6 @@ class Pooler:
         self._layers = [*head, *dense]
 
     def weights(self) -> Iterator[Weight]:
-        """Every tensor of the head, and of the Dense modules: `<folder>.linear.weight`, `.bias`."""
         for layer in self._layers:
             yield from layer.weights()
 

@@ -10,8 +10,7 @@ import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme
-from headrace.distributed.base import WHOLE, Shard, length
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.base import ALL_LAYERS, WHOLE, Shard, Stage, length
 from headrace.layers.quantization import WeightFormat, weight_format
 
 Kept = Mapping[str, torch.Tensor | int | str | None]  # the converted weights that a layer keeps, by field
@@ -151,12 +150,10 @@ class Placement:
 
     @property
     def experts(self) -> "Placement":
-        """For the experts that this rank has."""
         return replace(self, shard=WHOLE) if self.whole_experts else self
 
     @property
     def attention(self) -> "Placement":
-        """For attention and its KV cache."""
         return replace(self, shard=WHOLE) if self.whole_attention else self
 
     @property
@@ -172,10 +169,7 @@ class Placement:
 
 
 class TensorKeeper:
-    """A `Keeper` of tensors that stay tensors: each is kept by its `Weight.part`, in float32.
-
-    tensors: those that are kept now, by part.
-    """
+    """A `Keeper` of tensors that stay tensors: each is kept by its `Weight.part`, in float32. tensors: those that are kept now, by part."""
 
     def __init__(self, placement: Placement) -> None:
         self._device = placement.device

@@ -51,7 +51,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
     masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them.
-    encodings: what was done for media. speculation: what guessed tokens have brought. paused: the pause mode, empty while generation
+    encodings: what was done for media. speculation: what draft tokens have brought. paused: the pause mode, empty while generation
     runs. released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 

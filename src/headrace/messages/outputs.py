@@ -92,7 +92,7 @@ class SampleEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SpeculationCounts(msgspec.Struct, frozen=True, gc=False):
-    """What guessed tokens have brought: how many rows of steps had some, how many these were, and how many were right."""
+    """What draft tokens have brought: rows of steps that had some, drafted tokens, and accepted ones (`num_right`)."""
 
     num_steps: int = 0
     num_drafted: int = 0
@@ -120,7 +120,7 @@ class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
     queue_time_s: from arrival at the scheduler to the first step it took part in. events: with the last output only.
-    weight_version: of the weights at that output. speculation: None if the engine guesses no tokens.
+    weight_version: of the weights at that output. speculation: None without speculative decoding.
     """
 
     prompt_tokens: int

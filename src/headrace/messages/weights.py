@@ -248,7 +248,7 @@ class WeightExecutor(Protocol):
 
 
 RESTORED = 0
-"""Id of requests sent to a restarted scheduler; nobody waits for the reply."""
+"""Id of requests sent to a restarted scheduler; the reply is not waited for."""
 
 
 class LoadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -142,7 +142,6 @@ class Metrics:
         gauge("cache_hit_rate", "Prefix cache hit rate over tokens, 0 to 1.", _cache_hit_rate)
 
     def set_cache_config(self, page_size: int, num_pages: int, num_replicas: int) -> None:
-        """Set the size of each replica's KV pool."""
         for replica in range(num_replicas):
             self._cache_config.labels(self._model_name, str(replica), str(page_size), str(num_pages)).set(1)
 
@@ -161,7 +160,6 @@ class Metrics:
         self._replies.labels(self._model_name, route, str(status)).inc()
 
     def count_restart(self, process: str) -> None:
-        """A process that died has been restarted."""
         self._restarts.labels(self._model_name, process).inc()
 
     def set_scheduler_state(self, state: InternalState) -> None:

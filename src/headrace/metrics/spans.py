@@ -99,22 +99,20 @@ def build_span(timeline: Timeline, model: str) -> RequestSpan:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Spans:
     """Makes a span of every timeline it is given, unless the caller's trace is not sampled."""
 
-    def __init__(self, model: str, exporter: SpanExporter) -> None:
-        self._model = model
-        self._exporter = exporter
+    model: str
+    exporter: SpanExporter
 
     def add(self, timeline: Timeline) -> None:
-        """A sample has ended."""
-        span = build_span(timeline, self._model)
+        span = build_span(timeline, self.model)
         if span.parent is None or span.parent.sampled:
-            self._exporter.export(span)
+            self.exporter.export(span)
 
     def close(self) -> None:
-        """Send what is left."""
-        self._exporter.close()
+        self.exporter.close()
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
@@ -144,7 +142,6 @@ class OpenTelemetrySpans:
         self._tracer = self._provider.get_tracer("headrace")
 
     def export(self, span: RequestSpan) -> None:
-        """Hand it to the processor."""
         from opentelemetry import trace
 
         context = trace.set_span_in_context(trace.INVALID_SPAN)
@@ -162,5 +159,4 @@ class OpenTelemetrySpans:
         made.end(span.end_ns)
 
     def close(self) -> None:
-        """Send what is left."""
         self._provider.shutdown()

@@ -172,7 +172,6 @@ class Timelines:
         self._finished: OrderedDict[str, Timeline] = OrderedDict()
 
     def add(self, timeline: Timeline) -> None:
-        """A sample has arrived."""
         self._live[timeline.rid] = timeline
 
     def finish(self, rid: str) -> None:

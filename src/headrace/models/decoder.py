@@ -105,10 +105,8 @@ class Attention:
         reads: ReadTokens | None = None,
         own: OwnRows | None = None,
     ) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens.
-
-        own: given, `positions` and `attention` are those of these rows; the other ranks compute the others.
-        """
+        """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens. own: given,
+        `positions` and `attention` are those of these rows; the other ranks compute the others."""
         if own is None:
             return self._attend(x, positions, attention, reads)
         assert self._group is not None, own
@@ -171,7 +169,7 @@ class Block:
             return make_norm(config, options, placement)
 
         self._attention_norm = norm()
-        self._attention = Attention(config, layer, options, rotary, placement)
+        self.attention = Attention(config, layer, options, rotary, placement)
         self._mlp_norm = None if options.parallel else norm()
         self._mlp = feed_forward(config, layer, options, placement)
         self._mlp_name = options.mlp_name
@@ -189,7 +187,7 @@ class Block:
         """added: the previous layer's output, to be added to `residual` [num_tokens, hidden_size] (None at the first). reads: in the last
         layer, the tokens that go beyond attention. own: see `Attention`. Returns this layer's output, and the residual stream to add it to."""
         normed = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
-        x = self._attention(normed, positions, attention, reads, own)
+        x = self.attention(normed, positions, attention, reads, own)
         if reads is not None:
             residual = residual[reads.index]
         if self._mlp_norm is None:
@@ -199,10 +197,6 @@ class Block:
         x = self._mlp(self._mlp_norm(x, residual))
         return (x if self._after is None else self._after[1](x)), residual
 
-    @property
-    def attention_spec(self) -> AttentionLayerSpec:
-        return self._attention.spec
-
     def weights_changed(self) -> None:
         if isinstance(self._mlp, SparseMoe):
             self._mlp.weights_changed()
@@ -211,13 +205,9 @@ class Block:
     def expert_counts(self) -> ExpertCounts | None:
         return self._mlp.counts if isinstance(self._mlp, SparseMoe) else None
 
-    @property
-    def counts_experts(self) -> bool:
-        return isinstance(self._mlp, SparseMoe) and self._mlp.counts.is_on
-
     def fused(self) -> DecoderLayerSpec | str:
         """The layer for a native call that runs all of them, or what the call has not."""
-        attention, mlp = self._attention, self._mlp
+        attention, mlp = self.attention, self._mlp
         if not isinstance(mlp, GatedMlp):
             return "a mixture of experts"
         heads, after = attention.head_norms, self._after
@@ -246,7 +236,7 @@ class Block:
     def weights(self, prefix: str) -> Iterator[Weight]:
         """The layer's tensors; sandwich norms have Gemma's names."""
         yield from self._attention_norm.weights(f"{prefix}.input_layernorm")
-        yield from self._attention.weights(f"{prefix}.self_attn")
+        yield from self.attention.weights(f"{prefix}.self_attn")
         if self._mlp_norm is None:
             pass
         elif self._after is None:
@@ -359,7 +349,7 @@ class DecoderLM:
         if self._fused is not None and not by_layer and attention.paged_kv() is self._fused[1]:
             return self._run_fused(*self._fused, hidden, positions, reads)
         if self._pieces is not None and not by_layer:
-            out = self._pieces(hidden, positions, attention, [block.attention_spec for block in self._blocks])
+            out = self._pieces(hidden, positions, attention, [block.attention.spec for block in self._blocks])
             return out if reads is None else out[reads.index]
         *blocks, last = self._blocks
         residual, added = hidden, None
@@ -372,17 +362,15 @@ class DecoderLM:
         if not self._stage.is_last:
             added, residual = last(added, residual, positions, attention, own=own)
             return residual + added
-        if reads is not None and last.counts_experts:
+        if reads is not None and (counts := last.expert_counts) is not None and counts.is_on:
             added, residual = last(added, residual, positions, attention, own=own)
             return self._norm(added, residual)[reads.index]
         added, residual = last(added, residual, positions, attention, reads, own)
         return self._norm(added, residual)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """Keep the residual stream before these layers from now on, of all tokens of the last step, for `tapped`.
-
-        layers: ascending, none of them the first. Before `fuse`; for a model in one stage.
-        """
+        """Keep the residual stream before these layers from now on, of all tokens of the last step, for `tapped`. layers: ascending, none of them
+        the first. Before `fuse`; for a model in one stage."""
         assert all(a < b for a, b in pairwise((0, *layers, len(self._blocks)))), layers
         self.taps = layers
 
@@ -474,7 +462,7 @@ class DecoderLM:
             if isinstance(layer, str):
                 return f"layer {index} has {layer}"
             layers.append(layer)
-        config, heads, norm = self._config, self._blocks[0].attention_spec, self._norm
+        config, heads, norm = self._config, self._blocks[0].attention.spec, self._norm
         assert isinstance(norm, RMSNorm), norm
         return DecoderSpec(
             layers=tuple(layers),

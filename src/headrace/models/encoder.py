@@ -30,8 +30,6 @@ from headrace.layers.weight import Placement, Weight
 
 
 class Block:
-    """One layer: attention and a feed-forward layer, each with a norm and a residual."""
-
     def __init__(
         self, config: ModelConfig, layer: int, options: EncoderOptions, rotary: Rotary | None, placement: Placement
     ) -> None:
@@ -213,7 +211,6 @@ class Encoder:
         return reason
 
     def phase_seconds(self) -> dict[str, float]:
-        """See `FusedEncoder.phase_seconds`; empty when the layers run op by op."""
         return {} if self._fused is None else self._fused.phase_seconds()
 
 
@@ -268,10 +265,8 @@ def activation(config: ModelConfig, options: EncoderOptions) -> Activation:
 
 
 def without_prefix(prefix: str) -> Callable[[ModelConfig], Callable[[str], str]]:
-    """Renaming for families whose checkpoints have names with and without the prefix of the base model.
-
-    Old checkpoints call a norm's weight gamma, and its bias beta.
-    """
+    """Renaming for families whose checkpoints have names with and without the prefix of the base model. Old checkpoints call a norm's weight gamma,
+    and its bias beta."""
 
     def rename(name: str) -> str:
         name = name.removeprefix(prefix)

@@ -27,10 +27,8 @@ class MediaInput:
 
 @dataclass(slots=True)
 class DeepRows:
-    """What the images of a step add to the hidden states after each of the first layers (DeepStack; L. Meng et al., 2024).
-
-    tokens: int64[num_tokens], among the step's; rows: [num_tokens, layers * hidden_size]. None between steps.
-    """
+    """What the images of a step add to the hidden states after each of the first layers (DeepStack; L. Meng et al., 2024). tokens:
+    int64[num_tokens], among the step's; rows: [num_tokens, layers * hidden_size]. None between steps."""
 
     tokens: torch.Tensor | None = None
     rows: torch.Tensor | None = None

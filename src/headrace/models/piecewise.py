@@ -17,7 +17,6 @@ Leave = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def why_not(spec: DecoderSpec) -> str:
-    """Why the pieces of this decoder cannot be compiled; "" when they can."""
     for index, layer in enumerate(spec.layers):
         for linear in layer.linears:
             if linear.layout != "torch":

@@ -39,10 +39,8 @@ def _spec(decoder: Decoder, options: DecoderOptions) -> ModelSpec:
 
 
 def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
-    """The spec that serves `config`: ours where there is one (auto), else the transformers one with our attention.
-
-    Raises ModelError when `impl` is headrace and we have none, when nothing can serve it, or when its quantisation is not supported.
-    """
+    """The spec that serves `config`: ours where there is one (auto), else the transformers one with our attention. Raises ModelError when `impl` is
+    headrace and we have none, when nothing can serve it, or when its quantisation is not supported."""
     if config.encoder is not None:
         raise ModelError(f"model type {config.model_type} is an encoder, which does not generate")
     stored_scheme(config.quantization)
@@ -61,10 +59,8 @@ def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
 
 
 def encoder_class_for(config: ModelConfig, pooling: PoolingConfig) -> EncoderSpec:
-    """The spec of an encoder, whose model pools by `pooling`.
-
-    Raises ModelError when we have none, or when its config or its quantisation is not supported.
-    """
+    """The spec of an encoder, whose model pools by `pooling`. Raises ModelError when we have none, or when its config or its quantisation is not
+    supported."""
     stored_scheme(config.quantization)
     family = encoders().get(config.model_type)
     if family is None:
@@ -78,10 +74,8 @@ def encoder_class_for(config: ModelConfig, pooling: PoolingConfig) -> EncoderSpe
 
 
 def pooled_class_for(config: ModelConfig, pooling: PoolingConfig) -> PooledSpec:
-    """The spec of a decoder that pools by `pooling`: of our families only.
-
-    Raises ModelError when we have none, or when its config or its quantisation is not supported.
-    """
+    """The spec of a decoder that pools by `pooling`: of our families only. Raises ModelError when we have none, or when its config or its
+    quantisation is not supported."""
     decoder = decoders().get(config.model_type)
     if decoder is None or decoder.options is None:
         raise ModelError(
@@ -155,7 +149,6 @@ def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
 
 
 def stored_name(config: ModelConfig, name: str) -> str:
-    """The name of a tensor of the model in a checkpoint of its family, as transformers 5 spells it."""
     if not config.around or name.startswith("lm_head."):
         return name
     own = vision().get(config.around["model_type"])

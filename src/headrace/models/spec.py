@@ -8,8 +8,7 @@ import torch
 
 from headrace.attention.base import KvShape, OwnRows, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.distributed.base import WHOLE, Shard, head_share
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.base import ALL_LAYERS, WHOLE, Shard, Stage, head_share
 from headrace.layers.logits import Peaks
 from headrace.layers.mlp import ExpertCounts
 from headrace.layers.pooler import Pooler
@@ -23,10 +22,8 @@ class Model(Protocol):
         """Every tensor it wants from a checkpoint, each once."""
 
     def fuse(self, attention: StepAttention) -> str:
-        """Run all layers as one native call from now on when the attention is this backend, whose pool is made.
-
-        Returns "" or the reason why that cannot be; `forward` gives the same bits either way. Again after weights were loaded anew.
-        """
+        """Run all layers as one native call from now on when the attention is this backend, whose pool is made. Returns "" or the reason why that
+        cannot be; `forward` gives the same bits either way. Again after weights were loaded anew."""
 
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
         """By layer, what its routers choose; empty when nothing is routed, or not where it can be seen."""
@@ -74,10 +71,8 @@ class PooledCausalLM(CausalLM, Protocol):
 
 
 class EncoderModel(Model, Protocol):
-    """A model whose tokens all see each other (or those within a window), so that a text is computed whole, and without a KV cache.
-
-    pooler: what makes a vector of the hidden states of a text.
-    """
+    """A model whose tokens all see each other (or those within a window), so that a text is computed whole, and without a KV cache. pooler: what
+    makes a vector of the hidden states of a text."""
 
     pooler: Pooler
 

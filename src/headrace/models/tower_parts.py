@@ -35,10 +35,8 @@ def shuffled(x: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 class ReshapedLinear:
-    """A linear layer whose matrix a checkpoint has in another shape. It is not quantised.
-
-    stored: its shape in the checkpoint. to_matrix: makes [outputs, inputs] of it; from_matrix: the reverse.
-    """
+    """A linear layer whose matrix a checkpoint has in another shape. It is not quantised. stored: its shape in the checkpoint. to_matrix: makes
+    [outputs, inputs] of it; from_matrix: the reverse."""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ Transferable Visual Models From Natural Language Supervision" (CLIP, 2021); X. Z
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
-from headrace.models.tower_parts import Table, in_precision, patch_layer, patches_of
+from headrace.models.tower_parts import Table, in_precision, patch_layer, patches_of, shuffled
 
 _QUICK = 1.702
 """Of the sigmoid form of gelu (D. Hendrycks and K. Gimpel, "Gaussian Error Linear Units", 2016)."""
@@ -205,8 +206,6 @@ MAX_TOKENS = 4096
 
 
 class Tower:
-    """The layers of a config. layers: prefix of their tensors, before the number."""
-
     def __init__(self, config: TowerConfig, options: BlockOptions, layers: str, placement: Placement) -> None:
         self.config = config
         self._layers = layers
@@ -298,21 +297,6 @@ def _computed(block: TowerBlock, x: torch.Tensor, items: PackedItems) -> torch.T
     return x
 
 
-class TowerEncoder:
-    """What `MediaEncoder`s over a tower have alike."""
-
-    sees_ahead = False
-    num_deep = 0
-    tower: Tower
-
-    @property
-    def num_slices(self) -> int:
-        return self.tower.num_slices
-
-    def fuse(self, native: bool = True) -> str:
-        return self.tower.fuse(native)
-
-
 def packed(
     lengths: list[int], device: torch.device, rope: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> PackedItems:
@@ -328,10 +312,8 @@ def packed(
 def axial_rope(
     rows: torch.Tensor, columns: torch.Tensor, row_frequencies: torch.Tensor, column_frequencies: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32[tokens, head_dim / 2], of patches at these places: half of the pairs turn by the row, half by the column.
-
-    rows, columns: [tokens]. row_frequencies, column_frequencies: float32[head_dim / 4], radians for a patch.
-    """
+    """cos and sin, float32[tokens, head_dim / 2], of patches at these places: half of the pairs turn by the row, half by the column. rows, columns:
+    [tokens]. row_frequencies, column_frequencies: float32[head_dim / 4], radians for a patch."""
     angles = torch.cat([rows[:, None].float() * row_frequencies, columns[:, None].float() * column_frequencies], dim=1)
     return angles.cos(), angles.sin()
 
@@ -346,28 +328,46 @@ _CLIP_BLOCKS = BlockOptions(
 )
 
 
-class ClipVision:
-    """A tower over images of one size: CLIP, whose first token is of no patch, and SigLIP. Gives [images, tokens of an image, hidden_size].
+class VisionNames(NamedTuple):
+    """Names of the tensors of a tower over images of one size; `layers` is a prefix."""
 
-    final_norm: the tower's last norm is computed, too.
+    first: str = "embeddings.class_embedding"
+    patches: str = "embeddings.patch_embedding"
+    positions: str = "embeddings.position_embedding.weight"
+    layers: str = "encoder.layers"
+    final_norm: str = "post_layernorm"
+
+
+class ClipVision:
+    """A tower over images of one size. CLIP and others have a first token, which is of no patch; SigLIP has none. Gives [images, tokens of an image,
+    hidden_size].
+
+    final_norm: the tower's last norm is computed, too. stacked: a checkpoint has tables as stacks of one.
     """
 
     def __init__(
-        self, media: MediaConfig, placement: Placement, prefix: str = "vision_tower.", *, final_norm: bool
+        self,
+        media: MediaConfig,
+        placement: Placement,
+        prefix: str = "vision_tower.",
+        *,
+        final_norm: bool,
+        names: VisionNames = VisionNames(),
+        blocks: BlockOptions = _CLIP_BLOCKS,
+        stacked: bool = False,
     ) -> None:
-        config = media.vision
-        self._config = config
-        self._prefix = prefix
+        config = self._config = media.vision
+        size, is_clip, has_first = config.hidden_size, config.tower == "clip", config.tower != "siglip"
+        self._prefix, self._names = prefix, names
         self._placement = placement
         self.side = config.image_size // config.patch_size
-        self._is_clip = config.tower == "clip"
         kernel = (config.num_channels, config.patch_size, config.patch_size)
-        self._patches = patch_layer(kernel, config.hidden_size, placement, bias=not self._is_clip)
-        self._positions = Table((self.side**2 + self._is_clip, config.hidden_size), placement)
-        self._first = Table((config.hidden_size,), placement) if self._is_clip else None
-        self._norm = LayerNorm(config.hidden_size, config.norm_eps, placement) if self._is_clip else None
-        self.tower = Tower(config, _CLIP_BLOCKS, f"{prefix}encoder.layers", placement)
-        self._final_norm = LayerNorm(config.hidden_size, config.norm_eps, placement) if final_norm else None
+        self._patches = patch_layer(kernel, size, placement, bias=not is_clip)
+        self._positions = Table((1,) * stacked + (self.side**2 + has_first, size), placement)
+        self._first = Table((1, 1) * stacked + (size,), placement) if has_first else None
+        self._norm = LayerNorm(size, config.norm_eps, placement) if is_clip else None
+        self.tower = Tower(config, blocks, f"{prefix}{names.layers}", placement)
+        self._final_norm = LayerNorm(size, config.norm_eps, placement) if final_norm else None
         self._drops_first = media.drops_first
 
     def run(self, items: Sequence[MediaInput]) -> Slices:
@@ -397,13 +397,51 @@ class ClipVision:
         return self._positions.rows
 
     def weights(self) -> Iterator[Weight]:
-        embeddings = f"{self._prefix}embeddings."
+        prefix, names = self._prefix, self._names
         if self._first is not None:
-            yield from self._first.weights(f"{embeddings}class_embedding")
-        yield from self._patches.weights(f"{embeddings}patch_embedding.weight", f"{embeddings}patch_embedding.bias")
-        yield from self._positions.weights(f"{embeddings}position_embedding.weight")
+            yield from self._first.weights(prefix + names.first)
+        yield from self._patches.weights(f"{prefix}{names.patches}.weight", f"{prefix}{names.patches}.bias")
+        yield from self._positions.weights(prefix + names.positions)
         if self._norm is not None:
-            yield from self._norm.weights(f"{self._prefix}pre_layrnorm")
+            yield from self._norm.weights(f"{prefix}pre_layrnorm")
         yield from self.tower.weights()
         if self._final_norm is not None:
-            yield from self._final_norm.weights(f"{self._prefix}post_layernorm")
+            yield from self._final_norm.weights(prefix + names.final_norm)
+
+
+class TowerEncoder:
+    """What `MediaEncoder`s over a tower have alike."""
+
+    sees_ahead = False
+    num_deep = 0
+    tower: Tower
+
+    @property
+    def num_slices(self) -> int:
+        return self.tower.num_slices
+
+    def fuse(self, native: bool = True) -> str:
+        return self.tower.fuse(native)
+
+
+class ProjectedEncoder(TowerEncoder):
+    """A `MediaEncoder` whose rows are made of what a vision tower gives for each tile, and projected to the size of the text model."""
+
+    def __init__(self, vision: ClipVision, shuffle: int = 1) -> None:
+        """shuffle: see `MediaConfig`."""
+        self._vision, self.tower = vision, vision.tower
+        self._shuffle = shuffle
+
+    def rows_of(self, tiles: torch.Tensor) -> torch.Tensor:
+        """[tiles, patches, size of the tower] -> [rows of all tiles, size that is projected]."""
+        return shuffled(tiles, self._shuffle)
+
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, size] -> [rows, hidden_size of the text model]."""
+        raise NotImplementedError
+
+    def slices(self, items: Sequence[MediaInput]) -> Slices:
+        """An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
+        parts = yield from self._vision.run(items)
+        rows = [self.rows_of(part) for part in parts]
+        return list(self.projected(torch.cat(rows)).split([len(part) for part in rows]))

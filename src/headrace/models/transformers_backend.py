@@ -60,8 +60,6 @@ class _Step:
 
 
 class _LinearModule(nn.Module):
-    """Stands in for an `nn.Linear`, over our packed linear layer."""
-
     def __init__(self, linear: Linear, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = linear
@@ -110,7 +108,7 @@ class _Parameter:
 
 
 class TransformersLM:
-    """A `CausalLM` over a transformers model."""
+    """A `CausalLM` over a transformers model. Raises ModelError when transformers does not know the architecture or it cannot be served."""
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self._placement = placement
@@ -289,10 +287,8 @@ def attend(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function behind transformers' attention interface: q [1, heads, num_tokens, head_dim], k and v likewise.
-
-    Returns [1, num_tokens, heads, head_dim] and no weights. Raises ModelError for what our attention does not do.
-    """
+    """The function behind transformers' attention interface: q [1, heads, num_tokens, head_dim], k and v likewise. Returns [1, num_tokens, heads,
+    head_dim] and no weights. Raises ModelError for what our attention does not do."""
     step = module.headrace_step
     assert isinstance(step, _Step), type(step)
     config, layer = step.config, module.layer_idx
@@ -337,10 +333,6 @@ def attend(
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     out = step.attention.forward(q, k, v, spec)
     return out.view(1, q.shape[0], config.num_q_heads, config.head_dim), None
-
-
-def build(config: ModelConfig, placement: Placement) -> CausalLM:
-    return TransformersLM(config, placement)
 
 
 def _make(config: ModelConfig, placement: Placement) -> Any:
@@ -431,7 +423,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 SPEC = ModelSpec(
     "transformers",
-    build,
+    TransformersLM,
     unsupported=_unsupported,
     ignored=_IGNORED,
     batch_invariant=False,

@@ -25,7 +25,6 @@ class Stacking:
     sources: tuple[str, ...]
 
     def names(self, parameter: str, num_experts: int) -> Iterator[tuple[int, int, str]]:
-        """(expert, number of the source, name) of each matrix of a parameter."""
         for expert in range(num_experts):
             for number, source in enumerate(self.sources):
                 yield expert, number, parameter.replace(self.target, source.replace("*", str(expert)), 1)

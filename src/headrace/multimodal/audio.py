@@ -94,10 +94,8 @@ def read_audio_file(data: bytes, settings: AudioSettings) -> Samples:
 
 
 def _audio_part(data: bytes) -> tuple[bytes, int]:
-    """The file without what libsndfile need not see, and the bytes of the samples that a WAV file says it has, else 0.
-
-    Refuses unsupported formats, and what libsndfile would cut short without a word.
-    """
+    """The file without what libsndfile need not see, and the bytes of the samples that a WAV file says it has, else 0. Refuses unsupported formats,
+    and what libsndfile would cut short without a word."""
     if not data:
         raise MediaRefusedError("the file is empty", "format")
     if data[:4] + data[8:12] == b"RIFFWAVE":

@@ -160,7 +160,6 @@ class Fetcher:
         raise MediaRefusedError(f"the file could not be fetched: more than {MAX_REDIRECTS} redirects", "fetch")
 
     def _redirected(self, target: "URL", location: str) -> "URL":
-        """Where a redirect leads to. Raises MediaRefusedError if that is another host."""
         from yarl import URL
 
         try:
@@ -174,7 +173,6 @@ class Fetcher:
         return self._checked(str(there))
 
     async def _body(self, response: Any, limit: FileLimit) -> bytes:
-        """The bytes of an answer, as far as the limit. Raises MediaRefusedError."""
         if response.status != 200:
             raise MediaRefusedError(f"the file could not be fetched: the host answers {response.status}", "fetch")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -227,7 +225,6 @@ class _Places:
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
     async def take(self, host: str) -> None:
-        """Wait for a place."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((host, place))
         self._let_in()
@@ -239,7 +236,6 @@ class _Places:
             raise
 
     def leave(self, host: str) -> None:
-        """Give a place back."""
         self._inside[host] -= 1
         if not self._inside[host]:
             del self._inside[host]

@@ -44,7 +44,6 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 def read_image(data: bytes) -> Image.Image:
-    """The pixels of a file, in mode RGB. Raises MediaRefusedError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

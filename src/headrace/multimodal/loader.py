@@ -33,7 +33,7 @@ from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
 from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
-from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats, MediaSupport
+from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats
 from headrace.multimodal.families import Family, LoadedItem, make_audio_family, make_family
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.limits import (
@@ -112,11 +112,17 @@ _THREADS = 2  # that decode base64 and hash files
 
 
 class MediaLoader:
-    """See the module docstring. `close` ends the children; nothing is loaded afterwards."""
+    """See the module docstring. `close` ends the children; nothing is loaded afterwards.
+
+    support: the media that the model supports. most: items of each kind in a prompt. max_frames: of a video. token_ids: of each kind that the model
+    takes, the token that stands for an item in a prompt.
+    """
 
     def __init__(self, family: Family, settings: MediaSettings, args: MediaArgs) -> None:
         self._family = family
         self._args = args
+        self.support, self.most, self.max_frames = family.support, args.most, args.max_frames
+        self.token_ids = {kind: own.token_id for kind, own in family.kinds.items()}
         self._limits = {kind: FileLimit(most, kind.max_bytes_option) for kind, most in args.max_bytes.items()}
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.images is not None and settings.images.recipe != "fixed"
@@ -142,25 +148,7 @@ class MediaLoader:
         self._refused: Counter[str] = Counter()
         self._closed = False
 
-    @property
-    def support(self) -> MediaSupport:
-        return self._family.support
-
-    @property
-    def token_ids(self) -> Mapping[MediaKind, int]:
-        """Of each kind that the model takes, the token that stands for an item in a prompt."""
-        return {kind: own.token_id for kind, own in self._family.kinds.items()}
-
-    @property
-    def most(self) -> Mapping[MediaKind, int]:
-        return self._args.most
-
-    @property
-    def max_frames(self) -> int:
-        return self._args.max_frames
-
     def stats(self) -> MediaStats:
-        """What has been done so far."""
         return MediaStats(
             num_loaded=dict(self._loaded),
             num_cache_hits=self._num_hits,
@@ -173,10 +161,8 @@ class MediaLoader:
         )
 
     async def load(self, refs: Sequence[MediaRef], owner: str = "") -> list[LoadedItem]:
-        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, and ExecutionError.
-
-        owner: only those with the same one share what is kept, so that nobody learns by the time what others sent.
-        """
+        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, and ExecutionError. owner: only those with the
+        same one share what is kept, so that nobody learns by the time what others sent."""
         places = asyncio.Semaphore(_AT_A_TIME)
         several = sum(isinstance(ref, ImageRef) for ref in refs) > 1
         tasks = [asyncio.create_task(self._load_one(ref, several, places, owner)) for ref in refs]
@@ -245,7 +231,6 @@ class MediaLoader:
             self._videos.release()
 
     async def _frames(self, frames: Sequence[ImageRef]) -> tuple[bytes, ...]:
-        """The files of a video's frames, a few at a time."""
         files: list[bytes] = []
         for first in range(0, len(frames), _AT_A_TIME):
             some = enumerate(frames[first : first + _AT_A_TIME], first)
@@ -385,8 +370,12 @@ def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
 
 def _content_key(job: MediaJob, owner: str) -> bytes:
     """Of the files and all else that the values depend on, but for the settings."""
-    key = hashlib.blake2b(f"{job.kind} {job.about} {[len(file) for file in job.files]}".encode(), digest_size=32)
-    for file in job.files:
+    files = job.frames if isinstance(job, VideoJob) else (job.data,)
+    about = repr(job.fps) if isinstance(job, VideoJob) else ""
+    if isinstance(job, ImageJob):
+        about = "square" if job.squared else "low" if job.low else ""
+    key = hashlib.blake2b(f"{job.kind} {about} {[len(file) for file in files]}".encode(), digest_size=32)
+    for file in files:
         key.update(file)
     return _owned(key.digest(), owner, 32)
 

@@ -54,7 +54,6 @@ def settings_key(settings: MediaSettings) -> bytes:
 
 
 def serve(frames: Frames) -> None:
-    """Prepare what the parent sends, until it closes the socket."""
     setup = frames.receive(_SETUPS)
     key = settings_key(setup.settings)
     own_bytes = resident_bytes()

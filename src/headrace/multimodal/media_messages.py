@@ -32,27 +32,10 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
     low: bool = False
     squared: bool = False
 
-    @property
-    def about(self) -> str:
-        """What else the values depend on."""
-        return "square" if self.squared else "low" if self.low else ""
-
-    @property
-    def files(self) -> tuple[bytes, ...]:
-        """What the values are made of."""
-        return (self.data,)
-
 
 class AudioJob(msgspec.Struct, frozen=True, tag=True):
-    """Audio to prepare. data: of the file."""
-
     kind: ClassVar = MediaKind.AUDIO
-    about: ClassVar = ""
     data: bytes
-
-    @property
-    def files(self) -> tuple[bytes, ...]:
-        return (self.data,)
 
 
 class VideoJob(msgspec.Struct, frozen=True, tag=True):
@@ -61,14 +44,6 @@ class VideoJob(msgspec.Struct, frozen=True, tag=True):
     kind: ClassVar = MediaKind.VIDEO
     frames: tuple[bytes, ...]
     fps: float
-
-    @property
-    def about(self) -> str:
-        return f"{self.fps!r}"
-
-    @property
-    def files(self) -> tuple[bytes, ...]:
-        return self.frames
 
 
 MediaJob = ImageJob | AudioJob | VideoJob

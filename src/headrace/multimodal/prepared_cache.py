@@ -25,7 +25,6 @@ class PreparedCache(Generic[T]):
         return len(self._values)
 
     def get(self, key: bytes) -> T | None:
-        """The value of a key, which is then the most recently used."""
         value = self._values.get(key)
         if value is not None:
             self._values.move_to_end(key)
@@ -51,7 +50,6 @@ class RecentRefusals:
         self._refusals: OrderedDict[bytes, tuple[float, MediaRefusedError]] = OrderedDict()
 
     def check(self, key: bytes) -> None:
-        """Raises MediaRefusedError for a file that was refused a short time ago."""
         if (found := self._refusals.get(key)) is None:
             return
         until_s, error = found

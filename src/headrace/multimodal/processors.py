@@ -284,7 +284,6 @@ def _resized(image: Image.Image, height: int, width: int, resample: int) -> Imag
 
 
 def _squared(image: Image.Image, mean: Sequence[float]) -> Image.Image:
-    """In the middle of a square of the mean colour."""
     side = max(image.size)
     if image.width == image.height:
         return image

@@ -24,10 +24,8 @@ def bounded(settings: ImageSettings, max_patches: int) -> ImageSettings:
 
 
 def smart_size(height: int, width: int, factor: int, least: int, most: int, num_frames: int = 1) -> tuple[int, int]:
-    """(height, width) near those given, multiples of `factor`, with `least` to `most` pixels together (Qwen's smart_resize).
-
-    num_frames: of a video whose bounds are for all of its frames.
-    """
+    """(height, width) near those given, multiples of `factor`, with `least` to `most` pixels together (Qwen's smart_resize). num_frames: of a video
+    whose bounds are for all of its frames."""
     tall, wide = (round(side / factor) * factor for side in (height, width))
     frames = num_frames if num_frames == 1 else round(num_frames / 2) * 2
     if frames * tall * wide > most:

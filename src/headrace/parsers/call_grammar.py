@@ -7,6 +7,7 @@ text to a grammar, and a model may then write them in other tokens: an output th
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, Literal
 
 from headrace.errors import RequestError
@@ -170,17 +171,11 @@ def _optional_calls(format: OutputFormat, writing: Writing, calls: Sequence[Node
     others = [text for text in format.table.opens if text not in triggers]
     return {
         "type": "triggered_tags",
-        "triggers": triggers[:1] or [_common_beginning(begins)],
+        "triggers": triggers[:1] or [commonprefix(begins)],  # noqa: RUF071, of texts: character by character
         "tags": tags,
         "stop_after_first": not parallel,
         "excludes": others,
     }
-
-
-def _common_beginning(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)
-    size = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:size]
 
 
 def _calls(writing: Writing, calls: Sequence[Node], parallel: bool) -> Node:
@@ -237,26 +232,20 @@ def _arguments(writing: Writing, parameters: object, is_strict: bool, definition
             ]
             return _pairs(items, ", ")
         case "tags":
-            return sequence(
-                *(
-                    item if is_required else maybe(item)
-                    for key, value, is_required in _parameters(schema)
-                    for item in [_tagged(writing, key, value, schema, text)]
-                )
-            )
+            begin, end = writing.parameter
+            tags = []
+            for key, value, is_required in _parameters(schema):
+                is_string = "true" if set(schema_types(value, schema)) <= {"string"} else "false"
+                named = begin.replace("{key}", key).replace("{is_string}", is_string)
+                item = tag(named, text or _text_value(value, schema), end)
+                tags.append(item if is_required else maybe(item))
+            return sequence(*tags)
 
 
 def _parameters(schema: Mapping[str, object]) -> list[tuple[str, object, bool]]:
     """(name, schema, whether it must be there) of each."""
     required = schema.get("required")
     return [(key, value, isinstance(required, list) and key in required) for key, value in properties(schema).items()]
-
-
-def _tagged(writing: Writing, key: str, value: object, root: Mapping[str, object], text: Node | None) -> Node:
-    is_string = set(schema_types(value, root)) <= {"string"}
-    begin, end = writing.parameter
-    begin = begin.replace("{key}", key).replace("{is_string}", "true" if is_string else "false")
-    return tag(begin, text or _text_value(value, root), end)
 
 
 def _free_arguments(writing: Writing) -> Node:

@@ -4,102 +4,12 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Literal
 
-from headrace.parsers.base import BLANK, CallSink
+from headrace.parsers.base import BLANK, CallSink, Malformed, Reader, Result, Steps
 from headrace.parsers.parameters import is_json, to_json, without_surrogates
-
-_SPACE = re.compile(f"[{BLANK}]*")
-
-Steps = Generator[None, None, None]
-Result = Generator[None, None, str]
-
-
-class Malformed(Exception):
-    """What comes next does not belong to a call."""
-
-
-class Scanner:
-    """A `Reader` as one generator, `_read`, which yields where the text ends and goes on with the next piece. Malformed: it is broken."""
-
-    def __init__(self, sink: CallSink) -> None:
-        self.status = "more"
-        self._sink = sink
-        self._text = ""
-        self._at = 0
-        self._in_string = False
-        self._held: list[str] = []
-        self._reading = self._read()
-
-    def feed(self, text: str, at: int) -> int:
-        self._text, self._at = text, at
-        try:
-            next(self._reading)
-        except StopIteration:
-            self.status = "done"
-        except Malformed:
-            self.status = "broken"
-        return self._at
-
-    def _read(self) -> Steps:
-        raise NotImplementedError
-
-    def _peek(self) -> Result:
-        """The next character, which is not taken."""
-        while self._at == len(self._text):
-            yield
-        return self._text[self._at]
-
-    def _solid(self) -> Result:
-        """The next character that is no blank, which is not taken."""
-        while True:
-            self._skip(_SPACE)
-            if self._at < len(self._text):
-                return self._text[self._at]
-            yield
-
-    def _expect(self, text: str) -> Steps:
-        for character in text:
-            if (yield from self._peek()) != character:
-                raise Malformed
-            self._at += 1
-
-    def _skip(self, pattern: re.Pattern[str]) -> str:
-        """Take what a pattern matches here; it may go on in the next piece."""
-        found = pattern.match(self._text, self._at)
-        if found is None:
-            return ""
-        self._at = found.end()
-        return found[0]
-
-    def _word(self, pattern: re.Pattern[str]) -> Result:
-        """Take all that a pattern matches, up to a character that is there; it is held meanwhile."""
-        while True:
-            yield from self._peek()
-            if not (part := self._skip(pattern)):
-                return self._release()
-            self._held.append(part)
-
-    def _release(self) -> str:
-        """What is held, and is no longer."""
-        text = "".join(self._held)
-        self._held.clear()
-        return text
-
-    def _passed(self, steps: Steps, take: Callable[[str], None]) -> Steps:
-        """A part of the text, which is given to `take` as it comes."""
-        more = True
-        while more:
-            start = self._at
-            try:
-                more = next(steps, 0) is None
-            finally:
-                take(self._text[start : self._at])
-            if more:
-                yield
-
 
 # --- JSON, passed on byte for byte
 
@@ -108,7 +18,7 @@ _OUTSIDE = re.compile(r'[^"{}\[\]<]*')
 _SCALAR = re.compile(rf'[^,}}\]{{\["<{BLANK}]*')
 
 
-class JsonReader(Scanner):
+class JsonReader(Reader):
     """Finds the end of a JSON value by its brackets and strings; the value itself is not checked. `<` outside a string begins a mark."""
 
     def _value(self) -> Steps:
@@ -118,13 +28,16 @@ class JsonReader(Scanner):
             raise Malformed
         depth = 0
         while True:
-            yield from self._peek()
+            while self._at == len(self._text):
+                yield
             if first not in '{["':
                 self._skip(_SCALAR)
                 if self._at < len(self._text):
                     return
                 continue
-            self._skip(_OUTSIDE)
+            found = _OUTSIDE.match(self._text, self._at)
+            assert found is not None
+            self._at = found.end()
             if self._at == len(self._text):
                 continue
             character = self._text[self._at]
@@ -142,9 +55,11 @@ class JsonReader(Scanner):
         """The rest of a string, and its closing quote."""
         self._in_string = True
         while True:
-            yield from self._peek()
-            self._skip(_IN_STRING)
+            found = _IN_STRING.match(self._text, self._at)
+            assert found is not None
+            self._at = found.end()
             if self._at == len(self._text):
+                yield
                 continue
             self._at += 1
             if self._text[self._at - 1] == '"':
@@ -290,7 +205,7 @@ _CODE_LENGTHS = {"x": 2, "u": 4, "U": 8}
 _WORDS = {"true": True, "false": False, "null": None}
 
 
-class PythonCall(Scanner):
+class PythonCall(Reader):
     """Reads one call, `name(key=value, ...)`. A string streams; any other value is held until its end. What is no Python literal becomes a string of
     its text.
 
@@ -511,10 +426,12 @@ class GemmaCall(JsonReader):
         brackets: list[str] = []
         is_key = False
         while True:
-            character = yield from self._peek()
+            while self._at == len(self._text):
+                yield
             if part := self._skip(_BARE):
                 self._held.append(part)
                 continue
+            character = self._text[self._at]
             if character == "<":
                 yield from self._expect(self._delimiter)
                 self._end_word(is_key)
@@ -547,7 +464,9 @@ class GemmaCall(JsonReader):
         self._in_text = True
         self._sink.arguments('"')
         while self._partial != self._delimiter:
-            character = yield from self._peek()
+            while self._at == len(self._text):
+                yield
+            character = self._text[self._at]
             if self._delimiter.startswith(self._partial + character):
                 self._partial += character
                 self._at += 1
@@ -563,8 +482,9 @@ class GemmaCall(JsonReader):
 
     def _end_partial(self) -> None:
         """What only began like a delimiter is text."""
-        text, self._partial = self._partial, ""
-        self._sink.arguments(to_json(text)[1:-1])
+        if self._partial:
+            self._sink.arguments(to_json(self._partial)[1:-1])
+            self._partial = ""
 
     def mark(self, text: str) -> bool:
         if self._in_text:

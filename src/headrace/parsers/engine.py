@@ -30,10 +30,6 @@ def random_characters(num: int) -> str:
     return "".join(_SYSTEM_RANDOM.choices(_ALPHABET, k=num))
 
 
-def random_id(name: str, number: int, draw: Callable[[int], str]) -> str:
-    return "call_" + draw(24)
-
-
 class OutputParser:
     """Reads one output, piece by piece. What comes out does not depend on where the pieces are cut, apart from how the events are cut.
 
@@ -61,7 +57,7 @@ class OutputParser:
         self._reads_reasoning = reads_reasoning
         self._num_calls_before = num_calls_before
         self._read_name = read_name
-        self._call_id = call_id or random_id
+        self._call_id = call_id or (lambda name, number, draw: "call_" + draw(24))
         self._draw = draw
         self.num_reasoning_tokens = 0
         self._num_calls = 0
@@ -446,9 +442,6 @@ class OutputParser:
         self._name = None
         self._given_id = ""
         self._state = self._origin = origin
-        self._give_back()
-
-    def _give_back(self) -> None:
         raw = "".join(self._raw)
         self._raw.clear()
         if raw:

@@ -85,21 +85,8 @@ def referenced(reference: str, root: Schema) -> object:
 
 
 def _type_of(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
+    names = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")
 
 
 def coerced(text: str, types: tuple[str, ...]) -> str:
@@ -108,8 +95,7 @@ def coerced(text: str, types: tuple[str, ...]) -> str:
     for name in types:
         match name:
             case "integer" | "number":
-                number = _number(bare, name)
-                if number is not None:
+                if (number := _number(bare, name)) is not None:
                     return number
             case "boolean" if bare.lower() in ("true", "1", "false", "0"):
                 return "true" if bare.lower() in ("true", "1") else "false"

@@ -37,7 +37,10 @@ def tables_of(template: Mapping[str, object], special: Mapping[str, int]) -> tup
     fields = template.get("fields")
     if not isinstance(fields, Mapping) or not fields:
         raise UnsupportedTemplateError("it has no fields")
-    anchor = _anchor(template, "start_anchor", "start_anchor_pattern")
+    anchors, anchor_patterns = _terminals(template, "start_anchor")
+    if not anchors and not anchor_patterns:
+        raise UnsupportedTemplateError("it has neither start_anchor nor start_anchor_pattern")
+    anchor = "|".join(map(regex.escape, sorted(anchors, key=len, reverse=True)))
     literals: list[str] = []
     states: dict[str, State] = {}
     opens: dict[str, Go] = {}
@@ -78,7 +81,7 @@ def tables_of(template: Mapping[str, object], special: Mapping[str, int]) -> tup
     table = Table(
         "response_template",
         states,
-        anchor=anchor,
+        anchor=anchor_patterns[0] if anchor_patterns else anchor,
         is_text=is_text,
         has_tools=_CALLS in fields,
         has_reasoning=has_reasoning,
@@ -111,13 +114,6 @@ def _terminals(field: Field, name: str) -> tuple[list[str], list[str]]:
     except (regex.error, TypeError):
         raise UnsupportedTemplateError(f"`{name}_pattern` is not a regular expression") from None
     return texts, [pattern]
-
-
-def _anchor(template: Mapping[str, object], name: str, pattern_name: str) -> str:
-    texts, patterns = _terminals(template, name)
-    if not texts and not patterns:
-        raise UnsupportedTemplateError(f"it has neither {name} nor {pattern_name}")
-    return patterns[0] if patterns else "|".join(map(regex.escape, sorted(texts, key=len, reverse=True)))
 
 
 def _is_plain_json(field: Field) -> bool:

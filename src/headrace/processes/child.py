@@ -100,7 +100,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._popen.pid
 
     @property

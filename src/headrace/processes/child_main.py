@@ -57,10 +57,8 @@ class Reporter:
     """The child's end of the report pipe."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._encoder = msgspec.json.Encoder()
+        self._fd: int | None = fd
         self._next_s = 0.0
-        self._closed = False
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """A few times a second at most."""
@@ -71,8 +69,7 @@ class Reporter:
 
     def ready(self, info: ReadyInfo | None) -> None:
         """The last word of a child that can serve."""
-        self._write(Ready(info))
-        self._close()
+        self._write(Ready(info), is_last=True)
 
     def failed(self, error: BaseException) -> None:
         """The last word of a child that cannot. Nothing once it was ready."""
@@ -82,24 +79,20 @@ class Reporter:
         elif isinstance(error, ModelError):
             kind = "model"
         text = error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
-        self._write(Failed(kind, text))
-        self._close()
+        self._write(Failed(kind, text), is_last=True)
 
-    def _write(self, report: Report) -> None:
-        if self._closed:
+    def _write(self, report: Report, is_last: bool = False) -> None:
+        if self._fd is None:
             return
         # A parent that is gone or no longer listens: the lifeline deals with the first.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._fd, self._encoder.encode(report) + b"\n")
-
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
+            os.write(self._fd, msgspec.json.encode(report) + b"\n")
+        if is_last:
             os.close(self._fd)
+            self._fd = None
 
 
 def main() -> None:
-    """Entry of a child."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)

@@ -41,17 +41,14 @@ class RankStart(msgspec.Struct, frozen=True):
 
     @property
     def descriptors(self) -> list[int]:
-        """All of them."""
         return [*self.of_groups, *self.of_links]
 
     @property
     def of_groups(self) -> list[int]:
-        """Those of memory."""
         return [fd for fd in (self.group_fd, self.shard_fd) if fd is not None]
 
     @property
     def of_links(self) -> list[int]:
-        """Those of sockets."""
         return [fd for fd in (self.before_fd, self.after_fd) if fd is not None]
 
 
@@ -86,8 +83,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The child cannot serve."""
-
     kind: Literal["config", "model", "other"]
     message: str
 

@@ -20,7 +20,7 @@ from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.processes.child import ChildProcess
 from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
-from headrace.server.address import local_url, uses_tls
+from headrace.server.address import local_url
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -50,7 +50,7 @@ class HttpWorkers:
     ) -> None:
         from headrace.server.request_frontend import METHODS
 
-        self.url = local_url(args.host, listening.getsockname()[1], "https" if uses_tls(args) else "http")
+        self.url = local_url(args, listening.getsockname()[1])
         self.on_death: Callable[[str], None] = lambda message: None
         self.children: list[ChildProcess] = []
         self._args = args
@@ -79,11 +79,11 @@ class HttpWorkers:
         recovery = Recovery(
             self.children,
             budget,
-            self._respawn,
-            on_down=self._down,
+            respawn=lambda dead: self._start(dead.index),
+            on_down=lambda dead: self._loop.call_soon_threadsafe(self._door.remove, dead.source),
             on_up=lambda child: None,
-            on_failure=self._gone,
-            on_refused=self._gone,
+            on_failure=lambda _, message: self.on_death(message),
+            on_refused=lambda _, message: self.on_death(message),
             start_limit_s=self._args.watchdog_timeout_s,
         )
         supervisor = Supervisor(self.children, lambda message: self.on_death(message), recover=recovery.recover)
@@ -117,21 +117,11 @@ class HttpWorkers:
         self._loop.call_soon_threadsafe(self._door.add, number, sender)
         return child
 
-    def _gone(self, dead: ChildProcess, message: str) -> None:
-        self.on_death(message)
-
-    def _respawn(self, dead: ChildProcess) -> ChildProcess:
-        return self._start(dead.index)
-
-    def _down(self, dead: ChildProcess) -> None:
-        self._loop.call_soon_threadsafe(self._door.remove, dead.source)
-
     def _end(self, supervisor: Supervisor, recovery: Recovery) -> None:
         supervisor.stop()
         recovery.stop()
         for child in self.children:
-            sender = self._channels.sender("to_worker", child.index)
-            sender.send(ShutdownReq())
+            self._channels.sender("to_worker", child.index).send(ShutdownReq())
         deadline_s = time.monotonic() + STOP_WORKER_S
         for child in self.children:
             child.stop(max(0.0, deadline_s - time.monotonic()))

@@ -57,7 +57,6 @@ class KVEventPublisher:
             raise
 
     def start(self) -> None:
-        """Begin to send."""
         self._thread.start()
 
     def publish(self, events: list[KVEvent]) -> None:

@@ -222,7 +222,6 @@ def served_model(
     model: "ModelConfig",
     pooling: "PoolingConfig | None",
 ) -> "ServedModel":
-    """The model as clients see it."""
     from headrace.server.context import ServedModel
 
     tool_template = _open_tool_template(args, tokenizer)

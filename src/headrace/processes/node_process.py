@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from headrace import log
@@ -94,7 +95,6 @@ class Node:
         self._thread = threading.Thread(target=self._run, name="node", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def on_signal(self) -> None:
@@ -123,15 +123,19 @@ class Node:
 
     def _hold(self) -> None:
         """Until the end. Raises what a follower says that cannot start, ExecutionError if the group breaks."""
-        connecting = _Connecting(self._args)
+        connecting = _connecting(self._args)
+
+        def has_failed() -> bool:
+            return connecting.done() and connecting.exception() is not None
+
         try:
             for follower in self._followers:
-                follower.wait_ready(should_stop=lambda: self._must_leave() or connecting.has_failed)
+                follower.wait_ready(should_stop=lambda: self._must_leave() or has_failed())
         except ExecutionError:
             if self._must_leave():
                 self.exit_code = 0
                 return
-            if connecting.has_failed:
+            if has_failed():
                 connecting.result()  # raises the cause
             raise
         with connecting.result() as group:
@@ -163,31 +167,18 @@ class Node:
         return self._leave_s is not None and time.monotonic() >= self._leave_s
 
 
-class _Connecting:
+def _connecting(args: ServerArgs) -> "Future[FollowerGroup]":
     """Connects to node 0 in a thread, while the followers load."""
+    future: Future[FollowerGroup] = Future()
 
-    def __init__(self, args: ServerArgs) -> None:
-        self.has_failed = False
-        self._args = args
-        self._found: FollowerGroup | None = None
-        self._error: HeadraceError | None = None
-        self._thread = threading.Thread(target=self._run, name="node 0", daemon=True)
-        self._thread.start()
-
-    def result(self) -> "FollowerGroup":
-        """Wait for it. Raises ConfigError or ExecutionError."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._found is not None
-        return self._found
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._found = connect(self._args, None, {})
-        except HeadraceError as error:
-            self._error = error
-            self.has_failed = True
+            future.set_result(connect(args, None, {}))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="node 0", daemon=True).start()
+    return future
 
 
 def _app(node: Node) -> "FastAPI":

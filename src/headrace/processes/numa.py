@@ -10,7 +10,7 @@ import errno
 import os
 import platform
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -83,7 +83,7 @@ def usable(nodes: Iterable[Node], allowed_cores: Collection[int], allowed_nodes:
     for node in nodes:
         cores = tuple(core for core in node.cores if core in allowed_cores)
         if cores and (allowed_nodes is None or node.number in allowed_nodes):
-            found.append(Node(node.number, cores, node.memory_bytes, node.available_bytes))
+            found.append(replace(node, cores=cores))
     return found
 
 
@@ -113,7 +113,9 @@ def bind(binding: Binding) -> None:
     """Bind this thread, and those that it starts from now on. Raises ConfigError when the kernel refuses."""
     try:
         os.sched_setaffinity(0, binding.cores)
-        _set_policy(binding.node)
+        mask = _mask([binding.node])
+        # The kernel takes one bit less than it is told.
+        _call(0, ctypes.c_int(_BIND), mask, ctypes.c_ulong(len(mask) * _WORD_BITS + 1))
     except OSError as error:
         remedy = "leave the option out"
         if error.errno == errno.EPERM:
@@ -128,7 +130,7 @@ def bound_memory() -> list[int]:
     """The nodes that this thread's memory is bound to; empty if it is not. Raises OSError when the kernel does not tell."""
     mode, mask = ctypes.c_int(), _mask([])
     _call(
-        _numbers_of_calls()[1],
+        1,
         ctypes.byref(mode),
         mask,
         ctypes.c_ulong(len(mask) * _WORD_BITS),
@@ -140,12 +142,6 @@ def bound_memory() -> list[int]:
     return [node for node in range(_MAX_NODES) if mask[node // _WORD_BITS] >> (node % _WORD_BITS) & 1]
 
 
-def _set_policy(node: int) -> None:
-    mask = _mask([node])
-    # The kernel takes one bit less than it is told.
-    _call(_numbers_of_calls()[0], ctypes.c_int(_BIND), mask, ctypes.c_ulong(len(mask) * _WORD_BITS + 1))
-
-
 def _mask(nodes: Iterable[int]) -> "ctypes.Array[ctypes.c_ulong]":
     mask = (ctypes.c_ulong * (_MAX_NODES // _WORD_BITS + 1))()
     for node in nodes:
@@ -153,15 +149,13 @@ def _mask(nodes: Iterable[int]) -> "ctypes.Array[ctypes.c_ulong]":
     return mask
 
 
-def _numbers_of_calls() -> tuple[int, int]:
+def _call(which: int, *arguments: object) -> None:
+    """which: of _CALLS."""
     machine = platform.machine()
     if machine not in _CALLS:
         raise ConfigError(f"--numa-bind works on {' and '.join(_CALLS)}, not on {machine}; leave the option out")
-    return _CALLS[machine]
-
-
-def _call(number: int, *arguments: object) -> None:
-    if ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments):
+    number = ctypes.c_long(_CALLS[machine][which])
+    if ctypes.CDLL(None, use_errno=True).syscall(number, *arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 

@@ -58,7 +58,7 @@ class Parts(ABC):
         """End the parts now, as far as that is possible. Idempotent."""
 
     def ask_to_leave(self) -> None:
-        """Ask every part to end after the message that it is handling."""
+        """Every part, after the message that it is handling."""
         self._to_schedulers.send(ShutdownReq())
         self._to_detokenizer.send(ShutdownReq())
 
@@ -81,7 +81,6 @@ class ChildParts(Parts):
         self._stopped = False
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
-        """See `Parts`."""
         try:
             infos = [child.wait_ready(on_progress, should_stop) for child in self.children]
             return of_all_replicas([info for info in infos if info is not None])
@@ -90,7 +89,7 @@ class ChildParts(Parts):
             raise
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
-        """See `Parts`. A child that dies is restarted, and `manager` is notified."""
+        """A child that dies is restarted, and `manager` is notified."""
         # Clients were told how many tokens fit: a new scheduler must offer as many. Its adapters are sent to it, since others may have come.
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
@@ -101,11 +100,9 @@ class ChildParts(Parts):
         self._restarts.start()
 
     def processes(self) -> list[tuple[str, int]]:
-        """See `Parts`."""
         return [(child.name, child.pid) for child in list(self.children)]
 
     def stop(self) -> None:
-        """See `Parts`."""
         if self._stopped:
             return
         self._stopped = True
@@ -118,7 +115,6 @@ class ChildParts(Parts):
         self.channels.close()
 
     def kill(self) -> None:
-        """See `Parts`."""
         self._stopped = True
         for child in self.children:
             child.kill()
@@ -168,7 +164,6 @@ class Restarts:
         manager.link.on_dismissed = self._end_scheduler
 
     def start(self) -> None:
-        """Watch from now on."""
         self._supervisor.start()
 
     def stop(self) -> None:

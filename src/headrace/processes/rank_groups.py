@@ -18,11 +18,9 @@ from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.machine import dist_secret, host_and_port
 from headrace.config.server_args import ServerArgs
-from headrace.distributed.base import WHOLE, Group, Shard
-from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
+from headrace.distributed.base import ALL_LAYERS, WHOLE, Group, Receiver, Sender, Shard, Stage
+from headrace.distributed.one_host import SharedMemoryGroup, SocketReceiver, SocketSender, socket_link
 from headrace.distributed.rank import Rank
-from headrace.distributed.shared_memory import SharedMemoryGroup
-from headrace.distributed.stages import ALL_LAYERS, Receiver, Sender, Stage
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.log import get_logger
 from headrace.processes.handshake import RankStart
@@ -47,7 +45,6 @@ _OF_ALL = ("tp_size", "ep_size", "pp_size", "nnodes", "rank_timeout_s")
 
 
 def ranks_here(args: ServerArgs) -> range:
-    """The ranks of this host."""
     each = args.num_ranks // args.num_nodes
     begin = each * (args.node_rank or 0)
     return range(begin, begin + each)
@@ -89,7 +86,6 @@ def _following(args: ServerArgs, rank: int) -> int:
 
 
 def descriptors_of(starts: Iterable[RankStart]) -> set[int]:
-    """All of them."""
     return {fd for start in starts for fd in start.descriptors}
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.log import get_logger
@@ -21,6 +22,7 @@ WINDOW_S = 600.0
 """The window of --max-restarts: restarts longer ago than this many seconds do not count."""
 
 
+@dataclass(eq=False, slots=True)
 class Supervisor:
     """Calls `on_death` once, with a message for clients, when a process has ended that cannot be recovered.
 
@@ -30,23 +32,15 @@ class Supervisor:
     `manager.heartbeats.age_s`.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[ChildProcess],
-        on_death: Callable[[str], None],
-        heartbeat_age_s: Callable[[str], float | None] = lambda name: None,
-        recover: Callable[[ChildProcess], bool] = lambda process: False,
-        on_silence: Callable[[ChildProcess], None] = lambda process: None,
-    ) -> None:
-        self.dead: str | None = None
-        self._processes = processes
-        self._on_death = on_death
-        self._heartbeat_age_s = heartbeat_age_s
-        self._recover = recover
-        self._on_silence = on_silence
-        self._silent: set[str] = set()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+    processes: Sequence[ChildProcess]
+    on_death: Callable[[str], None]
+    heartbeat_age_s: Callable[[str], float | None] = lambda name: None
+    recover: Callable[[ChildProcess], bool] = lambda process: False
+    on_silence: Callable[[ChildProcess], None] = lambda process: None
+    dead: str | None = field(default=None, init=False)
+    _silent: set[str] = field(default_factory=set, init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Watch from a thread until `stop`, or until a process has died."""
@@ -63,26 +57,26 @@ class Supervisor:
         """Look once. True when all processes live."""
         if self.dead is not None:
             return False
-        for process in tuple(self._processes):
+        for process in tuple(self.processes):
             code = process.exit_code
             if code is not None:
                 logger.error("the %s process died (%s)", process.name, describe_exit(code))
-                if self._recover(process):
+                if self.recover(process):
                     continue
                 self.dead = process.name
-                self._on_death(f"the {process.name} process has ended unexpectedly")
+                self.on_death(f"the {process.name} process has ended unexpectedly")
                 return False
             self._note_silence(process)
         return True
 
     def _note_silence(self, process: ChildProcess) -> None:
         name = process.name
-        age_s = self._heartbeat_age_s(name)
+        age_s = self.heartbeat_age_s(name)
         silent = age_s is not None and age_s > SILENCE_LIMIT_S
         if silent and name not in self._silent:
             self._silent.add(name)
             logger.warning("no heartbeat from the %s process for %.1f s", name, age_s)
-            self._on_silence(process)
+            self.on_silence(process)
         elif not silent and name in self._silent:
             self._silent.discard(name)
             logger.info("the %s process sends heartbeats again", name)
@@ -120,6 +114,7 @@ class RestartBudget:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class Recovery:
     """Restarts of a set of processes.
 
@@ -130,41 +125,30 @@ class Recovery:
     well. Both get the dead process and a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
     """
 
-    def __init__(
-        self,
-        children: list[ChildProcess],
-        budget: RestartBudget,
-        respawn: Callable[[ChildProcess], ChildProcess],
-        on_down: Callable[[ChildProcess], None],
-        on_up: Callable[[ChildProcess], None],
-        on_failure: Callable[[ChildProcess, str], None],
-        on_refused: Callable[[ChildProcess, str], None],
-        start_limit_s: float,
-    ) -> None:
-        self._children = children
-        self._budget = budget
-        self._respawn = respawn
-        self._on_down = on_down
-        self._on_up = on_up
-        self._on_failure = on_failure
-        self._on_refused = on_refused
-        self._start_limit_s = start_limit_s
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+    children: list[ChildProcess]
+    budget: RestartBudget
+    respawn: Callable[[ChildProcess], ChildProcess]
+    on_down: Callable[[ChildProcess], object]
+    on_up: Callable[[ChildProcess], None]
+    on_failure: Callable[[ChildProcess, str], None]
+    on_refused: Callable[[ChildProcess, str], None]
+    start_limit_s: float
+    _stopping: threading.Event = field(default_factory=threading.Event, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _threads: list[threading.Thread] = field(default_factory=list, init=False)
 
     def recover(self, dead: ChildProcess) -> bool:
         """Deal with a death. False: there have been too many, or we are stopping."""
         if self._stopping.is_set():
             return False
         with self._lock:
-            if dead not in self._children:
+            if dead not in self.children:
                 return True  # whoever started it has seen it too
-            if not self._budget.take():
+            if not self.budget.take():
                 return False
-            self._children.remove(dead)
+            self.children.remove(dead)
         dead.kill()
-        self._on_down(dead)
+        self.on_down(dead)
         thread = threading.Thread(target=self._restart, args=(dead,), name=f"restart {dead.name}", daemon=True)
         self._threads = [other for other in self._threads if other.is_alive()] + [thread]
         thread.start()
@@ -174,7 +158,7 @@ class Recovery:
         """Take a dead process out of service without starting another."""
         if self._take_out(dead):
             dead.kill()
-            self._on_down(dead)
+            self.on_down(dead)
 
     def stop(self) -> None:
         """Start no more processes, and end those that are starting. Idempotent; from any thread."""
@@ -186,7 +170,7 @@ class Recovery:
     def _restart(self, dead: ChildProcess) -> None:
         begin = time.monotonic()
         while True:
-            process = self._respawn(dead)
+            process = self.respawn(dead)
             error = self._why_not_ready(process)
             if self._stopping.is_set():
                 process.kill()
@@ -204,17 +188,17 @@ class Recovery:
             message = f"the {process.name} process has died and could not be restarted"
             # What is wrong with the options or the model will be wrong the next time.
             if isinstance(error, ConfigError | ModelError):
-                self._on_refused(process, message)
+                self.on_refused(process, message)
                 return
-            if not self._budget.take():
-                self._on_failure(process, message)
+            if not self.budget.take():
+                self.on_failure(process, message)
                 return
 
     def _put_into_service(self, process: ChildProcess) -> HeadraceError | None:
         # Watched from now on: if it dies meanwhile, `recover` deals with it.
-        self._children.append(process)
+        self.children.append(process)
         try:
-            self._on_up(process)
+            self.on_up(process)
         except HeadraceError as error:
             if not self._take_out(process):
                 return _DiedAgain(f"the {process.name} process died before it was in service: {error.message}")
@@ -224,16 +208,16 @@ class Recovery:
     def _take_out(self, process: ChildProcess) -> bool:
         """Whether it was still among the children. The supervisor and a restart may both see a death; only one of them deals with it."""
         with self._lock:
-            if process not in self._children:
-                return False
-            self._children.remove(process)
-            return True
+            is_there = process in self.children
+            if is_there:
+                self.children.remove(process)
+            return is_there
 
     def _why_not_ready(self, process: ChildProcess) -> HeadraceError | None:
-        end_s = time.monotonic() + self._start_limit_s
+        end_s = time.monotonic() + self.start_limit_s
 
         def should_stop() -> bool:
-            return self._stopping.is_set() or (self._start_limit_s > 0 and time.monotonic() > end_s)
+            return self._stopping.is_set() or (self.start_limit_s > 0 and time.monotonic() > end_s)
 
         try:
             process.wait_ready(should_stop=should_stop)

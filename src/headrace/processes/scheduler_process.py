@@ -11,12 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config.checks import encoder_args
 from headrace.config.kv_events import read_kv_events
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ModelError
 from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
 from headrace.messages.packing import unpack_int32
@@ -83,26 +82,30 @@ def run_scheduler(
         model = read_model_config(args)
         if model.encoder is not None:
             args = encoder_args(args, model.max_position_embeddings)
-        tokenizer = _LateTokenizer(args)
-        tokenizer.start()
-        ends = functools.cache(lambda: end_tokens(args, model, tokenizer.get()))
+        tokenizer = run_in_lasting_thread(functools.partial(open_tokenizer, args)).result  # beside the weights
+        ends = functools.cache(lambda: end_tokens(args, model, tokenizer()))
         grammars = _grammars(args, tokenizer, model, ends)
-        preparation = run_in_lasting_thread(grammars.prepare)  # beside the weights
+        preparation = run_in_lasting_thread(grammars.prepare)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
             worker, ready = build_worker(args, on_progress, tokenize=tokenize)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
         preparation.result()
-        on_admission = _no_fault
+        hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
             from headrace.scheduler.faults import InjectedFaults
 
             faults = InjectedFaults()
             receiver, worker = faults.receiver(receiver, to_detokenizer), faults.worker(worker)
-            on_admission = faults.on_admission
+            hooks["on_admission"] = faults.on_admission
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
-        events = _block_events(ready) if publisher is not None else None
+        hooks["on_turn"], events = watchdog.feed, None
+        if publisher is not None:
+            from headrace.cache.events import BlockEvents
+
+            events = BlockEvents(ready.page_size)
+            hooks["on_turn"] = _telling(watchdog.feed, events, publisher)
         scheduler = Scheduler(
             scheduler_config(args, model, ready, ends(), replica),
             _kv_manager(args, ready, events),
@@ -110,27 +113,21 @@ def run_scheduler(
             receiver,
             to_detokenizer,
             to_tokenizer,
-            lambda request: _stop_checker(tokenizer.get(), request),
-            on_turn=watchdog.feed
-            if publisher is None or events is None
-            else _telling(watchdog.feed, events, publisher),
+            lambda request: _stop_checker(tokenizer(), request),
             source=source,
             grammars=grammars,
-            on_admission=on_admission,
+            **hooks,
         )
         watchdog.start()
         on_ready(ready)
-        with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
-            scheduler.run()
+        if not args.single_process:
+            resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
+        scheduler.run()
         watchdog.stop()
 
 
-def _no_fault(rid: str) -> None:
-    """Happens at the admission of a request."""
-
-
 def _grammars(
-    args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig", ends: Callable[[], EndTokens]
+    args: ServerArgs, tokenizer: "Callable[[], Tokenizer]", model: "ModelConfig", ends: Callable[[], EndTokens]
 ) -> "Grammars":
     """What compiles the grammars of requests. No process is started before the first of them."""
     from headrace.grammar.compiler import GrammarCompiler
@@ -140,8 +137,8 @@ def _grammars(
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return NO_GRAMMARS
     return GrammarCompiler(
-        lambda: Vocabulary.of(tokenizer.get(), model.vocab_size, ends().eos | ends().turn),
-        tokenize=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
+        lambda: Vocabulary.of(tokenizer(), model.vocab_size, ends().eos | ends().turn),
+        tokenize=lambda text: tokenizer().encode(text, add_special_tokens=False),
     )
 
 
@@ -158,12 +155,6 @@ def _kv_event_publisher(args: ServerArgs, replica: int, resources: contextlib.Ex
     return publisher
 
 
-def _block_events(ready: ReadyInfo) -> "BlockEvents":
-    from headrace.cache.events import BlockEvents
-
-    return BlockEvents(ready.page_size)
-
-
 def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEventPublisher") -> Callable[[], None]:
     """What is called once per turn: the events of the turn before are published."""
 
@@ -176,7 +167,6 @@ def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEven
 
 
 def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":
-    """The bookkeeping of the pages that the worker has."""
     from headrace.cache.base import ChunkCache, PageAllocator
     from headrace.cache.radix_cache import RadixCache
     from headrace.scheduler.kv_manager import KVManager, KvPart
@@ -225,28 +215,6 @@ def scheduler_config(
     )
 
 
-class _LateTokenizer:
-    """The scheduler's tokenizer, opened in a thread beside the weights, or when first asked for."""
-
-    def __init__(self, args: ServerArgs) -> None:
-        self._open = functools.cache(functools.partial(open_tokenizer, args))
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Begin to open it."""
-
-        def open_it() -> None:
-            with contextlib.suppress(ModelError):  # who asks for it is told
-                self.get()
-
-        run_in_lasting_thread(open_it)
-
-    def get(self) -> "Tokenizer":
-        """The tokenizer, once it is open."""
-        with self._lock:
-            return self._open()
-
-
 def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) -> "StopMatcher":
     from headrace.text.incremental import IncrementalDecoder
     from headrace.text.stop import StopMatcher
@@ -263,7 +231,7 @@ def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) ->
 
 
 @contextlib.contextmanager
-def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[None]:
+def _heartbeats(to_tokenizer: Sender, process: str) -> Iterator[None]:
     """Send heartbeats from a thread, also while the loop is deep in a step."""
     stop = threading.Event()
 
@@ -274,14 +242,12 @@ def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[N
             to_tokenizer.send(Heartbeat(process))
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-    if enabled:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         stop.set()
-        if enabled:
-            thread.join()
+        thread.join()
 
 
 class _LastingThread:

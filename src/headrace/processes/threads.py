@@ -89,11 +89,9 @@ class ThreadParts(Parts):
         self._on_death(f"a step took longer than {limit_s:g} s (--watchdog-timeout-s); the request was lost")
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
-        """Call `on_death(message)` when a thread dies."""
         self._on_death = on_death
 
     def stop(self) -> None:
-        """End both threads. Idempotent."""
         if self._stopped:
             return
         self._stopped = True

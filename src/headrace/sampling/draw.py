@@ -68,7 +68,6 @@ class TokenMasks:
         return torch.from_numpy(self.words), torch.from_numpy(self.rows)
 
     def of(self, rows: Sequence[int]) -> "TokenMasks":
-        """The masks of these rows of the step."""
         return TokenMasks(self.words, self.rows[rows])
 
 
@@ -96,7 +95,6 @@ class DrawTable:
         self._typical_p[seq] = filters.typical_p
 
     def all_greedy(self, seqs: Int32Array) -> bool:
-        """Whether each of these sequences takes its most likely token."""
         return not self._temperatures[seqs].any()
 
     def draw(

@@ -154,14 +154,7 @@ def _no_unicode(field: str) -> RequestError:
 
 def _kind_of(value: object) -> str:
     """What JSON calls the type of a value."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case str():
-            return "a string"
-        case int() | float():
-            return "a number"
-        case _:
-            return "a list" if isinstance(value, list) else "an object"
+    numbers = dict.fromkeys((int, float), "a number")
+    return {type(None): "null", bool: "a boolean", str: "a string", list: "a list", **numbers}.get(
+        type(value), "an object"
+    )

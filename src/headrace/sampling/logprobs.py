@@ -55,7 +55,9 @@ def prompt_logprobs(logits: torch.Tensor, next_ids: npt.ArrayLike, spec: Logprob
         inside = (wanted[i] >= 0) & (wanted[i] < size)
         values[i, inside] = _log_softmax(host[wanted[i, inside]], total)
         if spec.top_num:
-            top = _top(host, min(spec.top_num, size))
+            top = largest(host, min(spec.top_num, size))
+            # Then impossible ones (-inf) by id.
+            top = np.concatenate((top, np.flatnonzero(np.isneginf(host))[: min(spec.top_num, size) - len(top)]))
             top_ids[i, : len(top)] = top
             top_values[i, : len(top)] = _log_softmax(host[top], total)
     return LogprobBlock(
@@ -74,12 +76,6 @@ def token_logprobs(row: torch.Tensor, token_id: int, spec: LogprobSpec) -> Logpr
 
 def _log_softmax(logits: Float32Array, total: float) -> Float32Array:
     return (logits.astype(np.float64) - total).astype(np.float32)
-
-
-def _top(row: Float32Array, k: int) -> npt.NDArray[np.int64]:
-    """Exactly k ids: `largest`, then impossible ones (-inf) by id."""
-    top = largest(row, k)
-    return np.concatenate((top, np.flatnonzero(np.isneginf(row))[: k - len(top)]))
 
 
 def largest(row: Float32Array, k: int) -> Int64Array:

@@ -53,7 +53,6 @@ class TokenHistory:
         self.num_tokens += 1
 
     def truncate(self, num_tokens: int) -> None:
-        """Remove the tokens from index `num_tokens` on."""
         assert self.num_prompt_tokens <= num_tokens <= self.num_tokens, (num_tokens, self.num_tokens)
         self.num_tokens = num_tokens
 

@@ -203,16 +203,22 @@ class Sampler:
             source = logits.clone()
             self._penalties.apply(source, seqs, positions)
         if self._device.type == "cpu" and self.takes_largest(seqs):
-            return self._greedy(source)
+            # The result of `_pick` without its tensor operations.
+            token_ids = ops.argmax(source)
+            logit = source.numpy().item
+            return self.take_largest(token_ids, [logit(row, i) for row, i in enumerate(token_ids.tolist())])
         masks = self.grammars.ready(seqs, positions) if any(state.constrained for state in states) else NO_MASKS
         errors = dict(masks.errors)
         left_out = {*masks.late, *masks.errors}
         as_is = [row for row, state in enumerate(states) if state.history is None and row not in left_out]
         token_ids = self._pick(source, seqs, as_is, positions, errors, BAD_LOGITS, masks.tokens)
         if edited := [row for row, state in enumerate(states) if state.history is not None and row not in left_out]:
-            copies = self._copy(logits, edited)
+            # On the CPU with numpy: one thread copies faster than several can be synchronised. A maximum is NaN where the row has one.
+            is_cpu = self._device.type == "cpu"
+            copies = torch.from_numpy(logits.numpy()[edited]) if is_cpu else logits[edited]
+            maxima = torch.from_numpy(copies.numpy().max(axis=1)) if is_cpu else copies.amax(dim=1)
             passed: list[int] = []
-            for i, (row, healthy) in enumerate(zip(edited, self._maxima(copies).isfinite().tolist(), strict=True)):
+            for i, (row, healthy) in enumerate(zip(edited, maxima.isfinite().tolist(), strict=True)):
                 # A grammar whose output is complete ends it, whatever the minimum.
                 count = sys.maxsize if row in masks.only_end else num_outputs[row]
                 error = self._edit(copies[i], healthy, states[row], positions[row], count, rids[row])
@@ -221,7 +227,10 @@ class Sampler:
                 else:
                     passed.append(i)
             tokens = None if masks.tokens is None else masks.tokens.of(edited)
-            self._pick_into(token_ids, copies, seqs, edited, passed, positions, errors, NOTHING_LEFT, tokens)
+            failed: dict[int, str] = {}
+            own_seqs, own_positions = [seqs[row] for row in edited], [positions[row] for row in edited]
+            token_ids[edited] = self._pick(copies, own_seqs, passed, own_positions, failed, NOTHING_LEFT, tokens)
+            errors.update((edited[i], message) for i, message in failed.items())
         logprobs = self._take(token_ids, logits, seqs, states, {*errors, *masks.late})
         return SamplerOutput(token_ids, errors, logprobs, masks.late)
 
@@ -259,12 +268,6 @@ class Sampler:
         assert state is not None, f"sequence {seq} was never added"
         return state
 
-    def _greedy(self, logits: torch.Tensor) -> SamplerOutput:
-        """The most likely token of every row, on the CPU: the result of `_pick` without its tensor operations."""
-        token_ids = ops.argmax(logits)
-        logit = logits.numpy().item
-        return self.take_largest(token_ids, [logit(row, i) for row, i in enumerate(token_ids.tolist())])
-
     def _pick(
         self,
         logits: torch.Tensor,
@@ -281,36 +284,6 @@ class Sampler:
             host_ids = token_ids.tolist()
             errors.update((row, message) for row in rows if host_ids[row] < 0)
         return token_ids
-
-    def _pick_into(
-        self,
-        token_ids: torch.Tensor,
-        logits: torch.Tensor,
-        seqs: Sequence[int],
-        rows: Sequence[int],
-        wanted: Sequence[int],
-        positions: Sequence[int],
-        errors: dict[int, str],
-        message: str,
-        masks: TokenMasks | None,
-    ) -> None:
-        """As `_pick`, for `rows` of the step, whose logits float32[len(rows), V] these are; of them only those with an index in `wanted`."""
-        failed: dict[int, str] = {}
-        own_seqs, own_positions = [seqs[row] for row in rows], [positions[row] for row in rows]
-        token_ids[rows] = self._pick(logits, own_seqs, wanted, own_positions, failed, message, masks)
-        errors.update((rows[i], text) for i, text in failed.items())
-
-    def _copy(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """A copy of these rows, float32[n, V]. On the CPU with numpy: one thread copies faster than several can be synchronised."""
-        if self._device.type == "cpu":
-            return torch.from_numpy(logits.numpy()[rows])
-        return logits[rows]
-
-    def _maxima(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32[R]; NaN where the row has one."""
-        if self._device.type == "cpu":
-            return torch.from_numpy(logits.numpy().max(axis=1))
-        return logits.amax(dim=1)
 
     def _edit(
         self, row: torch.Tensor, healthy: bool, state: _Sequence, position: int, num_outputs: int, rid: str

@@ -31,15 +31,11 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """URL for clients on this machine of a server bound to `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+def local_url(args: ServerArgs, port: int) -> str:
+    """URL for clients on this machine of a server bound to --host and `port`."""
+    scheme = "https" if args.ssl_certfile is not None else "http"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(args.host, args.host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def uses_tls(args: ServerArgs) -> bool:
-    """Whether the server speaks HTTPS."""
-    return args.ssl_certfile is not None
 
 
 def check_certificate(args: ServerArgs) -> None:
@@ -48,10 +44,15 @@ def check_certificate(args: ServerArgs) -> None:
         if args.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
         return
-    _check_readable("--ssl-certfile", args.ssl_certfile)
-    key_option = "--ssl-certfile" if args.ssl_keyfile is None else "--ssl-keyfile"
-    if args.ssl_keyfile is not None:
-        _check_readable(key_option, args.ssl_keyfile)
+    given = {"--ssl-certfile": args.ssl_certfile, "--ssl-keyfile": args.ssl_keyfile}
+    files = {option: path for option, path in given.items() if path is not None}
+    for option, path in files.items():
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{option} {path}: cannot be read ({error.strerror})") from None
+    key_option = [*files][-1]
 
     def no_password() -> str:
         raise ConfigError(
@@ -63,15 +64,7 @@ def check_certificate(args: ServerArgs) -> None:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError("--ssl-keyfile: this is not the key of the certificate in --ssl-certfile") from None
-        files = "--ssl-certfile" if args.ssl_keyfile is None else "--ssl-certfile and --ssl-keyfile"
+        shown = " and ".join(files)
         raise ConfigError(
-            f"{files}: not a certificate in PEM and its private key ({error.reason or 'unreadable'})"
+            f"{shown}: not a certificate in PEM and its private key ({error.reason or 'unreadable'})"
         ) from None
-
-
-def _check_readable(option: str, path: str) -> None:
-    try:
-        with open(path, "rb"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be read ({error.strerror})") from None

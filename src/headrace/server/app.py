@@ -115,7 +115,9 @@ def _add_middleware(app: FastAPI, context: ServingContext, table: list[RouteSpec
     """
     args = context.args
     names, access = RouteNames(spec.path for spec in table), {spec.path: spec.access for spec in table}
-    app.add_middleware(AuthMiddleware, names, access, args.api_key, args.admin_api_key, keys)
+    app.add_middleware(
+        AuthMiddleware, names=names, access=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys
+    )
     app.add_middleware(ErrorBoundary)
     origins = parse_origins(args.allow_origins)
     if origins:

@@ -123,11 +123,9 @@ class ApiKeys:
         self.load()
 
     def of_name(self, name: str) -> Tenant | None:
-        """The tenant of a name in the file."""
         return self._by_name.get(name)
 
     def __len__(self) -> int:
-        """Number of keys."""
         return len(self._by_digest)
 
     def find(self, key: bytes) -> Tenant | None:

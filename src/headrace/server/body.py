@@ -62,22 +62,19 @@ class BodyCounts:
         self.fields += text.count(b":")
 
     @property
-    def is_small(self) -> bool:
-        """Whether all counts are within the limits."""
-        return self.values < MAX_VALUES and self.lists <= MAX_LISTS and self.fields <= MAX_FIELDS
-
-    def check(self) -> None:
-        """Raises TooLargeError for the first limit that is exceeded."""
-        for count, limit, what in (
+    def excess(self) -> str:
+        """What exceeds its limit; empty if nothing does."""
+        limits = (
             (self.values + 1, MAX_VALUES, "values"),
             (self.lists, MAX_LISTS, "lists and objects"),
             (self.fields, MAX_FIELDS, "fields of objects"),
-        ):
-            if count > limit:
-                raise TooLargeError(
-                    f"the body holds {count} {what}, at most {limit}: send it in several requests",
-                    code="body_too_large",
-                )
+        )
+        return next((f"{count} {what}, at most {limit}" for count, limit, what in limits if count > limit), "")
+
+    def check(self) -> None:
+        """Raises TooLargeError for the first limit that is exceeded."""
+        if excess := self.excess:
+            raise TooLargeError(f"the body holds {excess}: send it in several requests", code="body_too_large")
 
 
 def count_body(body: bytes) -> BodyCounts:
@@ -86,7 +83,7 @@ def count_body(body: bytes) -> BodyCounts:
     for at in range(0, len(body), _PIECE_BYTES):
         counts.add(body[at : at + _PIECE_BYTES])
     # Most bodies are within the limits even when the contents of strings are counted too.
-    return counts if counts.is_small else _count_outside_strings(body)
+    return counts if not counts.excess else _count_outside_strings(body)
 
 
 def _count_outside_strings(body: bytes) -> BodyCounts:
@@ -284,7 +281,8 @@ def embeds_to_base64(body: bytes, hidden_size: int) -> bytes:
         embeds = bytes(_BODY.decode(body).input_embeds)
         if not embeds.lstrip(_BLANK).startswith(b"["):
             return body
-        _check_rest(body, embeds)
+        counts, own = count_body(body), count_body(embeds)
+        BodyCounts(counts.values - own.values, counts.lists - own.lists, counts.fields - own.fields).check()
         fields = _FIELDS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body
@@ -294,11 +292,6 @@ def embeds_to_base64(body: bytes, hidden_size: int) -> bytes:
     encoded = [base64.b64encode(prompt).decode() for prompt in prompts]
     fields[_NAME] = msgspec.Raw(msgspec.json.encode(encoded if is_batch else encoded[0]))
     return msgspec.json.encode(fields)
-
-
-def _check_rest(body: bytes, embeds: bytes) -> None:
-    counts, own = count_body(body), count_body(embeds)
-    BodyCounts(counts.values - own.values, counts.lists - own.lists, counts.fields - own.fields).check()
 
 
 def _read_prompts(embeds: bytes, hidden_size: int) -> tuple[list[bytes], bool]:

@@ -91,7 +91,6 @@ class ServerStatus:
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are accepted."""
         return self.started and not self.draining
 
 
@@ -99,8 +98,7 @@ class Asker(Protocol):
     """Who asks for output: the exchange of an HTTP request, or a program in this process."""
 
     @property
-    def caller(self) -> Caller:
-        """Whose request it is."""
+    def caller(self) -> Caller: ...
 
     @property
     def context(self) -> "ServingContext": ...

@@ -213,7 +213,6 @@ async def abort_request(exchange: Exchange) -> None:
 
 
 async def metrics(exchange: Exchange) -> None:
-    """The Prometheus text."""
     text = await answer(exchange.context.frontend.metrics_text())
     await send_response(exchange.send, 200, text, CONTENT_TYPE.encode())
 

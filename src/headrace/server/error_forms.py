@@ -104,10 +104,8 @@ def renaming(names: Mapping[str, str]) -> Callable[[RequestError], RequestError]
 
 
 def form_of(path: str) -> ErrorForm:
-    """The form of errors on a path."""
     return next((form for prefix, form, _ in _FORMS if path.startswith(prefix)), openai_error)
 
 
 def reply_type_of(path: str) -> type:
-    """The type of the bodies of errors on a path."""
     return next((kind for prefix, _, kind in _FORMS if path.startswith(prefix)), ErrorReply)

@@ -8,8 +8,8 @@ import asyncio
 import functools
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, MutableMapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs
@@ -83,7 +83,6 @@ def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
 async def send_response(
     send: Send, status: int, body: bytes, content_type: bytes, headers: Headers | None = None
 ) -> None:
-    """One complete reply."""
     fields = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})
@@ -148,7 +147,6 @@ class Exchange:
         return (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
 
     def path_param(self, name: str) -> str:
-        """A parameter of the route's path."""
         return str(self.scope["path_params"][name])
 
     def header(self, name: bytes) -> bytes | None:
@@ -239,6 +237,11 @@ class Exchange:
         """One complete JSON reply; not-a-number and infinities become null."""
         await send_response(self.send, status, encode_json(value), b"application/json", headers)
 
+    async def all_of(self, updates: AsyncGenerator[T, None]) -> list[T]:
+        """What the generator yields until it ends or the client leaves. Raises ClientGone."""
+        async with self.until_client_leaves(), aclosing(updates):
+            return [update async for update in updates]
+
     @asynccontextmanager
     async def until_client_leaves(self) -> AsyncIterator[None]:
         """Cancel the body of this block when the client closes the connection, then raise ClientGone.
@@ -284,7 +287,6 @@ class Endpoint:
     context: ServingContext
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         exchange = Exchange(scope, receive, send, self.context)
         try:
             await self.handler(exchange)

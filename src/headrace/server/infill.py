@@ -4,7 +4,6 @@ at the cursor. Runs in the event loop that serves HTTP.
 
 import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated
@@ -16,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import renaming
 from headrace.server.http import Exchange, Headers, encode_json
@@ -51,7 +51,7 @@ def fill_in_middle(context: ServingContext, param: str) -> FillInMiddle:
     found = FillInMiddle.of(context.model.tokenizer)
     if found is None:
         message = f"{param}: this model does not fill in the middle: its tokenizer has no tokens such as <|fim_prefix|>"
-        raise RequestError(message, param, "unsupported_parameter")
+        raise unsupported(param, message)
     return found
 
 
@@ -166,8 +166,7 @@ async def infill(noted: HeaderNotes, exchange: Exchange) -> None:
         if request.stream:
             await stream_reply(exchange, updates, frames, bytes, done=b"", renamed=_renamed, headers=headers)
             return
-        async with exchange.until_client_leaves(), aclosing(updates):
-            (update,) = [update async for update in updates]
+        (update,) = await exchange.all_of(updates)
         assert update.finish is not None, "it has ended"
         if (failure := failure_of(update.finish)) is not None:
             raise failure

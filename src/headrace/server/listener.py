@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,8 +28,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
 from headrace.log import get_logger
-from headrace.server.address import bind, check_certificate, local_url, uses_tls
+from headrace.server.address import bind, check_certificate, local_url
 from headrace.server.error_forms import ApiError, openai_error
+
+log = get_logger(__name__)
+
+CLOSE_TIMEOUT_S = 3.0
+"""After `shutdown`, replies may still be written for this long. The caller drains running requests before it."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long another thread may keep the GIL while the event loop waits for it (a setting of the whole process).
+
+The loop needs the GIL again after every system call. With Python's default of 5 ms, a small request would wait dozens of times 5 ms
+beside a thread that decodes or tokenizes a large one.
+"""
+
+TICK_S = 1.0
+"""How often uvicorn renews the date that replies carry."""
 
 HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
@@ -64,8 +79,7 @@ def max_connections() -> int:
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files - spare)
 
 
-class _Refused(Exception):
-    """The request exceeds a limit."""
+class _Refused(Exception): ...
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -74,8 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_connections = max_connections()
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
+        self._timers: dict[Literal["deadline", "stall"], asyncio.TimerHandle] = {}
         self._cycles: list[RequestResponseCycle] = []
         self._receiving = False  # between the first byte of a request and its last
         self._lingering = False
@@ -96,8 +109,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone: cancel all timers."""
-        self._cancel_deadline()
-        self._cancel_stall()
+        self._cancel("deadline")
+        self._cancel("stall")
         super().connection_lost(exc)
         # uvicorn notifies only the newest request, but an earlier one may be the one being answered.
         for cycle in self._cycles:
@@ -108,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse bytes of requests. The time limit of the headers starts with their first byte."""
         if self.parser is None or self._lingering or self.transport.is_closing():
             return
-        if not self._receiving and self._deadline is None:
+        if not self._receiving and "deadline" not in self._timers:
             self._expect(HEADER_TIMEOUT_S)
         super().data_received(data)
         if self._receiving and self._in_headers and not self._lingering and not self.transport.is_closing():
@@ -120,12 +133,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The send buffer is full: the client reads slower than tokens come."""
         super().pause_writing()
-        if self._stall is None:
-            self._stall = self.loop.call_later(WRITE_STALL_S, self._abort_stalled)
+        if "stall" not in self._timers:
+            self._timers["stall"] = self.loop.call_later(WRITE_STALL_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read enough."""
-        self._cancel_stall()
+        self._cancel("stall")
         super().resume_writing()
 
     # Called by the parser.
@@ -139,7 +151,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_headers = 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request target."""
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
             self._refusal = (414, f"the URL is longer than {MAX_URL_BYTES} bytes")
@@ -156,7 +167,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The body follows."""
         self._in_headers = False
         self._expect(BODY_TIMEOUT_S)
         super().on_headers_complete()
@@ -167,9 +177,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
         self._receiving = False
-        self._cancel_deadline()
+        self._cancel("deadline")
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -184,11 +193,11 @@ class LimitedProtocol(HttpToolsProtocol):
     # Timers.
 
     def _expect(self, seconds: float) -> None:
-        self._cancel_deadline()
-        self._deadline = self.loop.call_later(seconds, self._late, seconds)
+        self._cancel("deadline")
+        self._timers["deadline"] = self.loop.call_later(seconds, self._late, seconds)
 
     def _late(self, seconds: float) -> None:
-        self._deadline = None
+        self._cancel("deadline")
         if self.transport.is_closing():
             return
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -198,23 +207,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._refuse(408, f"the request did not arrive within {seconds:g} s")
 
-    def _abort_stalled(self) -> None:
-        self._stall = None
-        self.transport.abort()
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _cancel_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+    def _cancel(self, name: Literal["deadline", "stall"]) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
         """Send an error unless a reply is in progress, and close."""
-        self._cancel_deadline()
+        self._cancel("deadline")
         self._unset_keepalive_if_required()
         if self.cycle is None or (
             self.cycle.response_complete if self._before_body else not self.cycle.response_started
@@ -241,47 +240,25 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():  # TLS has no half-closed connections
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
-
-
-log = get_logger(__name__)
-
-CLOSE_TIMEOUT_S = 3.0
-"""After `shutdown`, replies may still be written for this long. The caller drains running requests before it."""
-
-SWITCH_INTERVAL_S = 0.0005
-"""How long another thread may keep the GIL while the event loop waits for it (a setting of the whole process).
-
-The loop needs the GIL again after every system call. With Python's default of 5 ms, a small request would wait dozens of times 5 ms
-beside a thread that decodes or tokenizes a large one.
-"""
-
-
-TICK_S = 1.0
-"""How often uvicorn renews the date that replies carry."""
+        self._timers["deadline"] = self.loop.call_later(LINGER_S, self.transport.close)
 
 
 class Server:
     """Serves one application on one socket. The port is bound when this is made, so `port` is the real one.
 
-    started: set once requests are accepted.
+    started: set once requests are accepted. url: for clients on this machine.
     listening: the socket from `bind`, if the port was bound before the model was loaded; clients then wait instead of being refused.
     """
 
-    def __init__(
-        self,
-        app: FastAPI,
-        args: ServerArgs,
-        listening: socket.socket | None = None,
-    ) -> None:
+    def __init__(self, app: FastAPI, args: ServerArgs, listening: socket.socket | None = None) -> None:
         """Bind. Raises ConfigError when the address or the certificate cannot be used."""
         check_certificate(args)
         self.app = app
         self.started = threading.Event()
         self._socket = listening if listening is not None else bind(args.host, args.port)
         self.host = args.host
-        self._scheme = "https" if uses_tls(args) else "http"
         self.port: int = self._socket.getsockname()[1]
+        self.url = local_url(args, self.port)
         config = uvicorn.Config(
             app,
             http=LimitedProtocol,
@@ -298,26 +275,20 @@ class Server:
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
             backlog=2048,
         )
-        self._uvicorn = _Uvicorn(config, self._on_started)
-        self._on_started_callback: Callable[[], None] = lambda: None
-
-    @property
-    def url(self) -> str:
-        """URL for clients on this machine."""
-        return local_url(self.host, self.port, self._scheme)
+        self._uvicorn = _Uvicorn(config, self.started)
 
     def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serve in an event loop of its own until stopped. `on_started` is called in the loop once requests are accepted.
 
         Raises any error of the application's start.
         """
-        self._on_started_callback = on_started
+        self._uvicorn.on_started = on_started
         with self._own_errors():
             self._uvicorn.run(sockets=[self._socket])
 
     async def serve(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Like `run`, in the running event loop."""
-        self._on_started_callback = on_started
+        self._uvicorn.on_started = on_started
         with self._own_errors():
             await self._uvicorn.serve(sockets=[self._socket])
 
@@ -326,14 +297,13 @@ class Server:
         self._uvicorn.force_exit = self._uvicorn.force_exit or force
         self._uvicorn.leave()
 
-    def _on_started(self) -> None:
-        self.started.set()
-        self._on_started_callback()
-
     @contextmanager
     def _own_errors(self) -> Generator[None, None, None]:
-        """uvicorn ends the process when the application cannot start; here its error is raised instead."""
-        _adopt_uvicorn_log()
+        """uvicorn ends the process when the application cannot start; here its error is raised instead. Its log becomes ours."""
+        logger = logging.getLogger("uvicorn")
+        logger.handlers[:] = [_Forward()]
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             yield
@@ -347,9 +317,10 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """uvicorn without signal handlers, with a callback at the start. It is told to leave; uvicorn's own loop asks ten times a second."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, accepting: threading.Event) -> None:
         super().__init__(config)
-        self._on_started = on_started
+        self.on_started: Callable[[], None] = lambda: None
+        self._accepting = accepting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving = asyncio.Event()
 
@@ -367,7 +338,8 @@ class _Uvicorn(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
-            self._on_started()
+            self._accepting.set()
+            self.on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -387,10 +359,3 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if log.isEnabledFor(record.levelno):
             log.handle(record)
-
-
-def _adopt_uvicorn_log() -> None:
-    logger = logging.getLogger("uvicorn")
-    logger.handlers[:] = [_Forward()]
-    logger.setLevel(logging.WARNING)
-    logger.propagate = False

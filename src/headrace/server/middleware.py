@@ -48,7 +48,6 @@ class HttpMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application."""
         match scope["type"]:
             case "http":
                 await self.handle(scope, receive, send)
@@ -58,7 +57,6 @@ class HttpMiddleware:
                 await send({"type": "websocket.close", "code": 1008})
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         raise NotImplementedError
 
 

@@ -1,7 +1,6 @@
 """SGLang's own routes: `POST | PUT /generate`, and sessions. Runs in the event loop that serves HTTP."""
 
 import uuid
-from contextlib import aclosing
 
 import msgspec
 
@@ -44,9 +43,7 @@ async def generate(exchange: Exchange) -> None:
         stream = NativeStream(context.args.incremental_streaming_output)
         await stream_reply(exchange, updates, lambda update: render_update(stream, update), bytes)
         return
-    async with exchange.until_client_leaves(), aclosing(updates):
-        reply = whole_answer([update async for update in updates])
-    await exchange.reply_json(reply)
+    await exchange.reply_json(whole_answer(await exchange.all_of(updates)))
 
 
 def render_update(stream: NativeStream, update: SampleUpdate) -> bytes:

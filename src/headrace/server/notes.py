@@ -5,7 +5,7 @@ Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -38,13 +38,13 @@ def without_effect(request: msgspec.Struct, names: Sequence[str]) -> list[str]:
     return [name for name in names if not asks_for_nothing(name, getattr(request, name))]
 
 
+@dataclass(slots=True, eq=False)
 class HeaderNotes:
     """One header of one API. line: for the log, with %s for names that are met for the first time."""
 
-    def __init__(self, header: bytes, line: str) -> None:
-        self._header = header
-        self._line = line
-        self._logged: set[str] = set()
+    header: bytes
+    line: str
+    _logged: set[str] = field(default_factory=set)
 
     def headers(self, notes: Sequence[str]) -> Headers:
         """The header for a reply; nothing without notes, which are names or `name=value`."""
@@ -54,8 +54,8 @@ class HeaderNotes:
         new = [name for name in names if name not in self._logged]
         if new and len(self._logged) < MAX_LOGGED:
             self._logged.update(new)
-            log.info(self._line, header_value(new).decode())
-        return [(self._header, header_value(notes))]
+            log.info(self.line, header_value(new).decode())
+        return [(self.header, header_value(notes))]
 
 
 def skipped_tools() -> HeaderNotes:

@@ -9,7 +9,8 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, get_type_hints
 
 import msgspec
 
@@ -72,8 +73,7 @@ class ControlFrontend(Protocol):
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each live scheduler."""
 
-    async def inject_fault(self, fault: FaultReq) -> None:
-        """Test hook."""
+    async def inject_fault(self, fault: FaultReq) -> None: ...
 
 
 class RecordsFrontend(Protocol):
@@ -154,8 +154,7 @@ class RequestFrontend(Protocol):
         """Whether the engine is alive and, with `generate`, can generate a token."""
 
     @property
-    def adapters(self) -> AdaptersFrontend:
-        """The adapters that requests may name."""
+    def adapters(self) -> AdaptersFrontend: ...
 
     @property
     def control(self) -> ControlFrontend:
@@ -166,15 +165,13 @@ class RequestFrontend(Protocol):
         """Timelines and dumps of recent requests."""
 
     @property
-    def settings(self) -> SettingsFrontend:
-        """Settings that may change at run time."""
+    def settings(self) -> SettingsFrontend: ...
 
     @property
     def weights(self) -> WeightFrontend:
         """Operations on weights, generation and memory."""
 
-    def counters(self) -> MaybeAwaitable[dict[str, int]]:
-        """Counters of this process."""
+    def counters(self) -> MaybeAwaitable[dict[str, int]]: ...
 
     def metrics_text(self) -> MaybeAwaitable[bytes]:
         """Every metric, in Prometheus' text format."""
@@ -184,11 +181,9 @@ class RequestFrontend(Protocol):
 
 
 PARTS: dict[str, type] = {
-    "adapters": AdaptersFrontend,
-    "control": ControlFrontend,
-    "records": RecordsFrontend,
-    "settings": SettingsFrontend,
-    "weights": WeightFrontend,
+    name: get_type_hints(member.fget)["return"]
+    for name, member in vars(RequestFrontend).items()
+    if isinstance(member, property)
 }
 """The parts of a `RequestFrontend`, by name."""
 
@@ -202,16 +197,14 @@ TAKEN_AT_ONCE = 4
 """After this many outputs of a stream, the main process is told that they were consumed; half of its window."""
 
 
+@dataclass(slots=True)
 class _Results:
     """What has arrived for one call. error: why nothing more will."""
 
-    __slots__ = ("ended", "error", "outputs", "wake")
-
-    def __init__(self) -> None:
-        self.outputs: deque[bytes] = deque()
-        self.ended = False
-        self.error: HeadraceError | None = None
-        self.wake = asyncio.Event()
+    outputs: deque[bytes] = field(default_factory=deque)
+    ended: bool = False
+    error: HeadraceError | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RemoteCalls:

@@ -32,7 +32,7 @@ from headrace.server.pooling.rerank import RerankRequest, rerank
 from headrace.server.pooling.score import ScoreRequest, score
 from headrace.server.responses.protocol import ResponsesRequest
 from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
-from headrace.server.routes import Examples, OpenApi, RouteSpec, aliases, operation_routes
+from headrace.server.routes import Examples, OpenApi, RouteSpec, operation_routes
 from headrace.server.ui.pages import ui_routes
 from headrace.server.weights import weight_routes
 
@@ -47,6 +47,9 @@ _CITY: Mapping[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
+WITHOUT_V1 = ("OpenAI", "Anthropic")
+"""APIs whose clients may take the address of the server for that of the API: they leave out `/v1`."""
+
 GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
 
 
@@ -57,13 +60,16 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *_anthropic_routes(context),
         *_native_routes(context),
         *_pooling_routes(context),
-        *_information_routes(),
-        *_admin_routes(),
+        *_control_routes(),
         *_ollama_routes(context),
         *operation_routes(),
         *weight_routes(),
     ]
-    table += aliases(table)
+    table += [
+        replace(spec, path=spec.path.removeprefix("/v1"), summary=f"Alias of {spec.path}")
+        for spec in table
+        if spec.tag in WITHOUT_V1
+    ]
     args = context.args
     if not args.disable_metrics:
         table.append(RouteSpec("/metrics", GET, "public", control.metrics, "Prometheus metrics"))
@@ -200,8 +206,10 @@ def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
     # fmt: on
 
 
-def _information_routes() -> list[RouteSpec]:
+def _control_routes() -> list[RouteSpec]:
     aborted: Examples = {"One request": {"rid": "my-request"}, "All": {"abort_all": True}}
+    loaded = {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}}
+    unloaded = {"By its name": {"lora_name": "my-adapter"}}
     row = partial(RouteSpec, with_replicas=True)
     # fmt: off
     return [
@@ -218,15 +226,6 @@ def _information_routes() -> list[RouteSpec]:
         RouteSpec("/v1/requests", GET, "user", control.latest_requests, "Live requests, and the last ones", query=control.LatestQuery),
         RouteSpec("/v1/requests/{id:path}", GET, "user", control.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", POST, "user", control.abort_request, "Abort by rid; all with the admin key", control.AbortBody, examples=aborted),
-    ]
-    # fmt: on
-
-
-def _admin_routes() -> list[RouteSpec]:
-    loaded = {"A folder": {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"}}
-    unloaded = {"By its name": {"lora_name": "my-adapter"}}
-    # fmt: off
-    return [
         RouteSpec("/flush_cache", POST, "admin", control.flush_cache, "Empty the prefix cache", failure=control.Outcome, query=control.FlushQuery),
         RouteSpec("/flush_cache", GET, "admin", control.flush_cache_by_get, "The same, not for browsers",
                   failure=control.Outcome, query=control.FlushQuery),

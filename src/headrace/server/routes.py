@@ -1,7 +1,7 @@
 """`RouteSpec`, a row of the route table: path, methods, access, handler, and what the OpenAPI document says, which is made of the rows here."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +12,6 @@ from headrace.server.auth import Access
 from headrace.server.error_forms import reply_type_of
 from headrace.server.http import Exchange, Handler
 from headrace.version import VERSION
-
-WITHOUT_V1 = ("OpenAI", "Anthropic")
-"""APIs whose clients may take the address of the server for that of the API: they leave out `/v1`."""
 
 Examples = Mapping[str, Mapping[str, Any]]
 """Bodies by a short title."""
@@ -49,15 +46,6 @@ class RouteSpec:
     with_replicas: bool = False
 
 
-def aliases(table: Iterable[RouteSpec]) -> list[RouteSpec]:
-    """The routes of `WITHOUT_V1` at their paths without it."""
-    return [
-        replace(spec, path=spec.path.removeprefix("/v1"), summary=f"Alias of {spec.path}")
-        for spec in table
-        if spec.tag in WITHOUT_V1
-    ]
-
-
 def operation_routes() -> list[RouteSpec]:
     """The rows of control operations that have a route: each decodes its request, asks for the replies, and answers with them."""
     return [_row(row, row.route) for row in OPERATIONS.values() if row.route is not None]
@@ -77,17 +65,10 @@ def _row(operation: Operation[Any, Any], route: Route) -> RouteSpec:
         replies = await operation.ask(exchange.context.frontend.control, request)
         await exchange.reply_json(operation.combine(replies))
 
-    is_body, is_query = has_fields and route.method == "POST", has_fields and route.method == "GET"
-    return RouteSpec(
-        route.path,
-        (route.method,),
-        route.access,
-        handle,
-        route.summary,
-        kind if is_body else None,
-        query=kind if is_query else None,
-        examples=route.examples,
-    )
+    row = RouteSpec(route.path, (route.method,), route.access, handle, route.summary, examples=route.examples)
+    if not has_fields:
+        return row
+    return replace(row, query=kind) if route.method == "GET" else replace(row, body=kind)
 
 
 _TAGS = ("OpenAI", "Anthropic", "Ollama")
@@ -104,7 +85,6 @@ class OpenApi:
         self._document: dict[str, Any] | None = None
 
     def document(self) -> dict[str, Any]:
-        """The OpenAPI 3.1 document."""
         if self._document is None:
             self._document = self._build()
         return self._document
@@ -167,12 +147,10 @@ class OpenApi:
         return operation
 
     async def openapi_json(self, exchange: Exchange) -> None:
-        """The document."""
         await exchange.reply_json(self.document())
 
 
 def _tag_of(route: RouteSpec) -> str:
-    """The group of a route, for people."""
     if route.tag:
         return route.tag
     own, information, administration = _OWN_TAGS

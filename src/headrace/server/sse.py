@@ -21,10 +21,7 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 """A line that clients pass over: proxies and clients with a time limit see that the reply lives."""
 
-_HEADERS: Headers = [
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 def frame(payload: bytes) -> bytes:
@@ -64,9 +61,12 @@ class _Reply:
         if self._pinging is not None:
             await self._pinging
         if not self.has_begun:
-            self.has_begun = True
-            self._due_s = self._loop.time() + self._exchange.ping_interval_s
-            await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers()})
+            await self._start()
+
+    async def _start(self) -> None:
+        self.has_begun = True
+        self._due_s = self._loop.time() + self._exchange.ping_interval_s
+        await self._exchange.send({"type": "http.response.start", "status": 200, "headers": self._headers()})
 
     async def write(self, frames: bytes) -> None:
         """Send whole events."""
@@ -107,10 +107,7 @@ class _Reply:
             with suppress(OSError):
                 self._due_s = self._loop.time() + self._exchange.ping_interval_s
                 if not self.has_begun:
-                    self.has_begun = True
-                    await self._exchange.send(
-                        {"type": "http.response.start", "status": 200, "headers": self._headers()}
-                    )
+                    await self._start()
                 await self._exchange.write(self._ping)
         finally:
             self._pinging = None

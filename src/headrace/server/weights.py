@@ -69,15 +69,7 @@ class EmptyBody(msgspec.Struct, forbid_unknown_fields=True):
     """A body without fields."""
 
 
-class UpdateFields(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of all updates. flush_cache: see `DiskBody`."""
-
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
-
-
-class DiskBody(UpdateFields, kw_only=True, forbid_unknown_fields=True):
+class DiskBody(msgspec.Struct, forbid_unknown_fields=True):
     """Which checkpoint. flush_cache: has no effect; the cache is always emptied, since old KV is never used with new weights.
 
     keep_pause, recapture_cuda_graph: have no effect; a pause always outlasts an update, and graphs are always captured again.
@@ -85,14 +77,20 @@ class DiskBody(UpdateFields, kw_only=True, forbid_unknown_fields=True):
 
     model_path: str
     load_format: Literal["auto", "safetensors", "gguf"] | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
     keep_pause: bool = False
     recapture_cuda_graph: bool = False
 
 
-class TensorQuery(UpdateFields, forbid_unknown_fields=True):
+class TensorQuery(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a body that is a file."""
 
     load_format: Literal["safetensors", "flattened_bucket"] | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
 
 
 class TensorBody(TensorQuery, kw_only=True, forbid_unknown_fields=True):
@@ -113,7 +111,7 @@ class GroupBody(msgspec.Struct, forbid_unknown_fields=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=24 * 3600)] = GROUP_TIMEOUT_S
 
 
-class DistributedBody(UpdateFields, kw_only=True, forbid_unknown_fields=True):
+class DistributedBody(msgspec.Struct, forbid_unknown_fields=True):
     """The tensors that rank 0 will broadcast. bucketed, or load_format flattened_bucket: one uint8 tensor. flush_cache: as in `DiskBody`."""
 
     names: Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -122,6 +120,9 @@ class DistributedBody(UpdateFields, kw_only=True, forbid_unknown_fields=True):
     group_name: str = GROUP_NAME
     bucketed: bool = False
     load_format: Literal["flattened_bucket"] | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
 
 
 class DestroyBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -100,7 +100,6 @@ class FillInMiddle:
 
 
 def _ids(tokenizer: Tokenizer, texts: Iterable[str]) -> list[int]:
-    """Of those texts that are tokens."""
     return [index for text in texts if text and (index := tokenizer.token_to_id(text)) is not None]
 
 

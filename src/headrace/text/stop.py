@@ -201,8 +201,6 @@ def _compile(source: str) -> Any:
 
 
 class PatternSearch:
-    """Searches one sample's output as it grows."""
-
     def __init__(self, patterns: StopPatterns) -> None:
         self._patterns = patterns
         self._window = ""

@@ -14,6 +14,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import jinja2
@@ -153,17 +154,15 @@ def mark_leaves(value: Any, marks: Marks) -> Any:
     if isinstance(value, str):
         return Marked(marks.mark(value), marks)
     if isinstance(value, Mapping):
-        return {_mark_key(key, marks): mark_leaves(item, marks) for key, item in value.items()}
+        return {
+            mark_leaves(key, marks) if isinstance(key, str) and marks.mark(key) != key else key: mark_leaves(
+                item, marks
+            )
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [mark_leaves(item, marks) for item in value]
     return value
-
-
-def _mark_key(key: Any, marks: Marks) -> Any:
-    if not isinstance(key, str):
-        return key
-    marked = marks.mark(key)
-    return key if marked == key else Marked(marked, marks)
 
 
 MAX_RENDERED_CHARS: Final = 16_000_000
@@ -215,7 +214,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name in ("center", "indent"):
             self.filters[name] = _bounded(self.filters[name])
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
 
     def render(self, source: str, values: Mapping[str, Any], max_chars: int = MAX_RENDERED_CHARS) -> str:
         """What the template `source` makes of `values`.
@@ -263,25 +262,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-_code_cache: dict[str, Any] = {}
-
-
+@lru_cache(maxsize=16)
 def _code(source: str) -> Any:
     """The Python code of a template, kept for the few templates a process uses."""
-    code = _code_cache.get(source)
-    if code is None:
-        if len(_code_cache) >= 16:
-            _code_cache.pop(next(iter(_code_cache)))
-        code = _code_cache[source] = Sandbox().compile(source)
-    return code
+    return Sandbox().compile(source)
 
 
 def _raise_exception(message: str) -> None:
     raise Refused(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
 
 
 def _check_product(left: Any, right: Any) -> None:

@@ -3,7 +3,7 @@
 Source: S. Dash et al., "Aya Vision: Advancing the Frontier of Multilingual Multimodality" (2025).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -15,9 +15,9 @@ from headrace.families.aya_vision import projector_sizes
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm
 from headrace.layers.weight import Placement, Weight
-from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.tower_parts import in_floats, shuffled
-from headrace.models.towers import ClipVision, TowerEncoder
+from headrace.models.media import MediaEncoder
+from headrace.models.tower_parts import in_floats
+from headrace.models.towers import ClipVision, ProjectedEncoder
 
 _PROJECTOR = "multi_modal_projector."
 
@@ -27,24 +27,18 @@ def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> Me
     return _Encoder(media, config.hidden_size, *sizes, placement)
 
 
-class _Encoder(TowerEncoder):
+class _Encoder(ProjectedEncoder):
     def __init__(self, media: MediaConfig, hidden_size: int, inner: int, eps: float, placement: Placement) -> None:
         """hidden_size: of the text model. inner: elements between the projector's layers. eps: of its norm."""
         merged, floats = media.vision.hidden_size * media.shuffle**2, in_floats(placement)
-        self._shuffle = media.shuffle
-        self._vision = ClipVision(media, placement, final_norm=False)
-        self.tower = self._vision.tower
+        super().__init__(ClipVision(media, placement, final_norm=False), media.shuffle)
         self._norm = LayerNorm(merged, eps, placement)
         self._up = Linear(merged, {"linear_1": inner}, floats, bias=True)
         self._down = Linear(inner // 2, {"linear_2": hidden_size}, floats, bias=True)
 
-    def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
-        tiles = yield from self._vision.run(items)
-        rows = [shuffled(part, self._shuffle) for part in tiles]
-        factors, gates = self._up(self._norm(torch.cat(rows))).chunk(2, dim=1)
-        x = self._down(kernels.silu_mul(torch.cat([gates, factors], dim=1)))
-        return list(x.split([len(part) for part in rows]))
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        factors, gates = self._up(self._norm(x)).chunk(2, dim=1)
+        return self._down(kernels.silu_mul(torch.cat([gates, factors], dim=1)))
 
     def weights(self) -> Iterator[Weight]:
         yield from self._vision.weights()

@@ -3,7 +3,7 @@
 Source: Gemma Team, "Gemma 3 Technical Report" (2025).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -11,9 +11,9 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.norm import RMSNorm
 from headrace.layers.weight import Placement, Weight
-from headrace.models.media import MediaEncoder, MediaInput, Slices
+from headrace.models.media import MediaEncoder
 from headrace.models.tower_parts import ReshapedLinear
-from headrace.models.towers import ClipVision, TowerEncoder
+from headrace.models.towers import ClipVision, ProjectedEncoder
 
 _PROJECTOR = "multi_modal_projector."
 
@@ -22,30 +22,25 @@ def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> Me
     return _Encoder(media, config.hidden_size, placement)
 
 
-class _Encoder(TowerEncoder):
+class _Encoder(ProjectedEncoder):
     sees_ahead = True
 
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
         config = media.vision
-        self._vision = ClipVision(media, placement, final_norm=True)
-        self.tower = self._vision.tower
+        super().__init__(ClipVision(media, placement, final_norm=True))
         self._norm = RMSNorm(config.hidden_size, config.norm_eps, placement, unit_offset=1.0)
         sizes = config.hidden_size, hidden_size
         self._projection = ReshapedLinear(*sizes, sizes, _transposed, _transposed, placement)
         self._rows_of_side = int(media.mm_tokens**0.5)
         self._patches_of_row = config.image_size // config.patch_size // self._rows_of_side
 
-    def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """An item's values: [1, channels, height, width]."""
-        images = yield from self._vision.run(items)
-        x = self._norm(torch.cat([self._means(part) for part in images]))
-        projected = self._projection(x)
-        return list(projected.split([len(part) * self._rows_of_side**2 for part in images]))
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        return self._projection(self._norm(x))
 
-    def _means(self, x: torch.Tensor) -> torch.Tensor:
-        """[images, patches, size] -> [images * tokens, size]: summed in the same order for every square."""
+    def rows_of(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Means over squares, summed in the same order for every square."""
         rows, inner = self._rows_of_side, self._patches_of_row
-        squares = x.view(len(x), rows, inner, rows, inner, x.shape[2])
+        squares = tiles.view(len(tiles), rows, inner, rows, inner, tiles.shape[2])
         total = torch.zeros_like(squares[:, :, 0, :, 0])
         for row in range(inner):
             for column in range(inner):

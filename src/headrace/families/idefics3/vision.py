@@ -3,7 +3,7 @@
 Sources: H. Laurençon et al., "Building and better understanding vision-language models" (Idefics3, 2024); A. Marafioti et al., "SmolVLM" (2025).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -11,9 +11,9 @@ from headrace.checkpoint.media_config import MediaConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
-from headrace.models.media import MediaEncoder, MediaInput, Slices
-from headrace.models.tower_parts import in_floats, shuffled
-from headrace.models.towers import ClipVision, TowerEncoder
+from headrace.models.media import MediaEncoder
+from headrace.models.tower_parts import in_floats
+from headrace.models.towers import ClipVision, ProjectedEncoder
 
 
 class _Vision(ClipVision):
@@ -32,21 +32,15 @@ def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> Me
     return _Encoder(media, config.hidden_size, placement)
 
 
-class _Encoder(TowerEncoder):
+class _Encoder(ProjectedEncoder):
     def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
         config = media.vision
-        self._vision = _Vision(media, placement, "vision_model.", final_norm=True)
-        self.tower = self._vision.tower
-        self._shuffle = media.shuffle
+        super().__init__(_Vision(media, placement, "vision_model.", final_norm=True), media.shuffle)
         outputs = {"proj": hidden_size}
         self._projection = Linear(config.hidden_size * media.shuffle**2, outputs, in_floats(placement))
 
-    def slices(self, items: Sequence[MediaInput]) -> Slices:
-        """An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
-        tiles = yield from self._vision.run(items)
-        rows = [shuffled(part, self._shuffle) for part in tiles]
-        x = self._projection(torch.cat(rows))
-        return list(x.split([len(part) for part in rows]))
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        return self._projection(x)
 
     def weights(self) -> Iterator[Weight]:
         yield from self._vision.weights()

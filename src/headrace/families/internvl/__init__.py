@@ -30,6 +30,7 @@ def _read(keys: MediaKeys, vision: MediaKeys) -> MediaConfig:
         family="internvl",
         image_token_id=image_token(keys, 151667),
         vision=tower,
+        drops_first=True,
         projector_act=keys.act("projector_hidden_act", "gelu"),
         shuffle=2,
     )

@@ -71,8 +71,6 @@ def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> Me
 
 
 class _Encoder(TowerEncoder):
-    """A `MediaEncoder`: the tower, and the projector."""
-
     def __init__(self, media: MediaConfig, hidden_size: int, rms_norm_eps: float, placement: Placement) -> None:
         """hidden_size, rms_norm_eps: of the text model."""
         config, floats = media.vision, in_floats(placement)
@@ -166,6 +164,5 @@ class _TiledEncoder(_Encoder):
 
 
 def _places(height: int, width: int, device: torch.device) -> torch.Tensor:
-    """int64[height * width, 2]: row and column of each patch, row by row."""
     index = torch.arange(height * width, device=device)
     return torch.stack([index // width, index % width], dim=1)

@@ -38,10 +38,8 @@ def encoder(audio: AudioConfig, config: ModelConfig, placement: Placement) -> Me
 
 
 class Qwen2AudioEncoder(TowerEncoder):
-    """A `MediaEncoder`.
-
-    transformers pads every sound to the longest, and masks what is padding. Positions of the sound see only each other, so no others are computed.
-    """
+    """A `MediaEncoder`. transformers pads every sound to the longest, and masks what is padding. Positions of the sound see only each other, so no
+    others are computed."""
 
     def __init__(self, audio: AudioConfig, hidden_size: int, placement: Placement) -> None:
         size = audio.tower.hidden_size

@@ -128,8 +128,6 @@ class _Encoder(TowerEncoder):
         return list(x.split([math.prod(item.grid) // unit for item in items]))
 
     def _taps(self, deep: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
-        """Keeps what the text model's first layers get of the outputs of some layers."""
-
         def tap(layer: int, x: torch.Tensor) -> None:
             if layer in self._deep:
                 deep[layer] = self._deep[layer](x)

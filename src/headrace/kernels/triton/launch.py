@@ -27,7 +27,6 @@ class Tile:
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
         blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inner}
         return {**blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
 

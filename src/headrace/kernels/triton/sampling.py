@@ -78,8 +78,8 @@ def _ordered(logits):
 
 
 @triton.jit
-def _load_row(logits_ptr, row_offset, ids, size):
-    return tl.load(logits_ptr + row_offset + ids, mask=ids < size, other=float("-inf"))
+def _load_row(row_ptr, ids, size):
+    return tl.load(row_ptr + ids, mask=ids < size, other=float("-inf"))
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _peak_kernel(logits_ptr, row_stride, size, part_values_ptr, part_ids_ptr, nu
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     ids = part * BLOCK + tl.arange(0, BLOCK)
-    x = _load_row(logits_ptr, row * row_stride, ids, size)
+    x = _load_row(logits_ptr + row * row_stride, ids, size)
     peak = tl.max(tl.where(x == x, x, float("-inf")), 0)
     lowest = tl.min(tl.where((x == peak) & (ids < size), ids, _BIG_ID), 0)
     has_nan = tl.max((x != x).to(tl.int32), 0)
@@ -136,19 +136,19 @@ def _exp_sums_kernel(
     if tl.abs(peak) < float("inf"):
         for begin in range(0, size, BLOCK):
             ids = begin + tl.arange(0, BLOCK)
-            x = _load_row(logits_ptr, row * row_stride, ids, size)
+            x = _load_row(logits_ptr + row * row_stride, ids, size)
             total += tl.where(ids < size, _weights(x, peak, 1.0), 0)
     tl.store(peaks_ptr + row, peak)
     tl.store(sums_ptr + row, tl.sum(total, 0))
 
 
 @triton.jit
-def _above(logits_ptr, row_offset, size, peak, temperature, cut, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _above(row_ptr, size, peak, temperature, cut, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """How many logits are above `cut` (COUNT), or what they weigh."""
     sums = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, size, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
-        x = _load_row(logits_ptr, row_offset, ids, size)
+        x = _load_row(row_ptr, ids, size)
         is_above = (_ordered(x) > cut) & (ids < size)
         if COUNT:
             sums += is_above.to(tl.int64)
@@ -158,14 +158,14 @@ def _above(logits_ptr, row_offset, size, peak, temperature, cut, COUNT: tl.const
 
 
 @triton.jit
-def _above_three(logits_ptr, row_offset, size, peak, temperature, low, step, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _above_three(row_ptr, size, peak, temperature, low, step, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """`_above` of low + step - 1, low + 2 step - 1 and low + 3 step - 1, in one pass."""
     first = tl.zeros((BLOCK,), tl.int64)
     second = tl.zeros((BLOCK,), tl.int64)
     third = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, size, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
-        x = _load_row(logits_ptr, row_offset, ids, size)
+        x = _load_row(row_ptr, ids, size)
         value = _ordered(x)
         if COUNT:
             weight = (ids < size).to(tl.int64)
@@ -178,13 +178,13 @@ def _above_three(logits_ptr, row_offset, size, peak, temperature, low, step, COU
 
 
 @triton.jit
-def _find_cut(logits_ptr, row_offset, size, peak, temperature, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _find_cut(row_ptr, size, peak, temperature, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest value (as `_ordered` gives it) above which there is less than `limit` (float64)."""
     # The answer is in [low, low + 4 step).
     low = tl.full((), 0, tl.int64)
     step = tl.full((), 1 << 30, tl.int64)
     for _ in range(16):
-        first, second, third = _above_three(logits_ptr, row_offset, size, peak, temperature, low, step, COUNT, BLOCK)
+        first, second, third = _above_three(row_ptr, size, peak, temperature, low, step, COUNT, BLOCK)
         # Above low + j step - 1 lies enough: the answer is not below low + j step.
         low += step * (
             (first.to(tl.float64) >= limit).to(tl.int64)
@@ -197,8 +197,7 @@ def _find_cut(logits_ptr, row_offset, size, peak, temperature, limit, COUNT: tl.
 
 @triton.jit
 def _kept_weights(
-    logits_ptr,
-    row_offset,
+    row_ptr,
     size,
     begin,
     num_ties,
@@ -213,7 +212,7 @@ def _kept_weights(
 ):
     """(ids, weights of a block with 0 for what is not kept, ties up to its end). num_ties: logits equal to the cut before the block."""
     ids = begin + tl.arange(0, BLOCK)
-    x = _load_row(logits_ptr, row_offset, ids, size)
+    x = _load_row(row_ptr, ids, size)
     weights = tl.where(ids < size, _weights(x, peak, temperature), 0)
     value = _ordered(x)
     is_tie = (value == cut) & (ids < size)
@@ -225,8 +224,7 @@ def _kept_weights(
 
 @triton.jit
 def _kept_total(
-    logits_ptr,
-    row_offset,
+    row_ptr,
     size,
     peak,
     temperature,
@@ -242,8 +240,7 @@ def _kept_total(
     num_ties = tl.zeros((), tl.int64)
     for begin in range(0, size, BLOCK):
         _, weights, num_ties = _kept_weights(
-            logits_ptr,
-            row_offset,
+            row_ptr,
             size,
             begin,
             num_ties,
@@ -283,7 +280,7 @@ def _draw_kernel(
     top_k = tl.load(integers_ptr + row)
     min_weight = tl.load(integers_ptr + num_rows + row)
     peak, index = _joined_peak(part_values_ptr, part_ids_ptr, row, num_parts, PARTS)
-    row_offset = row * row_stride
+    row_ptr = logits_ptr + row * row_stride
     wanted = (tl.abs(peak) < float("inf")) & (temperature >= 0.0)
     result = tl.where(wanted, index.to(tl.int64), -1)
     if wanted & (temperature > 0.0):
@@ -293,30 +290,25 @@ def _draw_kernel(
         weight_above = tl.full((), 0, tl.int64)
         limit = tl.full((), float("inf"), tl.float64)
         if (top_k > 0) & (top_k < size):
-            cut = _find_cut(logits_ptr, row_offset, size, peak, temperature, top_k.to(tl.float64), True, BLOCK)
-            ties_allowed = top_k - _above(logits_ptr, row_offset, size, peak, temperature, cut, True, BLOCK)
+            cut = _find_cut(row_ptr, size, peak, temperature, top_k.to(tl.float64), True, BLOCK)
+            ties_allowed = top_k - _above(row_ptr, size, peak, temperature, cut, True, BLOCK)
         if top_p < 1.0:
             # What top-k leaves: all above its cut, and so many of the ties. Their weights are equal.
-            total = _kept_total(
-                logits_ptr, row_offset, size, peak, temperature, cut, ties_allowed, weight_above, limit, 0, BLOCK
-            )
+            total = _kept_total(row_ptr, size, peak, temperature, cut, ties_allowed, weight_above, limit, 0, BLOCK)
             limit = top_p * total.to(tl.float64)
-            cut_of_p = _find_cut(logits_ptr, row_offset, size, peak, temperature, limit, False, BLOCK)
+            cut_of_p = _find_cut(row_ptr, size, peak, temperature, limit, False, BLOCK)
             if cut_of_p > cut:
                 cut = cut_of_p
                 ties_allowed = tl.zeros((), tl.int64) + size
-            weight_above = _above(logits_ptr, row_offset, size, peak, temperature, cut, False, BLOCK)
-        total = _kept_total(
-            logits_ptr, row_offset, size, peak, temperature, cut, ties_allowed, weight_above, limit, min_weight, BLOCK
-        )
+            weight_above = _above(row_ptr, size, peak, temperature, cut, False, BLOCK)
+        total = _kept_total(row_ptr, size, peak, temperature, cut, ties_allowed, weight_above, limit, min_weight, BLOCK)
         target = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
         passed = tl.zeros((), tl.int64)
         num_ties = tl.zeros((), tl.int64)
         found = tl.full((), _BIG_ID, tl.int32)
         for begin in range(0, size, BLOCK):
             ids, weights, num_ties = _kept_weights(
-                logits_ptr,
-                row_offset,
+                row_ptr,
                 size,
                 begin,
                 num_ties,

@@ -25,10 +25,7 @@ inputs, float32[k, k]. k is a multiple of 32."""
 
 
 class WeightFormat(ABC):
-    """How linear layers keep their weights. Each format has one instance, which holds no state.
-
-    name: of its row in `FORMATS`.
-    """
+    """How linear layers keep their weights. Each format has one instance, which holds no state. name: of its row in `FORMATS`."""
 
     name: ClassVar[Scheme]
 

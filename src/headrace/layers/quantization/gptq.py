@@ -15,10 +15,8 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
 def grid(groups: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales, minimums) float32[...] of groups float32[..., size]: of some widths around the middle, the one with least squared error.
-
-    importance: broadcasts to groups; weights of the squared errors.
-    """
+    """(scales, minimums) float32[...] of groups float32[..., size]: of some widths around the middle, the one with least squared error. importance:
+    broadcasts to groups; weights of the squared errors."""
     low, high = groups.amin(dim=-1), groups.amax(dim=-1)
     middle, half = (high + low) / 2, (high - low) / 2
     best_error = torch.full_like(low, torch.inf)
@@ -46,10 +44,8 @@ _BLOCK = 4 * KERNEL_GROUP  # columns whose corrections of the rest are applied i
 
 
 def quantize(weight: torch.Tensor, hessian: torch.Tensor) -> QuantizedMatrix:
-    """float32[n, k] on the grid of int4; k is a multiple of 32.
-
-    hessian: float32[k, k], the sum of x x^T over inputs x of the layer. Inputs that were never seen leave their weights rounded to nearest.
-    """
+    """float32[n, k] on the grid of int4; k is a multiple of 32. hessian: float32[k, k], the sum of x x^T over inputs x of the layer. Inputs that
+    were never seen leave their weights rounded to nearest."""
     n, k = weight.shape
     assert k % KERNEL_GROUP == 0, k
     importance = hessian.diagonal().clamp(min=1e-12)

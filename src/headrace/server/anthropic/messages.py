@@ -1,30 +1,35 @@
 """Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-Owns how a body becomes a call of the engine and how its reply is sent. Runs in the event loop that serves HTTP.
+Owns how a body becomes a call of the engine, and its reply: a whole message, or the events of a stream, both from the events of the output. Runs in
+the event loop that serves HTTP.
 """
 
 import re
 import uuid
+from collections.abc import Iterable
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.server.anthropic.protocol import (
-    CountTokensRequest,
-    MessagesRequest,
-    PromptRequest,
-    refuse_unsupported,
-)
-from headrace.server.anthropic.reply import PING, MessageReply, error_event
+from headrace.frontend.sample_update import SampleUpdate, SampleUsage, failure_of
+from headrace.messages.outputs import FinishReason
+from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
+from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest, PromptRequest, refuse_unsupported
 from headrace.server.anthropic.request import conversation_of, sampling_of
 from headrace.server.chat.calls import chat_call
-from headrace.server.chat.conversation import Conversation
+from headrace.server.chat.choice_stream import ChoiceStream
+from headrace.server.chat.conversation import Conversation, arguments_of
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange, Headers
+from headrace.server.error_forms import ApiError, anthropic_error
+from headrace.server.http import Exchange, Headers, encode_json
 from headrace.server.notes import noted_fields, skipped_tools
 from headrace.server.sse import stream_reply
+
+SIGNATURE = "headrace"
+"""The signature of every thinking block. Clients want one; nobody checks it."""
 
 _THEIR_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -81,9 +86,8 @@ class MessagesServing:
                 noted = chat.notes("max_tokens", "thinking.budget_tokens")
                 return self._skipped_tools.headers(skipped) + self._noted.headers(noted)
 
-            reply = MessageReply(
-                message_id, self.context.shown_model(request.model), chat.choice(), request.shows_thinking
-            )
+            model = self.context.shown_model(request.model)
+            reply = MessageReply(message_id, model, chat.choice(), request.shows_thinking)
             updates = chat.updates(exchange)
             if request.stream:
                 await stream_reply(
@@ -133,3 +137,173 @@ def _renamed(exc: RequestError, request: PromptRequest) -> RequestError:
     if isinstance(exc, ContextLengthError):
         exc.message = f"prompt is too long: {exc.message}"
     return exc
+
+
+def tool_use_id(call_id: str) -> str:
+    """The id of a call, as Anthropic writes it. Ids that the model's format needs in the history stay as they are."""
+    return "toolu_" + call_id.removeprefix("call_") if call_id.startswith("call_") else call_id
+
+
+def usage_of(usage: SampleUsage, num_thinking_tokens: int) -> dict[str, object]:
+    """Token counts. `input_tokens` are those that were not in the prefix cache."""
+    counts: dict[str, object] = {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+    if num_thinking_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": num_thinking_tokens}
+    return counts
+
+
+def reason_of(finish: FinishReason, choice: ChoiceStream) -> tuple[str, str | None]:
+    """`stop_reason` and `stop_sequence`. Raises the error of a sample that failed or was aborted."""
+    match finish.type:
+        case "abort":
+            raise failure_of(finish) or RequestError("the message was aborted")
+        case "length":
+            return "max_tokens", None
+        case "stop" if isinstance(finish.matched, str):
+            return "stop_sequence", finish.matched
+        case _:
+            return ("tool_use" if choice.has_calls else "end_turn"), None
+
+
+def content_of(events: Iterable[Event], shows_thinking: bool) -> list[dict[str, Any]]:
+    """The blocks of a whole reply. shows_thinking: false leaves the text of thinking blocks empty."""
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        kind = blocks[-1]["type"] if blocks else ""
+        match event:
+            case Text(text):
+                if kind != "text":
+                    blocks.append({"type": "text", "text": ""})
+                blocks[-1]["text"] += text
+            case Reasoning(text):
+                if kind != "thinking":
+                    blocks.append({"type": "thinking", "thinking": "", "signature": SIGNATURE})
+                blocks[-1]["thinking"] += text if shows_thinking else ""
+            case ToolCall(_, call_id, name):
+                blocks.append({"type": "tool_use", "id": tool_use_id(call_id), "name": name, "input": ""})
+            case Arguments(_, text):
+                blocks[-1]["input"] += text
+    return [block | {"input": arguments_of(block["input"])} if "input" in block else block for block in blocks]
+
+
+def frame(kind: bytes, data: bytes) -> bytes:
+    """One event of a stream."""
+    return b"event: %b\ndata: %b\n\n" % (kind, data)
+
+
+PING = frame(b"ping", b'{"type":"ping"}')
+"""The event of a stream that has nothing to say."""
+
+_STATUS = {
+    "invalid_request_error": 400,
+    "not_found_error": 404,
+    "requests": 429,
+    "tokens": 429,
+    "overloaded_error": 503,
+}
+"""The status of an error by its type; others have 500."""
+
+
+def error_event(error: ApiError) -> bytes:
+    """The event that reports a failure after the reply has begun."""
+    return frame(b"error", anthropic_error(_STATUS.get(error.type, 500), error))
+
+
+class MessageReply:
+    """Writes one message, whole or as the events of a stream, in which at most one block is open at a time.
+
+    model: its name, as the reply says it.
+    """
+
+    def __init__(self, message_id: str, model: str, choice: ChoiceStream, shows_thinking: bool) -> None:
+        self._id = message_id
+        self._model = model
+        self._choice = choice
+        self._shows_thinking = shows_thinking
+        self._started = False
+        self._num_blocks = 0
+        # The type of the open block, "" = none is open.
+        self._open = ""
+
+    def whole(self, update: SampleUpdate) -> dict[str, object]:
+        """The message of a reply that is not streamed, whose only update this is. Raises the error of a sample that failed or was aborted."""
+        assert update.finish is not None, update
+        content = content_of(self._choice.push(update), self._shows_thinking)
+        reason, sequence = reason_of(update.finish, self._choice)
+        return self._message(content, reason, sequence, usage_of(update.usage, self._choice.num_reasoning_tokens))
+
+    def push(self, update: SampleUpdate) -> bytes:
+        """The frames of an update: with the first, the beginning of the message, with the last, its end."""
+        parts: list[bytes] = []
+        if not self._started:
+            self._started = True
+            usage = SampleUsage(update.usage.prompt_tokens, 0, update.usage.cached_tokens)
+            start = {"type": "message_start", "message": self._message([], None, None, usage_of(usage, 0))}
+            parts.append(frame(b"message_start", encode_json(start)))
+        for event in self._choice.push(update):
+            match event:
+                case Text(text):
+                    self._open_block(parts, "text", b'{"type":"text","text":""}')
+                    parts.append(self._delta(b'{"type":"text_delta","text":%b}' % encode_json(text)))
+                case Reasoning(text):
+                    self._open_block(parts, "thinking", b'{"type":"thinking","thinking":"","signature":""}')
+                    if self._shows_thinking:
+                        parts.append(self._delta(b'{"type":"thinking_delta","thinking":%b}' % encode_json(text)))
+                case ToolCall(_, call_id, name):
+                    self._close_block(parts)
+                    block = {"type": "tool_use", "id": tool_use_id(call_id), "name": name, "input": {}}
+                    self._open_block(parts, "tool_use", encode_json(block))
+                case Arguments(_, text):
+                    parts.append(self._delta(b'{"type":"input_json_delta","partial_json":%b}' % encode_json(text)))
+        if update.finish is not None:
+            self._close_block(parts)
+            reason, sequence = reason_of(update.finish, self._choice)
+            delta = {"stop_reason": reason, "stop_sequence": sequence}
+            counts = usage_of(update.usage, self._choice.num_reasoning_tokens)
+            end = {"type": "message_delta", "delta": delta, "usage": counts}
+            parts.append(frame(b"message_delta", encode_json(end)))
+            parts.append(frame(b"message_stop", b'{"type":"message_stop"}'))
+        return b"".join(parts)
+
+    def _message(
+        self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, usage: dict[str, object]
+    ) -> dict[str, object]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": usage,
+        }
+
+    def _open_block(self, parts: list[bytes], kind: str, block: bytes) -> None:
+        """Open a block, unless the open one is of this type."""
+        if self._open == kind:
+            return
+        self._close_block(parts)
+        self._open = kind
+        data = b'{"type":"content_block_start","index":%d,"content_block":%b}' % (self._num_blocks, block)
+        parts.append(frame(b"content_block_start", data))
+
+    def _close_block(self, parts: list[bytes]) -> None:
+        if not self._open:
+            return
+        if self._open == "thinking":
+            signature = b'{"type":"signature_delta","signature":%b}' % encode_json(SIGNATURE)
+            parts.append(self._delta(signature))
+        stop = b'{"type":"content_block_stop","index":%d}' % self._num_blocks
+        parts.append(frame(b"content_block_stop", stop))
+        self._open = ""
+        self._num_blocks += 1
+
+    def _delta(self, delta: bytes) -> bytes:
+        data = b'{"type":"content_block_delta","index":%d,"delta":%b}' % (self._num_blocks, delta)
+        return frame(b"content_block_delta", data)

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.errors import NotFoundError, RequestError
+from headrace.errors import NotFoundError
 from headrace.messages.bodies import asks_for_nothing, is_empty
 from headrace.messages.requests import SessionParams
-from headrace.server.chat.conversation import unsupported
+from headrace.server.chat.conversation import refused, unsupported, unsupported_type
 from headrace.server.error_forms import THREAD_NOT_FOUND
 
 NO_EFFECT = frozenset({"cache_control", "diagnostics", "metadata", "service_tier", "user_profile_id", "workspace_id"})
@@ -212,17 +212,16 @@ def refuse_unsupported(request: PromptRequest) -> None:
     for name, neutral in _NOT_YET.items():
         value = getattr(request, name)
         if not (asks_for_nothing(name, value) or value in neutral):
-            raise unsupported(name, f"{name} is not supported")
+            raise unsupported(name)
     if request.output_config is not None and not is_empty(request.output_config.task_budget):
-        raise unsupported("output_config.task_budget", "output_config.task_budget is not supported")
+        raise unsupported("output_config.task_budget")
     edits = request.context_management.edits if request.context_management is not None else None
     for number, edit in enumerate(edits or ()):
         where = f"context_management.edits[{number}]"
         if edit.type != _KEEPS_ALL:
-            message = f"{where}: edits of type {edit.type[:50]!r} are not supported; the conversation is used as it is"
-            raise unsupported(f"{where}.type", message)
+            raise unsupported_type(where, "edits", edit.type, "; the conversation is used as it is")
         if edit.keep not in ("all", {"type": "all"}):
-            raise unsupported(f"{where}.keep", f"{where}.keep must be 'all': this server clears no thinking")
+            raise unsupported(f"{where}.keep", "must be 'all': this server clears no thinking")
 
 
 def _check_thread(thread: object) -> None:
@@ -237,6 +236,6 @@ def _check_thread(thread: object) -> None:
         case {"type": "create"}:
             pass
         case dict() if thread:
-            raise RequestError('thread.type must be "create"', "thread.type")
+            raise refused("thread.type", 'must be "create"')
         case _ if not is_empty(thread):
-            raise RequestError('thread must be {"type": "create"}', "thread")
+            raise refused("thread", 'must be {"type": "create"}')

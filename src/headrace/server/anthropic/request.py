@@ -1,9 +1,5 @@
-"""A body of Anthropic's routes as a `Conversation` and as sampling parameters.
-
-Owns the types of blocks, the fields of each, and which are shown to the model as text; the checks of messages; and which tools the model is offered.
-Tools that only the vendor can run, or whose schemas only the vendor's models know, are skipped, because clients send them unasked; so are tools
-that wait for a search (`defer_loading`). The reply says which in the header `x-headrace-skipped-tools`. Pure functions, run in the event loop that
-serves HTTP.
+"""A body of Anthropic's routes as a `Conversation` and as sampling parameters. Owns the types of blocks, the fields of each, and which are shown to
+the model as text; the checks of messages; and which tools the model is offered. Pure functions, run in the event loop that serves HTTP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +18,6 @@ from headrace.server.anthropic.protocol import (
     Block,
     InputMessage,
     MessagesRequest,
-    OutputFormatConfig,
     PromptRequest,
     ThinkingConfig,
 )
@@ -37,8 +32,10 @@ from headrace.server.chat.conversation import (
     function_call,
     function_tool,
     missing,
+    refused,
     text_of,
     unsupported,
+    unsupported_type,
 )
 from headrace.server.chat.parts import (
     asks_for,
@@ -112,9 +109,9 @@ def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conver
     if thinking.type == "enabled" and budget is None:
         raise missing(field)
     if thinking.type != "enabled" and budget is not None:
-        raise RequestError(f"{field} belongs to the type enabled", field)
+        raise refused(field, "belongs to the type enabled")
     if budget is not None and budget < 0:
-        raise RequestError(f"{field} must be at least 0, got {budget}", field)
+        raise refused(field, f"must be at least 0, got {budget}")
     conversation = Conversation(
         messages=messages,
         tools=tools,
@@ -130,10 +127,12 @@ def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conver
 
 
 def sampling_of(request: MessagesRequest) -> SamplingParams:
-    """The sampling parameters of a request. Raises RequestError."""
     if request.max_tokens < 0:
-        raise RequestError(f"max_tokens must be at least 0, got {request.max_tokens}", "max_tokens")
-    asked = _format_of(request)
+        raise refused("max_tokens", f"must be at least 0, got {request.max_tokens}")
+    asked = request.output_config.format if request.output_config is not None else None
+    if asked is not None and request.output_format is not None:
+        raise refused("output_format", "and output_config.format are both given: give one of them")
+    asked = request.output_format if asked is None else asked
     return SamplingParams(
         max_new_tokens=request.max_tokens,
         stop=request.stop_sequences,
@@ -145,13 +144,6 @@ def sampling_of(request: MessagesRequest) -> SamplingParams:
     )
 
 
-def _format_of(request: PromptRequest) -> OutputFormatConfig | None:
-    inner = request.output_config.format if request.output_config is not None else None
-    if inner is not None and request.output_format is not None:
-        raise RequestError("output_format and output_config.format are both given: give one of them", "output_format")
-    return request.output_format if inner is None else inner
-
-
 class _Messages:
     """Messages in the form for templates."""
 
@@ -161,9 +153,8 @@ class _Messages:
         self.asked: dict[str, str] = {}
 
     def read(self, request: PromptRequest, context_length: int) -> list[Message]:
-        """All messages of a request, the system prompt first."""
         if not request.messages:
-            raise RequestError("messages is empty", "messages")
+            raise refused("messages", "is empty")
         check_num_messages("messages", "messages", len(request.messages), context_length)
         if system := _system_text(request.system):
             self.shown.append({"role": "system", "content": system})
@@ -172,7 +163,7 @@ class _Messages:
         last = self.shown[-1]
         if last.get("tool_calls"):
             where = f"messages[{len(request.messages) - 1}]"
-            raise RequestError(f"{where}: the results of its tool calls are missing", where)
+            raise refused(where, ": the results of its tool calls are missing")
         if last == {"role": "assistant", "content": ""} and len(self.shown) > 1:
             self.shown.pop()  # A reply that was begun with nothing is a new one.
         return self.shown
@@ -180,14 +171,14 @@ class _Messages:
     def _add(self, where: str, message: InputMessage) -> None:
         role, content = _ROLE_OF.get(message.role, message.role), message.content
         if not role:
-            raise RequestError(f"{where}.role is empty", f"{where}.role")
+            raise refused(f"{where}.role", "is empty")
         if not content and not isinstance(content, str) and role in ("assistant", "tool"):
             content = ""  # The model said nothing.
         if isinstance(content, str):
             self.shown.append({"role": role, "content": content})
             return
         if not content:
-            raise RequestError(f"{where}.content is empty", f"{where}.content")
+            raise refused(f"{where}.content", "is empty")
         blocks = read_blocks(f"{where}.content", content)
         match role:
             case "assistant":
@@ -271,26 +262,25 @@ def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
     """A call in the history; enters its id into `asked`."""
     call_id, name = text_of(f"{where}.id", block.id), text_of(f"{where}.name", block.name)
     if call_id in asked:
-        raise RequestError(f"{where}.id: there are two calls with the id {call_id[:100]!r}", f"{where}.id")
+        raise refused(f"{where}.id", f": there are two calls with the id {call_id[:100]!r}")
     if not (is_empty(block.caller) or (isinstance(block.caller, dict) and block.caller.get("type") in _CALLERS)):
-        raise unsupported(f"{where}.caller", f"{where}.caller: only calls by the model itself are supported")
+        raise unsupported(f"{where}.caller", ": only calls by the model itself are supported")
     asked[call_id] = name
     return function_call(call_id, name, block.input)
 
 
 def _image(where: str, source: object) -> Message:
-    """Raises RequestError."""
     match source:
         case {"type": "base64", "data": str(data), **others} if asks_for(others) <= {"media_type"}:
             return base64_image(f"{where}.source.data", data)
         case {"type": "url", "url": str(url), **others} if url and not asks_for(others):
             return part_of(ImageRef(url=url))
         case {"type": "file"}:
-            raise unsupported(f"{where}.source", f"{where}.source: there are no files here; send base64 or url")
+            raise unsupported(f"{where}.source", ": there are no files here; send base64 or url")
         case _:
-            raise RequestError(
-                f'{where}.source must be {{"type": "base64", "media_type": ..., "data": ...}} or {{"type": "url", "url": ...}}',
+            raise refused(
                 f"{where}.source",
+                'must be {"type": "base64", "media_type": ..., "data": ...} or {"type": "url", "url": ...}',
             )
 
 
@@ -299,12 +289,11 @@ def _result_content(where: str, content: object) -> str | list[Message]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of blocks", where)
+        raise refused(where, "must be a string or a list of blocks")
     blocks = read_blocks(where, content)
     for place, block in blocks:
         if block.type not in ("text", MediaKind.IMAGE):
-            message = f"{place}: blocks of type {block.type[:50]!r} are not supported yet in the result of a tool"
-            raise unsupported(f"{place}.type", message)
+            raise unsupported_type(place, "blocks", block.type, " yet in the result of a tool")
     if all(block.type == "text" for _, block in blocks):
         return "\n".join(block_text(place, block) for place, block in blocks)
     return [
@@ -324,7 +313,7 @@ def read_blocks(where: str, given: Sequence[object]) -> list[Placed]:
 
 def _read(where: str, given: object) -> list[Block]:
     if not isinstance(given, dict):
-        raise RequestError(f"{where} must be an object", where)
+        raise refused(where, "must be an object")
     if given.get("type") in WRITTEN_OUT:
         return [Block(type="text", text=written_out(where, given))]
     block = _decoded(where, given)
@@ -334,7 +323,7 @@ def _read(where: str, given: object) -> list[Block]:
             return _document(where, block)
         case "search_result":
             if not isinstance(block.content, list):
-                raise RequestError(f"{where}.content must be a list of blocks of text", f"{where}.content")
+                raise refused(f"{where}.content", "must be a list of blocks of text")
             text = "\n".join(block_text(place, one) for place, one in read_blocks(f"{where}.content", block.content))
             return [Block(type="text", text=document("search_result", text, title=block.title, source=block.source))]
         case _:
@@ -358,14 +347,13 @@ def check_block(where: str, block: Block) -> None:
     """Raises RequestError for a block of another type, or with fields of another type."""
     known = FIELDS_OF_TYPE.get(block.type)
     if known is None:
-        raise unsupported(f"{where}.type", f"{where}: blocks of type {block.type[:50]!r} are not supported yet")
+        raise unsupported_type(where, "blocks", block.type, " yet")
     for name in block.__struct_fields__:
         if name not in known and name not in _OF_EVERY_TYPE and not is_empty(getattr(block, name)):
-            raise RequestError(f"{where}.{name} does not belong to a block of type {block.type}", f"{where}.{name}")
+            raise refused(f"{where}.{name}", f"does not belong to a block of type {block.type}")
 
 
 def block_text(where: str, block: Block) -> str:
-    """The text of a block of text. Raises RequestError if it has none."""
     if block.text is None:
         raise missing(f"{where}.text")
     return block.text
@@ -388,7 +376,7 @@ def _document(where: str, block: Block) -> list[Block]:
         case _:
             raise unsupported(
                 f"{where}.source",
-                f"{where}.source: of documents only their text is read here; send it as "
+                ": of documents only their text is read here; send it as "
                 '{"type": "text", "media_type": "text/plain", "data": ...}',
             )
     shown = document("document", text, title=block.title, context=block.context)
@@ -396,7 +384,11 @@ def _document(where: str, block: Block) -> list[Block]:
 
 
 def tools_of(tools: Sequence[AnthropicTool] | None) -> tuple[tuple[Tool, ...], list[str]]:
-    """The tools for the model, and the names of those that are skipped. Raises RequestError that names the invalid one."""
+    """The tools for the model, and the names of those that are skipped, which a header of the reply says. Raises RequestError.
+
+    Tools that only the vendor can run, or whose schemas only the vendor's models know, are skipped, because clients send them unasked; so are tools
+    that wait for a search (`defer_loading`).
+    """
     found: list[Tool] = []
     skipped: list[str] = []
     for number, tool in enumerate(tools or ()):
@@ -416,7 +408,7 @@ def _tool(where: str, tool: AnthropicTool) -> Tool:
     for caller in tool.allowed_callers or ():
         if caller != "direct":
             place = f"{where}.allowed_callers"
-            raise unsupported(place, f"{place}: {caller[:50]!r} is not supported, only 'direct'")
+            raise unsupported(place, f": {caller[:50]!r} is not supported, only 'direct'")
     made = function_tool(where, tool.name, tool.description, tool.input_schema, tool.strict is True)
     if not tool.input_examples:
         return made
@@ -425,13 +417,12 @@ def _tool(where: str, tool: AnthropicTool) -> Tool:
 
 
 def choice_of(choice: AnthropicToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoice, bool]:
-    """`tool_choice`, and whether several calls are allowed. Raises RequestError."""
     if choice is None:
         return ToolChoice(), True
     if choice.type == "tool" and not choice.name:
         raise missing("tool_choice.name")
     if choice.type != "tool" and choice.name:
-        raise RequestError("tool_choice.name belongs to the type tool", "tool_choice.name")
+        raise refused("tool_choice.name", "belongs to the type tool")
     found = ToolChoice(choice.type if choice.type in ("auto", "none") else "required", choice.name or None)
     check_choice("tool_choice", found, tools)
     return found, choice.disable_parallel_tool_use is not True

@@ -1,8 +1,5 @@
-"""From a conversation to a call of the engine, and to the reader of its output.
-
-Owns what tools, reasoning and the requested grammar mean for the sampling of a reply: the model's own way to write calls, joined with the grammar
-that the request asks for, around its reasoning. Every chat API uses it. `chat_call` and `ChatCall` run in the event loop that serves HTTP; all
-else is pure, and runs in the thread that renders and tokenizes.
+"""From a conversation to a call of the engine, and to the reader of its output. Owns what tools, reasoning and the requested grammar mean for the
+sampling of a reply. `chat_call` and `ChatCall` run in the event loop that serves HTTP; all else is pure, in the thread that renders and tokenizes.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -25,7 +22,7 @@ from headrace.parsers.registry import OutputFormat, reasoning_tokens
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, json_value
 from headrace.sampling.params import SamplingParams, ThinkingBudget
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
-from headrace.server.chat.conversation import Conversation
+from headrace.server.chat.conversation import Conversation, refused
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt, media_renamed
 from headrace.server.context import Asker, ServingContext
 from headrace.server.notes import OutputLimit
@@ -34,9 +31,6 @@ _BUDGET = "thinking_budget"
 
 _FORBIDDEN = -100.0
 """The bias of tokens that must not come, the least that is allowed."""
-
-_FREE_KINDS: tuple[GrammarKind, ...] = ("ebnf", "lark")
-"""Grammars that cannot be part of another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,6 @@ class ChatCall:
         return notes
 
     def choice(self) -> ChoiceStream:
-        """The reader of one choice."""
         if self.format is None:
             return ChoiceStream(None, None)
         parser = _parser(
@@ -120,17 +113,17 @@ async def chat_call(
     shorten: Callable[[list[int]], list[int]] | None = None,
     **fields: Any,
 ) -> ChatCall:
-    """Render and tokenize a conversation, and say how its reply is sampled.
+    """Render and tokenize a conversation, and say how its reply is sampled. A limit of output tokens beyond the room in the context is lowered.
 
-    A limit of output tokens beyond the room in the context is lowered. shorten: makes the prompt's ids fewer. fields: more of `GenerateReqInput`.
-    Raises RequestError.
+    shorten: makes the prompt's ids fewer. fields: more of `GenerateReqInput`. Raises RequestError.
     """
     output_format = _format(context, conversation)
     budget = conversation.thinking_budget
     if budget is not None and (output_format is None or not output_format.has_reasoning):
         if not conversation.budget_is_hint:
-            message = f"{_BUDGET}: this server does not know how the model ends its reasoning, see --reasoning-parser"
-            raise RequestError(message, _BUDGET)
+            raise refused(
+                _BUDGET, ": this server does not know how the model ends its reasoning, see --reasoning-parser"
+            )
         budget = None  # a model that does not reason stays within every budget
 
     def prepared() -> tuple[ChatPrompt, BoundReply, bool]:
@@ -138,8 +131,7 @@ async def chat_call(
         if shorten is not None:
             shorter = shorten(prompt.ids)
             if prompt.media and len(shorter) < len(prompt.ids):
-                message = "truncate_prompt_tokens: a prompt with media cannot be cut"
-                raise RequestError(message, "truncate_prompt_tokens")
+                raise refused("truncate_prompt_tokens", ": a prompt with media cannot be cut")
             prompt = replace(prompt, ids=shorter)
         if output_format is None:
             return prompt, BoundReply(sampling), False
@@ -151,8 +143,7 @@ async def chat_call(
         found = reasoning_tokens(output_format, lambda text: context.model.tokenizer.encode(text, False, True))
         if found is None:
             if not conversation.budget_is_hint:
-                message = f"{_BUDGET}: this model's reasoning does not end with a token of its own"
-                raise RequestError(message, _BUDGET)
+                raise refused(_BUDGET, ": this model's reasoning does not end with a token of its own")
             return prompt, bound, True
         limit = ThinkingBudget(num_tokens=budget, is_open=start.is_reasoning, **found._asdict())
         return prompt, replace(bound, sampling=msgspec.structs.replace(bound.sampling, thinking_budget=limit)), False
@@ -195,7 +186,7 @@ def _format(context: ServingContext, conversation: Conversation) -> OutputFormat
     """How the model writes what is not text, if the reply may hold that. Raises RequestError for tools that nobody could read."""
     found = context.model.output_format
     if conversation.may_call and (found is None or not found.has_tools):
-        raise RequestError("tools: tool calls are disabled (--tool-call-parser none)", "tools")
+        raise refused("tools", ": tool calls are disabled (--tool-call-parser none)")
     return found if conversation.tools or (found is not None and found.has_reasoning) else None
 
 
@@ -217,13 +208,15 @@ def bound_reply(
     kind = next((kind for kind in GRAMMAR_KINDS if not is_empty(getattr(sampling, kind))), None)
     if sampling.grammar_after:
         if conversation.choice.mode == "required":
-            raise RequestError("grammar_after cannot be combined with a required tool call", "grammar_after")
+            raise refused("grammar_after", "cannot be combined with a required tool call")
         return BoundReply(sampling)
     reasoning = output_format.reasoning
     ends_reasoning = next((text for text in reasoning.closes if text in output_format.special), "") if reasoning else ""
     # Where the prompt has opened the reasoning, the grammar begins behind its end, or has it in itself; else the model may open it.
     after = ends_reasoning if start.is_reasoning else ""
-    opens_reasoning = not start.is_reasoning and not _has_closed(output_format, prompt)
+    # Templates switch reasoning off by writing some that is complete.
+    has_closed = reasoning is not None and prompt.rstrip().endswith(tuple(reasoning.closes))
+    opens_reasoning = not start.is_reasoning and not has_closed
     in_reasoning = start.is_reasoning and not after
     bound = _calls_and_content(sampling, kind, conversation, output_format, opens_reasoning, in_reasoning)
     if bound is None:
@@ -255,16 +248,16 @@ def _calls_and_content(
         beside_reasoning = in_reasoning or (opens_reasoning and output_format.has_reasoning)
         if not may_call and not beside_reasoning:
             return None
-        if kind in _FREE_KINDS:
+        if kind in ("ebnf", "lark"):  # cannot be part of another grammar
             if may_call:
-                raise RequestError(
-                    f"{kind} cannot be combined with tools that may be called: use tool_choice none, or another kind of grammar",
+                raise refused(
                     kind,
+                    "cannot be combined with tools that may be called: use tool_choice none, or another kind of grammar",
                 )
             if in_reasoning:
-                raise RequestError(
-                    f"{kind} cannot be combined with this model's reasoning: switch that off, or use another kind of grammar",
+                raise refused(
                     kind,
+                    "cannot be combined with this model's reasoning: switch that off, or use another kind of grammar",
                 )
             return None
         content = _content(sampling, kind)
@@ -303,13 +296,5 @@ def _content(sampling: SamplingParams, kind: GrammarKind) -> dict[str, Any]:
             tag = json_value(kind, sampling.structural_tag)
             found = tag.get("format") if isinstance(tag, dict) else None
             if not isinstance(found, dict):
-                raise RequestError(
-                    "structural_tag: only one with a `format` can be combined with tools or reasoning", "structural_tag"
-                )
+                raise refused("structural_tag", ": only one with a `format` can be combined with tools or reasoning")
             return found
-
-
-def _has_closed(output_format: OutputFormat, prompt: str) -> bool:
-    """Whether the prompt ends with reasoning that is complete, as templates write it to switch reasoning off."""
-    reasoning = output_format.reasoning
-    return reasoning is not None and prompt.rstrip().endswith(tuple(reasoning.closes))

@@ -87,12 +87,10 @@ class ChoiceStream:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far."""
         return self._parser.num_reasoning_tokens if self._parser is not None else 0
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool call has begun."""
         return self._parser is not None and self._parser.has_calls
 
     @property

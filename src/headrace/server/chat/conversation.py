@@ -1,6 +1,5 @@
-"""A conversation as every chat API means it: messages, tools, and what the reply may be.
-
-Owns these types, the checks that all APIs share, and the form in which templates read messages and tools. Pure functions; any thread.
+"""A conversation as every chat API means it: messages, tools, and what the reply may be; and the checks that all APIs share. Pure functions; any
+thread.
 
 Messages are dicts with the keys of chat templates: `role` (`ROLES`, or one of the client's own), `content` (text, or a list of
 `{"type": "text", "text": ...}`), `reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, where the
@@ -51,7 +50,6 @@ class Tool:
 
     @property
     def function(self) -> Mapping[str, object]:
-        """`definition` without its wrapper."""
         function: Mapping[str, object] = self.definition["function"]
         return function
 
@@ -69,14 +67,10 @@ def plain_choice(choice: object) -> ToolChoice | None:
     match choice:
         case None | "" | "auto":
             return ToolChoice()
-        case "none":
-            return ToolChoice("none")
-        case "required":
-            return ToolChoice("required")
-        case dict() if not choice:
-            return ToolChoice()
+        case "none" | "required":
+            return ToolChoice(choice)
         case _:
-            return None
+            return ToolChoice() if choice == {} else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +98,6 @@ class Conversation:
 
     @property
     def may_call(self) -> bool:
-        """Whether the reply may have tool calls."""
         return bool(self.tools) and self.choice.mode != "none"
 
     @property
@@ -116,14 +109,24 @@ class Conversation:
         return sum(len(calls_of(message)) for message in self.messages)
 
 
+def refused(where: str, why: str, code: str | None = None) -> RequestError:
+    """The refusal of a request for its field `where`. why: how the sentence goes on, or with a colon what follows the field."""
+    return RequestError(f"{where}{'' if why.startswith(':') else ' '}{why}", where, code)
+
+
 def missing(where: str) -> RequestError:
-    """The refusal of a request without its field `where`."""
-    return RequestError(f"{where} is missing", where)
+    return refused(where, "is missing")
 
 
-def unsupported(where: str, message: str) -> RequestError:
-    """The refusal of a request whose field `where` asks for something that this server does not do."""
-    return RequestError(message, where, "unsupported_parameter")
+def unsupported(where: str, why: str = "is not supported") -> RequestError:
+    """The same for a field that asks for something that this server does not do."""
+    return refused(where, why, "unsupported_parameter")
+
+
+def unsupported_type(where: str, what: str, kind: object, more: str = "") -> RequestError:
+    """The refusal of one of the `what` (parts, items, ...) for its type. more: of the message."""
+    message = f"{where}: {what} of type {str(kind)[:50]!r} are not supported{more}"
+    return RequestError(message, f"{where}.type", "unsupported_parameter")
 
 
 def text_of(where: str, value: object) -> str:
@@ -134,7 +137,6 @@ def text_of(where: str, value: object) -> str:
 
 
 def object_of(where: str, value: object) -> dict[str, object]:
-    """A field that must be an object. Raises RequestError."""
     if not isinstance(value, dict):
         raise missing(where)
     return value
@@ -143,7 +145,7 @@ def object_of(where: str, value: object) -> dict[str, object]:
 def text_or_none(where: str, value: object) -> str | None:
     """A field that may be a text. Raises RequestError."""
     if value is not None and not isinstance(value, str):
-        raise RequestError(f"{where} must be a string", where)
+        raise refused(where, "must be a string")
     return value
 
 
@@ -167,20 +169,16 @@ def function_tool(
     strict: bool,
     function: Mapping[str, object] | None = None,
 ) -> Tool:
-    """A tool from the fields that all APIs have. function: as templates shall see it; None = from these fields.
-
-    Raises RequestError that names `where`, its place in the request.
-    """
+    """A tool from the fields that all APIs have. where: its place in the request. function: as templates shall see it; None = from these fields.
+    Raises RequestError."""
     name = text_of(f"{where}.name", name)
     if len(name) > MAX_NAME_CHARS:
-        raise RequestError(f"{where}.name has {len(name)} characters, at most {MAX_NAME_CHARS}", f"{where}.name")
+        raise refused(f"{where}.name", f"has {len(name)} characters, at most {MAX_NAME_CHARS}")
     if not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{where}.name {name!r}: spaces, quotes, braces and angle brackets are not allowed", f"{where}.name"
-        )
+        raise refused(f"{where}.name", f"{name!r}: spaces, quotes, braces and angle brackets are not allowed")
     description = text_or_none(f"{where}.description", description)
     if parameters is not None and not isinstance(parameters, dict):
-        raise RequestError(f"{where}.parameters must be a JSON schema (an object)", f"{where}.parameters")
+        raise refused(f"{where}.parameters", "must be a JSON schema (an object)")
     if function is None:
         given = {"name": name, "description": description, "parameters": parameters}
         function = {key: value for key, value in given.items() if value is not None}
@@ -190,7 +188,7 @@ def function_tool(
 def check_tools(field: str, tools: Sequence[Tool]) -> None:
     """Raises RequestError for too many tools, and for two with one name."""
     if len(tools) > MAX_TOOLS:
-        raise RequestError(f"{field}: at most {MAX_TOOLS} tools, got {len(tools)}", field)
+        raise refused(field, f": at most {MAX_TOOLS} tools, got {len(tools)}")
     seen: set[str] = set()
     for number, tool in enumerate(tools):
         if tool.name in seen:
@@ -203,10 +201,10 @@ def check_tools(field: str, tools: Sequence[Tool]) -> None:
 def check_choice(field: str, choice: ToolChoice, tools: Sequence[Tool]) -> None:
     """Raises RequestError for a choice that needs tools that are not there."""
     if choice.mode == "required" and not tools:
-        raise RequestError(f"{field} asks for a tool call, but there are no tools", field)
+        raise refused(field, "asks for a tool call, but there are no tools")
     if choice.name is not None and all(tool.name != choice.name for tool in tools):
         shown = choice.name[:100]
-        raise RequestError(f"{field}: there is no tool called {shown!r} among the tools", field)
+        raise refused(field, f": there is no tool called {shown!r} among the tools")
 
 
 def allowed_tools(field: str, names: Sequence[str], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
@@ -214,7 +212,7 @@ def allowed_tools(field: str, names: Sequence[str], tools: tuple[Tool, ...]) -> 
     known, allowed = {tool.name for tool in tools}, frozenset(names)
     for name in names:
         if name not in known:
-            raise RequestError(f"{field}: there is no tool called {name[:100]!r} among the tools", field)
+            raise refused(field, f": there is no tool called {name[:100]!r} among the tools")
     return tuple(tool for tool in tools if tool.name in allowed)
 
 
@@ -243,7 +241,7 @@ def check_history(field: str, messages: Sequence[Message]) -> None:
                     call_id = str(call["id"])
                     if call_id in asked:
                         shown = f"{where}.tool_calls[{place}].id"
-                        raise RequestError(f"{shown}: there are two calls with the id {call_id[:100]!r}", shown)
+                        raise refused(shown, f": there are two calls with the id {call_id[:100]!r}")
                     asked[call_id] = str(call["function"]["name"])
 
 

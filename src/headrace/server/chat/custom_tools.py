@@ -1,7 +1,5 @@
-"""Tools that take a text instead of arguments (`custom` tools).
-
-The model sees a function with one string parameter, `input`, and calls it as any other; the client gets the string.
-Pure functions and a reader without side effects; any thread.
+"""Tools that take a text instead of arguments (`custom` tools): the model sees a function with one string parameter, `input`, and calls it as any
+other; the client gets the string. Pure functions and a reader without side effects; any thread.
 """
 
 import re
@@ -9,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from headrace.errors import RequestError
-from headrace.server.chat.conversation import Message, Tool, function_call, function_tool, text_of
+from headrace.server.chat.conversation import Message, Tool, function_call, function_tool, refused, text_of
 
 INPUT = "input"
 """Name of the parameter."""
@@ -46,13 +43,13 @@ def _grammar(where: str, form: object) -> tuple[str, str] | None:
         case {"type": "grammar", "grammar": dict(grammar)} | ({"type": "grammar"} as grammar):
             assert isinstance(grammar, Mapping), "matched"
         case _:
-            raise RequestError(f'{where}.type must be "text" or "grammar"', f"{where}.type")
+            raise refused(f"{where}.type", 'must be "text" or "grammar"')
     syntax = grammar.get("syntax")
     if syntax not in ("regex", "lark"):
-        raise RequestError(f'{where}.syntax must be "regex" or "lark"', f"{where}.syntax")
+        raise refused(f"{where}.syntax", 'must be "regex" or "lark"')
     definition = text_of(f"{where}.definition", grammar.get("definition"))
     if syntax == "regex" and _closes_what_it_has_not_opened(definition):
-        raise RequestError(f"{where}.definition: a parenthesis is closed that is not open", f"{where}.definition")
+        raise refused(f"{where}.definition", ": a parenthesis is closed that is not open")
     return syntax, definition
 
 

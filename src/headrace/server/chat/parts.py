@@ -1,8 +1,5 @@
-"""Parts of messages as every chat API means them: media, and as text documents and what a vendor's own tools did (searches, shells, programs)
-when its client sends it back here.
-
-Owns the parts that are media (`part_of`), and what is written out as text. The shapes in which media come are those of each API. Pure functions; any
-thread.
+"""Parts of messages as every chat API means them: media, and what is written out as text: documents, and what a vendor's own tools did (searches,
+shells, programs) when its client sends it back here. The shapes in which media come are those of each API. Pure functions; any thread.
 """
 
 import base64
@@ -11,10 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.errors import RequestError
 from headrace.media_kinds import AudioRef, ImageDetail, ImageRef, MediaKind, MediaRef
 from headrace.messages.bodies import is_empty
-from headrace.server.chat.conversation import Message
+from headrace.server.chat.conversation import Message, refused
 
 _OPAQUE = frozenset(
     {
@@ -34,7 +30,6 @@ _OPAQUE = frozenset(
 
 
 def text_part(text: str) -> Message:
-    """A text as a part of a message's content."""
     return {"type": "text", "text": text}
 
 
@@ -53,20 +48,18 @@ def media_kind(part: object) -> MediaKind | None:
 def image_detail(where: str, detail: object) -> ImageDetail:
     """How closely to look at an image; None = auto. Raises RequestError."""
     match detail:
-        case None | "auto" | "original":
+        case None | "original":
             return "auto"
-        case "low":
-            return "low"
-        case "high":
-            return "high"
+        case "auto" | "low" | "high":
+            return detail
         case _:
-            raise RequestError(f"{where} must be auto, low or high, got {str(detail)[:50]!r}", where)
+            raise refused(where, f"must be auto, low or high, got {str(detail)[:50]!r}")
 
 
 def base64_image(where: str, data: object) -> Message:
     """The part of an image that is given in base64, or as a `data:` URL of it. Raises RequestError for any other URL, and unless it is a text."""
     if not isinstance(data, str) or not data or (":" in data[:32] and data[:5].lower() != "data:"):
-        raise RequestError(f"{where} must be the base64 text of an image", where)
+        raise refused(where, "must be the base64 text of an image")
     return part_of(ImageRef(url=data))
 
 
@@ -74,23 +67,17 @@ def base64_audio(where: str, given: object) -> Message:
     """The part of audio that is given in base64, as `input_audio` of OpenAI. Raises RequestError."""
     data, name = (given.get("data"), given.get("format")) if isinstance(given, Mapping) else (None, None)
     if not isinstance(given, Mapping) or not isinstance(data, str):
-        raise RequestError(
-            f'{where} must be an object with "data", the base64 text of an audio file, and "format"', where
-        )
+        raise refused(where, 'must be an object with "data", the base64 text of an audio file, and "format"')
     if unknown := sorted(map(str, asks_for(given) - {"data", "format"})):
-        raise RequestError(f"{where}: the field {unknown[0][:50]!r} is not known here", where)
+        raise refused(where, f": the field {unknown[0][:50]!r} is not known here")
     if not data:
-        raise RequestError(f"{where}.data is empty: it must be the base64 text of an audio file", f"{where}.data")
+        raise refused(f"{where}.data", "is empty: it must be the base64 text of an audio file")
     if ":" in data[:32] and data[:5].lower() != "data:":
-        raise RequestError(
-            f"{where}.data must be the base64 text of an audio file; a URL goes into a part of type audio_url",
-            f"{where}.data",
+        raise refused(
+            f"{where}.data", "must be the base64 text of an audio file; a URL goes into a part of type audio_url"
         )
     if not is_empty(name) and str(name).lower() not in MediaKind.AUDIO.formats:
-        raise RequestError(
-            f"{where}.format must be one of {', '.join(MediaKind.AUDIO.formats)}, got {str(name)[:50]!r}",
-            f"{where}.format",
-        )
+        raise refused(f"{where}.format", f"must be one of {', '.join(MediaKind.AUDIO.formats)}, got {str(name)[:50]!r}")
     return part_of(AudioRef(url=data))
 
 
@@ -100,16 +87,13 @@ def asks_for(fields: Mapping[Any, object]) -> set[object]:
 
 
 def written_out(where: str, item: Mapping[str, Any], *hidden: str) -> str:
-    """An item of any type as its fields in JSON, between marks with the type's name. hidden: more fields that are left out.
-
-    Raises RequestError that names `where` if it is nested too deeply.
-    """
+    """An item of any type as its fields in JSON, between marks with the type's name. hidden: more fields that are left out. Raises RequestError."""
     kind = item["type"]
     fields = {name: value for name, value in item.items() if name != "type" and name not in hidden}
     try:
         shown = json.dumps(_readable(fields), ensure_ascii=False)
     except RecursionError:
-        raise RequestError(f"{where} is nested too deeply", where) from None
+        raise refused(where, "is nested too deeply") from None
     return f"<{kind}>\n{shown}\n</{kind}>"
 
 

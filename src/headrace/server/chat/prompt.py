@@ -1,13 +1,11 @@
-"""Renders and tokenizes a conversation.
-
-Owns how messages, their media and tools are given to the model's chat template, also to one that knows no tools, or takes text only. Plain
-computation, in a thread.
+"""Renders and tokenizes a conversation. Owns how messages, their media and tools are given to the model's chat template, also to one that knows no
+tools, or takes text only. Plain computation, in a thread.
 """
 
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -75,7 +73,14 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
     kwargs = _template_kwargs(template, conversation)
 
     def encoded(messages: Sequence[Message], keep_parts: bool, marks: MediaMarks | None) -> ChatPrompt:
-        messages, shown_tools = [_for_template(message, keep_parts) for message in messages], tools
+        shown_tools = tools
+        if not keep_parts:
+            messages = [
+                message | {"content": "\n".join(str(part["text"]) for part in content)}
+                if isinstance(content := message.get("content"), list)
+                else message
+                for message in messages
+            ]
         if (tools or any(map(calls_of, messages))) and not template.uses_tools:
             messages, shown_tools = _written_out(messages, conversation.tools), []
 
@@ -95,7 +100,8 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
         refuse_too_long(model.tokenizer, rendered.text, model.context_length, "messages")
         return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text)
 
-    media = media_in(conversation.messages)
+    contents = [content for message in conversation.messages if isinstance(content := message.get("content"), list)]
+    media = MediaRefs.by_kind(part[kind] for content in contents for part in content if (kind := media_kind(part)))
     if not media:
         return encoded(conversation.messages, template.content_parts, None)
     return replace(_with_media(context, conversation.messages, media, template, encoded), media=media)
@@ -137,12 +143,6 @@ def _with_media(
             "messages",
         )
     return prompt
-
-
-def media_in(messages: Iterable[Message]) -> MediaRefs:
-    """The media of messages, each kind in its order."""
-    contents = (content for message in messages if isinstance(content := message.get("content"), list))
-    return MediaRefs.by_kind(part[kind] for content in contents for part in content if (kind := media_kind(part)))
 
 
 def _replaced(messages: Sequence[Message], shown: Callable[[MediaKind], Message]) -> list[Message]:
@@ -243,10 +243,8 @@ def _check_own_roles(messages: Sequence[Message], text: str) -> None:
 
 def _late_system_as_user(messages: Sequence[Message]) -> list[Message]:
     """The messages with the text of later system messages as the user's."""
-    late = [number > 0 and message["role"] == "system" for number, message in enumerate(messages)]
-    return _joined_users(
-        [message | {"role": "user"} if is_late else message for message, is_late in zip(messages, late, strict=True)]
-    )
+    later = [message | {"role": "user"} if message["role"] == "system" else message for message in messages[1:]]
+    return _joined_users([messages[0], *later])
 
 
 def _says_nothing(message: Message) -> bool:
@@ -266,17 +264,14 @@ def _plainer(messages: Sequence[Message]) -> list[Message]:
 def _joined_users(messages: Sequence[Message]) -> list[Message]:
     """What the user says in messages that follow each other, in one."""
     shown: list[Message] = []
-    for turned in messages:
-        before = shown[-1] if shown else None
-        if before is not None and before["role"] == turned["role"] == "user":
-            first, second = before.get("content"), turned.get("content")
-            if isinstance(first, str) and isinstance(second, str):
-                shown[-1] = before | {"content": f"{first}\n\n{second}"}
-                continue
-            if isinstance(first, list) or isinstance(second, list):
-                shown[-1] = before | {"content": [*_parts(first), *_parts(second)]}
-                continue
-        shown.append(turned)
+    for message in messages:
+        if shown and shown[-1]["role"] == message["role"] == "user":
+            first, second = shown[-1].get("content"), message.get("content")
+            both_texts = isinstance(first, str) and isinstance(second, str)
+            joined = f"{first}\n\n{second}" if both_texts else [*_parts(first), *_parts(second)]
+            shown[-1] = shown[-1] | {"content": joined}
+        else:
+            shown.append(message)
     return shown
 
 
@@ -292,9 +287,7 @@ def _template_kwargs(template: ChatTemplate, conversation: Conversation) -> dict
     # Reserved names are refused with their own message when the template is rendered.
     if unknown := kwargs.keys() - known:
         shown = sorted(unknown)[0][:100]
-        raise unsupported(
-            "chat_template_kwargs", f"chat_template_kwargs: this model's chat template does not use {shown!r}"
-        )
+        raise unsupported("chat_template_kwargs", f": this model's chat template does not use {shown!r}")
     thinks = conversation.thinking
     if thinks is None and conversation.effort is not None:
         thinks = conversation.effort != "none"
@@ -319,14 +312,6 @@ def _texts(values: list[Any]) -> Iterator[str]:
             values += value.values()
         elif isinstance(value, list):
             values += value
-
-
-def _for_template(message: Message, keep_parts: bool) -> Message:
-    """The message with its text parts joined by newlines, unless the template reads parts."""
-    content = message.get("content")
-    if keep_parts or not isinstance(content, list):
-        return message
-    return message | {"content": "\n".join(str(part["text"]) for part in content)}
 
 
 def _written_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -6,7 +6,7 @@ Owns their checks, and which tool call a result answers: calls have no ids in mo
 from collections import deque
 from collections.abc import Sequence
 
-from headrace.errors import ContextLengthError, RequestError
+from headrace.errors import RequestError
 from headrace.messages.bodies import is_empty
 from headrace.server.chat.conversation import (
     ROLES,
@@ -14,9 +14,11 @@ from headrace.server.chat.conversation import (
     Message,
     Tool,
     check_history,
+    check_num_messages,
     check_tools,
     function_call,
     function_tool,
+    unsupported,
 )
 from headrace.server.chat.parts import base64_image
 from headrace.server.ollama.protocol import OllamaMessage
@@ -28,8 +30,7 @@ def conversation_of(
     messages: Sequence[OllamaMessage], tools: Sequence[dict[str, object]], think: bool | str | None, context_length: int
 ) -> Conversation:
     """The conversation of a request; messages is not empty. Raises RequestError that names the field."""
-    if len(messages) > context_length:
-        raise ContextLengthError("messages", context_length, f"there are {len(messages)} messages")
+    check_num_messages("messages", "messages", len(messages), context_length)
     history = _History()
     shown = [_template_message(f"messages[{number}]", message, history) for number, message in enumerate(messages)]
     check_history("messages", shown)
@@ -48,11 +49,10 @@ def checked_think(think: bool | str | None, reasons: bool) -> bool | str | None:
     if isinstance(think, str) and think not in EFFORTS:
         raise RequestError(f"think must be true, false, {', '.join(EFFORTS)}, got {think[:50]!r}", "think")
     if think and not reasons:
-        raise RequestError(
+        raise unsupported(
+            "think",
             "think: this model does not support thinking, or this server does not know how it writes it "
             "(see --reasoning-parser)",
-            "think",
-            "unsupported_parameter",
         )
     return think
 
@@ -67,7 +67,6 @@ class _History:
         self._answered: set[str] = set()
 
     def add(self, calls: Sequence[Message]) -> None:
-        """A message has these calls."""
         self.num_calls += len(calls)
         self._waiting, self._answered = {"": deque()}, set()
         for call in calls:
@@ -77,7 +76,6 @@ class _History:
                 self._waiting.setdefault(name, deque()).append(str(call["id"]))
 
     def answer(self, call_id: str) -> None:
-        """A message is the result of this call."""
         self._answered.add(call_id)
 
     def next_call(self, name: str) -> str | None:
@@ -102,11 +100,8 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
             raise RequestError(f"{where}.{name} belongs to the role {owner}", f"{where}.{name}")
     for name in ("audios", "videos"):
         if not is_empty(getattr(message, name)):
-            raise RequestError(
-                f"{where}.{name} is not supported: /v1/chat/completions takes audio and videos",
-                f"{where}.{name}",
-                "unsupported_parameter",
-            )
+            place = f"{where}.{name}"
+            raise unsupported(place, f"{place} is not supported: /v1/chat/completions takes audio and videos")
     text = _text(f"{where}.content", message.content)
     shown: Message = {"role": role, "content": text or ""}
     if message.images:
@@ -161,8 +156,7 @@ def _tools(tools: Sequence[dict[str, object]]) -> tuple[Tool, ...]:
 def _tool(where: str, tool: dict[str, object]) -> Tool:
     kind, function = tool.get("type") or "function", tool.get("function")
     if kind != "function":
-        shown = f"{where}.type must be 'function', got {str(kind)[:50]!r}"
-        raise RequestError(shown, f"{where}.type", "unsupported_parameter")
+        raise unsupported(f"{where}.type", f"{where}.type must be 'function', got {str(kind)[:50]!r}")
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function is missing", f"{where}.function")
     name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))

@@ -6,14 +6,13 @@ Owns how events become messages: tool calls are whole, with their arguments as a
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import RequestError
 from headrace.frontend.sample_update import LogprobItem, SampleUpdate, failure_of
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.messages.outputs import FinishReason
@@ -22,6 +21,7 @@ from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.choice_stream import ChoiceStream
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import ApiError, ollama_error, renaming
 from headrace.server.http import Exchange, Headers, describe_error, encode_json
@@ -102,27 +102,25 @@ class PartJoiner:
         return [Part(tool_calls=[{"id": call.id, "function": function}])]
 
 
+@dataclass(slots=True, eq=False)
 class ReplyWriter:
     """Writes the reply to one request.
 
     model: as the client calls it. kind: where the text goes, into `message` or `response`. wants_logprobs: replies have `logprobs`.
     """
 
-    def __init__(
-        self, model: str, kind: Kind, choice: ChoiceStream, tokenizer: Tokenizer, wants_logprobs: bool
-    ) -> None:
-        self._model = model
-        self._kind = kind
-        self._choice = choice
-        self._tokenizer = tokenizer
-        self._wants_logprobs = wants_logprobs
-        self._joiner = PartJoiner()
-        self._start_ns = time.monotonic_ns()
+    model: str
+    kind: Kind
+    choice: ChoiceStream
+    tokenizer: Tokenizer
+    wants_logprobs: bool
+    _joiner: PartJoiner = field(default_factory=PartJoiner)
+    _start_ns: int = field(default_factory=time.monotonic_ns)
 
     def lines(self, update: SampleUpdate) -> bytes:
         """The lines of an update: one for each part, then the last one with the counts if the output has ended, or its error."""
         ended = update.finish is not None
-        parts = self._joiner.push(self._choice.push(update), ended)
+        parts = self._joiner.push(self.choice.push(update), ended)
         logprobs = self._logprobs(update)
         if logprobs and not parts:
             parts.append(Part())
@@ -132,38 +130,36 @@ class ReplyWriter:
         written = b"".join(encode_json(line) + b"\n" for line in lines)
         if update.finish is None:
             return written
-        failure = failure_of(update.finish)
-        if failure is not None:
+        if (failure := failure_of(update.finish)) is not None:
             return written + error_line(describe_error(failure)[2])
         return written + encode_json(self._head() | self._body(Part()) | self._ending(update, update.finish)) + b"\n"
 
     def whole(self, update: SampleUpdate) -> dict[str, object]:
         """The reply of a request that does not stream. Raises HeadraceError for an output that failed."""
         assert update.finish is not None, "it has ended"
-        failure: HeadraceError | None = failure_of(update.finish)
-        if failure is not None:
+        if (failure := failure_of(update.finish)) is not None:
             raise failure
-        parts = self._joiner.push(self._choice.push(update), True)
+        parts = self._joiner.push(self.choice.push(update), True)
         joined = Part(
             "".join(part.content for part in parts),
             "".join(part.thinking for part in parts),
             [call for part in parts for call in part.tool_calls],
         )
         reply = self._head() | self._body(joined) | self._ending(update, update.finish)
-        return reply | {"logprobs": self._logprobs(update)} if self._wants_logprobs else reply
+        return reply | {"logprobs": self._logprobs(update)} if self.wants_logprobs else reply
 
     def unasked(self, reason: Literal["load", "unload"]) -> dict[str, object]:
         """The reply to a request without messages or prompt."""
         return self._head() | self._body(Part()) | {"done": True, "done_reason": reason}
 
     def _head(self) -> dict[str, object]:
-        return {"model": self._model, "created_at": timestamp(time.time())}
+        return {"model": self.model, "created_at": timestamp(time.time())}
 
     def _body(self, part: Part) -> dict[str, object]:
         more: dict[str, object] = {"thinking": part.thinking} if part.thinking else {}
         if part.tool_calls:
             more["tool_calls"] = part.tool_calls
-        if self._kind == "generate":
+        if self.kind == "generate":
             return {"response": part.content, **more}
         return {"message": {"role": "assistant", "content": part.content, **more}}
 
@@ -182,15 +178,15 @@ class ReplyWriter:
         }
 
     def _logprobs(self, update: SampleUpdate) -> list[object]:
-        if not self._wants_logprobs or update.logprobs is None:
+        if not self.wants_logprobs or update.logprobs is None:
             return []
         output = update.logprobs.output
         rows: Sequence[Sequence[LogprobItem] | None] = output.top or [None] * len(output.tokens)
         found: list[object] = []
         for item, row in zip(output.tokens, rows, strict=True):
-            shown = token_logprob(self._tokenizer, item)
+            shown = token_logprob(self.tokenizer, item)
             if row:
-                shown["top_logprobs"] = [token_logprob(self._tokenizer, other) for other in row]
+                shown["top_logprobs"] = [token_logprob(self.tokenizer, other) for other in row]
             found.append(shown)
         return found
 
@@ -261,8 +257,7 @@ async def generate(noted: HeaderNotes, exchange: Exchange) -> None:
     body, headers_of = await read_body(noted, exchange, OllamaGenerateRequest)
     for name in _NOT_SUPPORTED:
         if getattr(body, name) not in (None, "", [], 0):
-            message = f"{name} is not supported{_INSTEAD.get(name, '')}"
-            raise RequestError(message, name, "unsupported_parameter")
+            raise unsupported(name, f"{name} is not supported{_INSTEAD.get(name, '')}")
     if not body.prompt and not body.suffix:
         await _reply_unasked(exchange, body, "generate", headers_of)
         return
@@ -368,8 +363,7 @@ async def _reply(exchange: Exchange, body: OllamaGeneration, kind: Kind, run: _R
             ping=b"",
         )
         return
-    async with exchange.until_client_leaves(), aclosing(run.updates) as updates:
-        (update,) = [update async for update in updates]
+    (update,) = await exchange.all_of(run.updates)
     await exchange.reply_json(writer.whole(update), headers=headers())
 
 

@@ -47,7 +47,6 @@ async def root(exchange: Exchange) -> None:
 
 
 async def version(exchange: Exchange) -> None:
-    """The version of Ollama's API."""
     await exchange.reply_json({"version": API_VERSION})
 
 
@@ -72,7 +71,6 @@ async def ps(exchange: Exchange) -> None:
 
 
 async def show(noted: HeaderNotes, exchange: Exchange) -> None:
-    """What the model is and can do."""
     body, headers_of = await read_body(noted, exchange, OllamaShowRequest)
     context, model = exchange.context, exchange.context.model
     adapter = context.adapter_of(_one_name(body.model, body.name))

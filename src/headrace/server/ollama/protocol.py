@@ -18,6 +18,7 @@ from headrace.config.server_args import LATEST
 from headrace.errors import RequestError
 from headrace.messages.bodies import alternatives, asks_for_nothing
 from headrace.sampling.params import SamplingParams
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
 from headrace.server.notes import HeaderNotes
@@ -223,7 +224,7 @@ def _fields(kind: Hashable) -> Mapping[str, Hashable | None]:
 TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
 """Ollama's defaults, for requests that name no value and models that bring none."""
 
-_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 _REPEAT_LAST_N = 64
 """Ollama's default. It means all tokens here, and so do larger numbers."""
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)")
@@ -278,16 +279,18 @@ def check_options(options: OllamaOptions) -> None:
     """Raises RequestError for an option that is not supported."""
     for name, neutral in _NEUTRAL.items():
         if getattr(options, name) not in neutral:
-            raise _unsupported(name, "is not supported")
-    if not any(
-        getattr(options, name) not in (None, neutral) for name, neutral in zip(_PENALTIES, (1, 0, 0), strict=True)
-    ):
+            raise unsupported(f"options.{name}", f"options.{name} is not supported")
+    if all(getattr(options, name) in (None, neutral) for name, neutral in _PENALTIES.items()):
         return
     if options.penalize_newline is False:
-        raise _unsupported("penalize_newline", "false is not supported: newlines are penalised like any other text")
+        message = "options.penalize_newline false is not supported: newlines are penalised like any other text"
+        raise unsupported("options.penalize_newline", message)
     if options.repeat_last_n not in (None, 0, -1) and options.repeat_last_n < _REPEAT_LAST_N:
-        message = f"must be -1 (all tokens), 0 (no penalty), or at least {_REPEAT_LAST_N}: penalties count all tokens, not the last ones"
-        raise _unsupported("repeat_last_n", message)
+        message = (
+            f"options.repeat_last_n must be -1 (all tokens), 0 (no penalty), or at least {_REPEAT_LAST_N}: "
+            "penalties count all tokens, not the last ones"
+        )
+        raise unsupported("options.repeat_last_n", message)
 
 
 def check_keep_alive(keep_alive: str | float | None) -> None:
@@ -308,7 +311,3 @@ def _limit(num_predict: int | None) -> int | None:
 
 def _first(*values: float | None) -> float:
     return next(value for value in values if value is not None)
-
-
-def _unsupported(name: str, why: str) -> RequestError:
-    return RequestError(f"options.{name} {why}", f"options.{name}", "unsupported_parameter")

@@ -1,7 +1,5 @@
-"""What the chat and completion routes share: validating, converting, streaming, counting tokens, naming errors.
-
-Owns `OpenAIServingBase` and the walk from updates of samples to choices. The shapes of the replies are the
-subclasses'. Runs in the event loop that serves HTTP.
+"""What the chat and completion routes share: checking, converting, streaming, counting tokens, naming errors. The shapes of the replies are the
+subclasses' of `OpenAIServingBase`. Runs in the event loop that serves HTTP.
 """
 
 import re
@@ -26,7 +24,7 @@ from headrace.server.context import Asker, ServingContext
 from headrace.server.http import Exchange, Headers, encode_json
 from headrace.server.notes import OutputLimit, noted_fields
 from headrace.server.openai.fields import AskedGrammar
-from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
+from headrace.server.openai.protocol import GenerationRequest
 from headrace.server.sse import failure_frames, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -92,12 +90,9 @@ class UsageCount:
             self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
-        """The counts so far."""
-        details = None
         media = {kind.tokens_field: count for kind, count in self.media_tokens.items() if count}
-        if self.report_cached or media:
-            cached = self.cached_tokens if self.report_cached else None
-            details = PromptTokensDetails(cached, **media)
+        cached = self.cached_tokens if self.report_cached else None
+        details = PromptTokensDetails(cached, **media) if self.report_cached or media else None
         guesses = None
         if self.guessed is not None:
             right = self.guessed.num_right
@@ -154,18 +149,17 @@ class Generation(Generic[R]):
 class OpenAIServingBase(ABC, Generic[R, G]):
     """Handler of one generation route."""
 
+    request_type: type[R]
     id_prefix: str
     prompt_field: str
-    default_max_tokens: int
 
-    def __init__(self, context: ServingContext, request_type: type[R]) -> None:
+    def __init__(self, context: ServingContext) -> None:
         self.context = context
-        self._request_type = request_type
         self._noted = noted_fields()
 
     async def handle_request(self, exchange: Exchange) -> None:
         """Answer one request. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(self._request_type)
+        request = await exchange.read_json(self.request_type)
         grammar = request.asked_grammar()
         try:
             generation = await self.prepare(request)
@@ -186,16 +180,15 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         request = msgspec.structs.replace(request, model=self.context.shown_model(request.model), lora_path=adapter)
         request.check()
         refuse_routed_experts(bool(request.return_routed_experts), self.context.model.ready.has_experts)
-        self.validate(request)
         return await self.convert(request)
 
     @abstractmethod
-    def validate(self, request: R) -> None:
-        """Raises RequestError for what this route does not support."""
+    async def convert(self, request: R) -> G:
+        """The request as a call of the engine. Raises RequestError, also for what this route does not support."""
 
     @abstractmethod
-    async def convert(self, request: R) -> G:
-        """The request as a call of the engine."""
+    def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
+        """Generate. Raises the errors of the engine."""
 
     @abstractmethod
     def response(self, generation: G, updates: list[SampleUpdate], usage: Usage) -> object:
@@ -217,24 +210,11 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         """The completion's id, which is also the rid of the call."""
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
-    async def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
-        """Generate. Raises the errors of the engine."""
-        unbounded = generation.request.output_limit == AS_MANY_AS_FIT
-        limit = self.context.model.context_length if unbounded else self.default_max_tokens
-        news = self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=generation.limit.default(limit), caller=asker.caller
-        )
-        async with aclosing(news):
-            async for update in news:
-                generation.limit.watch(update)
-                yield update
-
     def headers(self, generation: G) -> Headers:
         """Of a reply that begins: the fields that are not honoured as they stand."""
         return self._noted.headers(generation.notes)
 
     def usage_count(self, generation: G) -> UsageCount:
-        """Counts the tokens of the reply's choices."""
         return UsageCount(generation.request.num_candidates, self.context.args.enable_cache_report)
 
     async def _reply(self, exchange: Exchange, generation: G) -> None:
@@ -300,7 +280,8 @@ class ChunkWriter(ABC):
         self.no_usage = b',"usage":null' if generation.request.wants_usage else b""
         self.choice_tail = b"}]%b}\n\n" % self.no_usage
         self.wants_ids = bool(generation.request.return_token_ids)
-        self.counts_everywhere = generation.request.wants_usage_everywhere
+        options = generation.request.stream_options
+        self.counts_everywhere = bool(self.no_usage and options is not None and options.continuous_usage_stats)
 
     def tail(self, update: SampleUpdate, with_ids: bool = True, in_choice: bytes = b"", beside: bytes = b"") -> bytes:
         """The end of a chunk made from `update`: its token ids and the counts so far, if requested.
@@ -325,5 +306,4 @@ class ChunkWriter(ABC):
         """Frames for the new output of a choice; may be empty. The last text of a choice and its finish reason are one chunk."""
 
     def usage(self, usage: Usage) -> bytes:
-        """The frame with the counts."""
         return self.head + b',"choices":[],"usage":' + encode_json(usage) + b"}\n\n"

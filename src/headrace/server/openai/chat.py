@@ -1,7 +1,5 @@
-"""Chat completions: `POST /v1/chat/completions`.
-
-Owns the chat chunks and the reply. `chat_request` checks the messages and tools; `server/chat/` renders, tokenizes and reads the output.
-Runs in the event loop that serves HTTP.
+"""Chat completions: `POST /v1/chat/completions`. Owns the chunks and the reply; `chat_request` checks the messages and tools, `server/chat/` renders,
+tokenizes and reads the output. Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import AsyncGenerator
@@ -9,14 +7,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
-from headrace.server.chat.conversation import unsupported
+from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.chat.custom_tools import InputReader, input_of
-from headrace.server.context import Asker, ServingContext
+from headrace.server.context import Asker
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
@@ -41,13 +38,11 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
 
     @property
     def notes(self) -> list[str]:
-        """See Generation."""
         budget = "reasoning.max_tokens" if self.request.thinking is None else "thinking.budget_tokens"
-        asked = asked_thinking(self.request).notes
-        return [*self.request.noted, *asked, *self.chat.notes(self.request.limit_field, budget)]
+        _, ignored = asked_thinking(self.request)
+        return [*self.request.noted, *ignored, *self.chat.notes(self.request.limit_field, budget)]
 
     def events(self, update: SampleUpdate) -> list[Event]:
-        """What an update adds to its choice."""
         choice = self.choices.get(update.index)
         if choice is None:
             choice = self.choices[update.index] = self.chat.choice()
@@ -72,29 +67,26 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
 class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
     """Handler of /v1/chat/completions."""
 
+    request_type = ChatCompletionRequest
     id_prefix = "chatcmpl-"
     prompt_field = "messages"
 
-    def __init__(self, context: ServingContext) -> None:
-        super().__init__(context, ChatCompletionRequest)
-        self.default_max_tokens = context.model.default_reply_tokens
-
-    def validate(self, request: ChatCompletionRequest) -> None:
-        """Raises RequestError for what is not supported, and for contradictory parameters."""
+    def _check(self, request: ChatCompletionRequest) -> None:
         self.context.check_tokenizer("messages")
         refuse_unsupported(request)
         if request.add_special_tokens:
-            field = "add_special_tokens"
-            raise unsupported(field, f"{field} cannot be set: the chat template adds them")
+            raise unsupported("add_special_tokens", "cannot be set: the chat template adds them")
         if request.continue_final_message and request.add_generation_prompt:
-            message = "add_generation_prompt and continue_final_message exclude each other: the last message goes on, or a new one begins"
-            raise RequestError(message, "add_generation_prompt")
+            raise refused(
+                "add_generation_prompt",
+                "and continue_final_message exclude each other: the last message goes on, or a new one begins",
+            )
         if request.top_logprobs and not request.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+            raise refused("top_logprobs", "needs logprobs: true")
         check_num_logprobs("top_logprobs", request.top_logprobs)
 
     async def convert(self, request: ChatCompletionRequest) -> ChatGeneration:
-        """Render and tokenize the messages."""
+        self._check(request)
         context_length = self.context.model.context_length
         generation_id = self.new_id(request)
         chat = await chat_call(
@@ -133,37 +125,20 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
     def _choice(self, generation: ChatGeneration, update: SampleUpdate) -> object:
         request = generation.request
         logprobs = generation.logprobs(update) if request.logprobs else None
-        message = chat_message(
-            fold(generation.events(update)),
-            request.shows_reasoning,
-            generation.chat.conversation.custom_names,
-            as_function_call=bool(request.functions),
-        )
-        choice = {
-            "index": update.index,
-            "message": message,
-            "logprobs": logprobs,
-            **generation.ending(update),
-        }
+        message = _message(fold(generation.events(update)), request, generation.chat.conversation.custom_names)
+        choice = {"index": update.index, "message": message, "logprobs": logprobs, **generation.ending(update)}
         return choice | {"token_ids": update.ids} if request.return_token_ids else choice
 
     def updates(self, asker: Asker, generation: ChatGeneration) -> AsyncGenerator[SampleUpdate, None]:
-        """See OpenAIServingBase."""
         return generation.chat.updates(asker, generation.request.output_limit == AS_MANY_AS_FIT)
 
     def chunk_writer(self, generation: ChatGeneration) -> "ChatChunks":
-        """See `ChatChunks`."""
         return ChatChunks(generation)
 
 
-def chat_message(
-    reply: FoldedReply, shows_reasoning: bool, custom_names: frozenset[str], as_function_call: bool = False
-) -> dict[str, object]:
-    """The message of a reply that is not streamed. Content is null only beside tool calls. custom_names: tools that take a text.
-
-    as_function_call: the call is shown as it was before `tool_calls`.
-    """
-    reasoning = reply.reasoning if shows_reasoning else None
+def _message(reply: FoldedReply, request: ChatCompletionRequest, custom_names: frozenset[str]) -> dict[str, object]:
+    """The message of a reply that is not streamed. Content is null only beside tool calls. custom_names: tools that take a text."""
+    reasoning = reply.reasoning if request.shows_reasoning else None
     message: dict[str, object] = {
         "role": "assistant",
         "content": reply.content if reply.content or not reply.calls else None,
@@ -172,7 +147,7 @@ def chat_message(
     }
     if reasoning is not None:
         message["reasoning"] = reasoning
-    if reply.calls and as_function_call:
+    if reply.calls and request.functions:
         message["function_call"] = {"name": reply.calls[0].name, "arguments": reply.calls[0].arguments}
     elif reply.calls:
         message["tool_calls"] = [
@@ -243,40 +218,36 @@ class ChatChunks(ChunkWriter):
             return [delta for event in events if (delta := _function_delta(event))]
         if not self.custom_names:
             return [_delta(event) for event in events]
-        inputs = self.inputs.setdefault(index, {})
-        deltas = [delta for event in events if (delta := self._custom_delta(inputs, event))]
-        return deltas + [delta for call in list(inputs) if ended and (delta := _last_input(inputs, call))]
+        readers = self.inputs.setdefault(index, {})
+        deltas = [self._custom_delta(readers, event) for event in events]
+        if ended:
+            deltas += [_input_delta(call, reader.finish()) for call, reader in readers.items()]
+        return [delta for delta in deltas if delta]
 
-    def _custom_delta(self, inputs: dict[int, InputReader], event: Event) -> bytes:
+    def _custom_delta(self, readers: dict[int, InputReader], event: Event) -> bytes:
         """The delta of an event where tools may be custom; empty if there is nothing new to say."""
         match event:
             case ToolCall(index, call_id, name) if name in self.custom_names:
-                inputs[index] = InputReader()
-                head = b'{"tool_calls":[{"index":%d,"id":%b,"type":"custom","custom":{"name":%b,"input":""}}]' % (
-                    index,
-                    encode_json(call_id),
-                    encode_json(name),
-                )
-                return head + _NO_REASONING
-            case Arguments(index, text) if index in inputs:
-                return _input_delta(index, inputs[index].push(text))
+                readers[index] = InputReader()
+                begun = b'"id":%b,"type":"custom","custom":{"name":%b,"input":""}'
+                return _call_delta(index, begun % (encode_json(call_id), encode_json(name)))
+            case Arguments(index, text) if index in readers:
+                return _input_delta(index, readers[index].push(text))
             case _:
                 return _delta(event)
 
     @staticmethod
     def _with_whole_reasoning(kept: list[str], events: list[Event], ended: bool) -> list[Event]:
         shown: list[Event] = []
-        for event in events:
+        for event in [*events, None] if ended else events:
             if isinstance(event, Reasoning):
                 kept.append(event.text)
                 continue
             if kept:
                 shown.append(Reasoning("".join(kept)))
                 kept.clear()
-            shown.append(event)
-        if ended and kept:
-            shown.append(Reasoning("".join(kept)))
-            kept.clear()
+            if event is not None:
+                shown.append(event)
         return shown
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, ending: bytes, tail: bytes) -> bytes:
@@ -298,16 +269,14 @@ def _delta(event: Event) -> bytes:
             shown = encode_json(text)
             return b'{"reasoning_content":%b,"reasoning":%b}' % (shown, shown)
         case ToolCall(index, call_id, name):
-            head = b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]' % (
-                index,
-                encode_json(call_id),
-                encode_json(name),
-            )
-            return head + _NO_REASONING
+            begun = b'"id":%b,"type":"function","function":{"name":%b,"arguments":""}'
+            return _call_delta(index, begun % (encode_json(call_id), encode_json(name)))
         case Arguments(index, text):
-            return (
-                b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]' % (index, encode_json(text)) + _NO_REASONING
-            )
+            return _call_delta(index, b'"function":{"arguments":%b}' % encode_json(text))
+
+
+def _call_delta(index: int, fields: bytes) -> bytes:
+    return b'{"tool_calls":[{"index":%d,%b}]%b' % (index, fields, _NO_REASONING)
 
 
 def _function_delta(event: Event) -> bytes:
@@ -324,9 +293,4 @@ def _function_delta(event: Event) -> bytes:
 
 
 def _input_delta(index: int, text: str) -> bytes:
-    shown = b'{"tool_calls":[{"index":%d,"custom":{"input":%b}}]' % (index, encode_json(text)) + _NO_REASONING
-    return shown if text else b""
-
-
-def _last_input(inputs: dict[int, InputReader], index: int) -> bytes:
-    return _input_delta(index, inputs.pop(index).finish())
+    return _call_delta(index, b'"custom":{"input":%b}' % encode_json(text)) if text else b""

@@ -6,7 +6,7 @@ Ollama. Pure functions, run in the event loop that serves HTTP.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from headrace.errors import RequestError
 from headrace.media_kinds import DEFAULT_FPS, PARTS, REFS, ImageRef, MediaKind, VideoRef
@@ -26,8 +26,10 @@ from headrace.server.chat.conversation import (
     missing,
     object_of,
     plain_choice,
+    refused,
     text_of,
     unsupported,
+    unsupported_type,
 )
 from headrace.server.chat.custom_tools import custom_call, custom_tool
 from headrace.server.chat.parts import asks_for, base64_audio, file_text, image_detail, part_of, text_part
@@ -62,12 +64,10 @@ _TRUE = ("1", "true", "yes", "y", "on")
 
 def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conversation:
     """The conversation of a request. Raises RequestError that names the unsupported or invalid field."""
-    asked = asked_thinking(request)
+    thinking, _ = asked_thinking(request)
     messages = template_messages(request.messages, context_length)
     if request.continue_final_message and messages[-1]["role"] != "assistant":
-        raise RequestError(
-            "continue_final_message needs a last message of the role assistant", "continue_final_message"
-        )
+        raise refused("continue_final_message", "needs a last message of the role assistant")
     choice, tools = choice_of(request.tool_choice, tools_of(request.tools))
     if request.functions or not asks_for_nothing("function_call", request.function_call):
         choice, tools = _functions_of(request)
@@ -77,10 +77,7 @@ def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conv
         choice=choice,
         parallel=request.parallel_tool_calls is not False and not request.functions,
         template_kwargs=request.chat_template_kwargs or {},
-        effort=asked.effort,
-        thinking=asked.thinking,
-        thinking_budget=asked.budget,
-        budget_is_hint=asked.is_hint,
+        **thinking,
         splits_reasoning=request.separate_reasoning is not False,
         opens_reply=request.add_generation_prompt is not False,
         continues_last=bool(request.continue_final_message),
@@ -88,14 +85,13 @@ def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conv
 
 
 def _functions_of(request: ChatCompletionRequest) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    """`functions` and `function_call`. Raises RequestError."""
     if request.tools:
-        raise RequestError("functions and tools are both given: give tools", "functions")
+        raise refused("functions", "and tools are both given: give tools")
     tools: list[Tool] = []
     for number, function in enumerate(request.functions or ()):
         where = f"functions[{number}]"
         if not isinstance(function, dict):
-            raise RequestError(f"{where} must be an object", where)
+            raise refused(where, "must be an object")
         tools.append(_function(where, function))
     check_tools("functions", tools)
     choice = plain_choice(request.function_call)
@@ -105,7 +101,7 @@ def _functions_of(request: ChatCompletionRequest) -> tuple[ToolChoice, tuple[Too
         case "required":
             choice = None
     if choice is None:
-        raise RequestError('function_call must be auto, none, or an object {"name": ...}', "function_call")
+        raise refused("function_call", 'must be auto, none, or an object {"name": ...}')
     check_choice("function_call", choice, tools)
     return choice, tuple(tools)
 
@@ -113,7 +109,7 @@ def _functions_of(request: ChatCompletionRequest) -> tuple[ToolChoice, tuple[Too
 def template_messages(messages: Sequence[ChatMessage], context_length: int) -> list[Message]:
     """The messages in the form for templates. Raises RequestError that names the unsupported or invalid one."""
     if not messages:
-        raise RequestError("messages is empty", "messages")
+        raise refused("messages", "is empty")
     check_num_messages("messages", "messages", len(messages), context_length)
     shown = [_template_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
     check_history("messages", shown)
@@ -146,16 +142,16 @@ def predicted_text(prediction: Prediction | None) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not content:
-        raise RequestError("prediction.content is empty", "prediction.content")
+        raise refused("prediction.content", "is empty")
     return "".join(_text(f"prediction.content[{place}]", part) for place, part in enumerate(content))
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
     if not message.role:
-        raise RequestError(f"{where}.role is empty", f"{where}.role")
+        raise refused(f"{where}.role", "is empty")
     for name in _MESSAGE_FIELDS_NOT_YET:
         if not is_empty(getattr(message, name)):
-            raise unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
+            raise unsupported(f"{where}.{name}")
     if message.role not in ROLES:
         return
     for name, role in (
@@ -165,7 +161,7 @@ def _check_message(where: str, message: ChatMessage) -> None:
         ("tool_call_id", "tool"),
     ):
         if message.role != role and not is_empty(getattr(message, name)):
-            raise RequestError(f"{where}.{name} belongs to the role {role}", f"{where}.{name}")
+            raise refused(f"{where}.{name}", f"belongs to the role {role}")
 
 
 def _content(where: str, message: ChatMessage) -> str | list[Message]:
@@ -195,9 +191,7 @@ def _text(where: str, part: ContentPart) -> str:
     """Of a part of text. Raises RequestError for any other."""
     if part.type != "text":
         served = f"text, {', '.join(PARTS)}, and file with a text"
-        raise unsupported(
-            f"{where}.type", f"{where}: parts of type {part.type[:50]!r} are not supported, only {served}"
-        )
+        raise unsupported_type(where, "parts", part.type, f", only {served}")
     if part.text is None:
         raise missing(f"{where}.text")
     _check_fields(where, part)
@@ -208,7 +202,7 @@ def _check_fields(where: str, part: ContentPart) -> None:
     """Raises RequestError for a value of another type."""
     for name in _VALUES:
         if name != part.type and not is_empty(getattr(part, name)):
-            raise RequestError(f"{where}.{name} does not belong to a part of type {part.type}", f"{where}.{name}")
+            raise refused(f"{where}.{name}", f"does not belong to a part of type {part.type}")
 
 
 def _media(where: str, part: ContentPart) -> Message:
@@ -239,7 +233,7 @@ def _video(where: str, given: object) -> VideoRef:
     _check_names(where, given, "frames", "fps")
     frames = given["frames"]
     if not isinstance(frames, list):
-        raise RequestError(f"{where}.frames must be a list of images", f"{where}.frames")
+        raise refused(f"{where}.frames", "must be a list of images")
     images = tuple(_image(f"{where}.frames[{number}]", frame) for number, frame in enumerate(frames))
     return VideoRef(frames=images, fps=_fps(where, given))
 
@@ -249,7 +243,7 @@ def _fps(where: str, given: Mapping[str, object]) -> float:
     if is_empty(fps):
         return DEFAULT_FPS
     if isinstance(fps, bool) or not isinstance(fps, int | float):
-        raise RequestError(f"{where}.fps must be a number", f"{where}.fps")
+        raise refused(f"{where}.fps", "must be a number")
     return float(fps)
 
 
@@ -258,15 +252,14 @@ def _url(where: str, given: object, *names: str) -> tuple[str, Mapping[str, obje
     found = {"url": given} if isinstance(given, str) else given
     if not isinstance(found, Mapping) or not isinstance(found.get("url"), str):
         listed = " and ".join(f'"{name}"' for name in ("url", *names))
-        raise RequestError(f"{where} must be a URL, or an object with {listed}", where)
+        raise refused(where, f"must be a URL, or an object with {listed}")
     if not found["url"]:
-        raise RequestError(f"{where} is empty: it must be a URL", where)
+        raise refused(where, "is empty: it must be a URL")
     _check_names(where, found, "url", *names)
     return found["url"], found
 
 
 def _check_names(where: str, given: Mapping[str, object], *names: str) -> None:
-    """Raises RequestError for a field with another name that asks for something."""
     if unknown := sorted(map(str, asks_for(given) - set(names))):
         raise RequestError(
             f"{where}: the field {unknown[0][:50]!r} is not known here; those that are: {', '.join(names)}",
@@ -277,7 +270,7 @@ def _check_names(where: str, given: Mapping[str, object], *names: str) -> None:
 def _old_call(where: str, call: object) -> Message:
     """A call as it was made before there were tools. It has no id: a result of the role `function` answers the call before it."""
     if not isinstance(call, dict):
-        raise RequestError(f"{where} must be an object", where)
+        raise refused(where, "must be an object")
     return function_call(OLD_CALL_ID, text_of(f"{where}.name", call.get("name")), call.get("arguments"))
 
 
@@ -287,10 +280,10 @@ def _tool_call(where: str, call: dict[str, object]) -> Message:
         custom = object_of(f"{where}.custom", call.get("custom"))
         name, text = text_of(f"{where}.custom.name", custom.get("name")), custom.get("input")
         if not isinstance(text, str):
-            raise RequestError(f"{where}.custom.input must be a string", f"{where}.custom.input")
+            raise refused(f"{where}.custom.input", "must be a string")
         return custom_call(call_id, name, text)
     if kind not in (None, "function"):
-        raise RequestError(f"{where}.type must be 'function' or 'custom'", f"{where}.type")
+        raise refused(f"{where}.type", "must be 'function' or 'custom'")
     function = object_of(f"{where}.function", call.get("function"))
     return function_call(call_id, text_of(f"{where}.function.name", function.get("name")), function.get("arguments"))
 
@@ -308,7 +301,7 @@ def _tool(where: str, tool: dict[str, object]) -> Tool:
         custom = object_of(f"{where}.custom", tool.get("custom"))
         return custom_tool(f"{where}.custom", custom.get("name"), custom.get("description"), custom.get("format"))
     if kind != "function":
-        raise unsupported(f"{where}.type", f"{where}.type must be 'function' or 'custom', got {str(kind)[:50]!r}")
+        raise unsupported(f"{where}.type", f"must be 'function' or 'custom', got {str(kind)[:50]!r}")
     return _function(f"{where}.function", object_of(f"{where}.function", tool.get("function")))
 
 
@@ -321,9 +314,11 @@ def choice_of(choice: str | dict[str, object] | None, tools: tuple[Tool, ...]) -
     """`tool_choice`, and the tools that it leaves. Raises RequestError."""
     found = plain_choice(choice)
     match choice:
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            found = ToolChoice("required", name)
-        case {"type": "custom", "custom": {"name": str(name)}} | {"type": "custom", "name": str(name)}:
+        case (
+            {"type": "function", "function": {"name": str(name)}}
+            | {"type": "custom", "custom": {"name": str(name)}}
+            | {"type": "function" | "custom", "name": str(name)}
+        ):
             found = ToolChoice("required", name)
         case {
             "type": "allowed_tools",
@@ -334,11 +329,11 @@ def choice_of(choice: str | dict[str, object] | None, tools: tuple[Tool, ...]) -
                 "tool_choice", [_allowed_name(number, one) for number, one in enumerate(allowed)], tools
             )
     if found is None:
-        raise RequestError(
-            "tool_choice must be auto, none, required, or an object that names a tool "
+        raise refused(
+            "tool_choice",
+            "must be auto, none, required, or an object that names a tool "
             '({"type": "function", "function": {"name": ...}}) or the allowed ones '
             '({"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": ...}})',
-            "tool_choice",
         )
     check_choice("tool_choice", found, tools)
     return found, tools
@@ -356,20 +351,11 @@ def _allowed_name(number: int, tool: object) -> str:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class AskedThinking:
-    """What a request asks for. thinking: None = as the template does. budget: None = no limit. is_hint: a budget that cannot be kept is noted,
-    not refused. notes: fields that had no effect, or another value."""
+def asked_thinking(request: ChatCompletionRequest) -> tuple[dict[str, Any], list[str]]:
+    """What the fields of a chat mean together, as fields of a `Conversation`, and those that had no effect, or another value.
 
-    effort: str | None
-    thinking: bool | None
-    budget: int | None
-    is_hint: bool
-    notes: tuple[str, ...]
-
-
-def asked_thinking(request: ChatCompletionRequest) -> AskedThinking:
-    """What the fields of a chat mean together. Raises RequestError that names the one at fault."""
+    Raises RequestError that names the one at fault.
+    """
     reasoning, thinking = request.reasoning or ReasoningFields(), request.thinking or ThinkingFields()
     ignored = {
         "reasoning.summary": reasoning.summary,
@@ -391,13 +377,14 @@ def asked_thinking(request: ChatCompletionRequest) -> AskedThinking:
         if value is None:
             continue
         if value < 0:
-            raise RequestError(f"{name} must be at least 0, got {value}", name)
+            raise refused(name, f"must be at least 0, got {value}")
         if budget is None:
             budget, is_hint = value, True
             switch = True if switch is None and effort is None else switch
         elif budget != value:
             notes.append(f"{name}={budget}")
-    return AskedThinking(effort, switch, budget, is_hint, tuple(notes))
+    asked = {"effort": effort, "thinking": switch, "thinking_budget": budget, "budget_is_hint": is_hint}
+    return asked, notes
 
 
 def _switch(request: ChatCompletionRequest, reasoning: ReasoningFields, thinking: ThinkingFields) -> bool | None:
@@ -420,7 +407,7 @@ def _budget(request: ChatCompletionRequest) -> int | None:
     given = {name: value for name in _BUDGETS if (value := getattr(request, name)) is not None}
     for name, value in given.items():
         if value < -1:
-            raise RequestError(f"{name} must be -1 (no limit) or at least 0, got {value}", name)
+            raise refused(name, f"must be -1 (no limit) or at least 0, got {value}")
     if len(set(given.values())) > 1:
         names = list(given)
         raise RequestError(f"{names[0]} and {names[1]} differ: give one of them", names[1])

@@ -1,64 +1,111 @@
-"""Text completions: `POST /v1/completions`.
-
-Owns the legacy logprobs shape, echo and the text chunks. Runs in the event loop that serves HTTP; long work on texts goes
-to a thread.
+"""Text completions: `POST /v1/completions`. Owns echo and the text chunks. Runs in the event loop that serves HTTP; long work on texts goes to a
+thread.
 """
 
 import math
 import re
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import ServingContext
+from headrace.server.chat.conversation import refused
+from headrace.server.context import Asker
 from headrace.server.http import encode_json
 from headrace.server.infill import middle_of, stopping
 from headrace.server.notes import OutputLimit
 from headrace.server.openai.base import NOT_ENDED, ChunkWriter, Generation, OpenAIServingBase, Usage
 from headrace.server.openai.fields import AskedGrammar, check_num_logprobs
 from headrace.server.openai.logprobs import LegacyLogprobs, new_logprobs, prompt_logprobs
-from headrace.server.openai.protocol import CompletionRequest
+from headrace.server.openai.protocol import AS_MANY_AS_FIT, CompletionRequest
+from headrace.text.tokenizers import Tokenizer
+
+DEFAULT_TOKENS = 16
+"""The limit of a reply whose request gives none, as OpenAI's API has it."""
 
 
-class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[CompletionRequest]]):
+@dataclass(slots=True)
+class _Choice:
+    """What was given of a choice: its logprobs, if they are wanted, and the length of its text so far."""
+
+    logprobs: LegacyLogprobs | None
+    length: int = 0
+
+
+@dataclass(slots=True)
+class CompletionGeneration(Generation[CompletionRequest]):
+    """A completion and the state of its choices."""
+
+    tokenizer: Tokenizer = field(kw_only=True)
+    choices: dict[int, _Choice] = field(default_factory=dict)
+
+    def prompt_ids(self, index: int) -> list[int]:
+        """The tokens of the prompt of choice `index`, given as tokens or tokenized here."""
+        ids = self.call.input_ids
+        assert ids is not None, "a completion has a prompt"
+        own = ids[index // self.request.num_samples] if isinstance(ids[0], list) else ids
+        assert isinstance(own, list), "the prompt's shape was checked"
+        return [i for i in own if isinstance(i, int)]
+
+    def push(self, update: SampleUpdate) -> tuple[str, dict[str, Any] | None]:
+        """What an update adds to its choice: text, with echo before the first, and logprobs, if they are wanted."""
+        request, text, choice = self.request, update.text, self.choices.get(update.index)
+        if choice is None:
+            skip, as_id = request.skip_special_tokens is not False, bool(request.return_tokens_as_token_ids)
+            logprobs = LegacyLogprobs(self.tokenizer, skip, as_id) if request.logprobs is not None else None
+            choice = self.choices[update.index] = _Choice(logprobs)
+            if request.echo:
+                prompt = self._prompt_text(update.index)
+                text = prompt + text
+                if logprobs is not None:
+                    logprobs.add_prompt(update, len(prompt), request.num_top_logprobs)
+        choice.length += len(text)
+        if choice.logprobs is None:
+            return text, None
+        choice.logprobs.add(*new_logprobs(update, request))
+        return text, choice.logprobs.take(None if update.finish is None else choice.length)
+
+    def _prompt_text(self, index: int) -> str:
+        text = split_prompt(self.request.prompt)[0] if self.request.suffix else self.call.text
+        if text is None:
+            return self.tokenizer.decode(self.prompt_ids(index), self.request.skip_special_tokens is not False)
+        return text if isinstance(text, str) else text[index // self.request.num_samples]
+
+
+class CompletionServing(OpenAIServingBase[CompletionRequest, CompletionGeneration]):
     """Handler of /v1/completions."""
 
+    request_type = CompletionRequest
     id_prefix = "cmpl-"
     prompt_field = "prompt"
-    default_max_tokens = 16
 
-    def __init__(self, context: ServingContext) -> None:
-        super().__init__(context, CompletionRequest)
-
-    def validate(self, request: CompletionRequest) -> None:
-        """Raises RequestError for echo, best_of and logprobs beyond what is possible."""
+    def _check(self, request: CompletionRequest) -> None:
         if split_prompt(request.prompt)[0] is not None:
             self.context.check_tokenizer("prompt")
         if request.echo:
             self.context.check_tokenizer("echo")
             if request.suffix and split_prompt(request.prompt)[0] is None:
-                raise RequestError("echo with a suffix needs a prompt of text", "echo")
+                raise refused("echo", "with a suffix needs a prompt of text")
         if request.logprobs is not None:
             self.context.check_tokenizer("logprobs")
-        if request.num_candidates < request.num_samples:
-            message = f"best_of must be at least n ({request.num_samples}), got {request.num_candidates}"
-            raise RequestError(message, "best_of")
-        if request.num_candidates > request.num_samples and request.stream:
-            message = (
-                f"best_of must equal n ({request.num_samples}) in a stream: the best is known only when all have ended"
-            )
-            raise RequestError(message, "best_of")
+        made, wanted = request.num_candidates, request.num_samples
+        if made < wanted:
+            raise refused("best_of", f"must be at least n ({wanted}), got {made}")
+        if made > wanted and request.stream:
+            raise refused("best_of", f"must equal n ({wanted}) in a stream: the best is known only when all have ended")
         check_num_logprobs("logprobs", request.logprobs)
 
-    async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
+    async def convert(self, request: CompletionRequest) -> CompletionGeneration:
         """Texts stay texts unless their ids are needed here. Echo with logprobs also requests the prompt's logprobs.
 
         With a suffix, the prompt is what stands before the text that is wanted.
         """
+        self._check(request)
         text, ids = split_prompt(request.prompt)
         middle = await middle_of(self.context, request.suffix) if request.suffix else None
         if ids is not None:
@@ -74,7 +121,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             texts, alone = [text] if isinstance(text, str) else text, middle is None
             tokenizer = self.context.model.tokenizer
             if alone and not all(texts):
-                raise RequestError("prompt: a prompt is empty", "prompt")
+                raise refused("prompt", ": a prompt is empty")
             rows = await self.context.in_text_thread(lambda: tokenizer.encode_batch(texts, begins and alone, alone))
             ids = self._truncated([*rows[0]] if isinstance(text, str) else [*rows], request)
             text = None
@@ -91,16 +138,26 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
         if request.num_candidates > request.num_samples:
             fields["return_logprob"] = True
         call = GenerateReqInput(text=text, input_ids=ids, sampling_params=sampling, rid=generation_id, **fields)
-        return Generation(request, call, generation_id, limit)
+        return CompletionGeneration(request, call, generation_id, limit, tokenizer=self.context.model.tokenizer)
+
+    async def updates(self, asker: Asker, generation: CompletionGeneration) -> AsyncGenerator[SampleUpdate, None]:
+        unbounded = generation.request.output_limit == AS_MANY_AS_FIT
+        limit = self.context.model.context_length if unbounded else DEFAULT_TOKENS
+        news = self.context.frontend.generate_request(
+            generation.call, default_max_new_tokens=generation.limit.default(limit), caller=asker.caller
+        )
+        async with aclosing(news):
+            async for update in news:
+                generation.limit.watch(update)
+                yield update
 
     def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
-        """Each prompt truncated as requested."""
         length = self.context.model.context_length
         if not ids or not isinstance(ids[0], list):
             return [*request.truncated(cast("list[int]", ids), length)]
         return [request.truncated(row, length) if isinstance(row, list) else row for row in ids]
 
-    def chosen(self, generation: Generation[CompletionRequest], updates: list[SampleUpdate]) -> list[SampleUpdate]:
+    def chosen(self, generation: CompletionGeneration, updates: list[SampleUpdate]) -> list[SampleUpdate]:
         """The best samples of each prompt, the best first."""
         made, wanted = generation.request.num_candidates, generation.request.num_samples
         if made == wanted:
@@ -116,110 +173,51 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             exc.message, exc.param = re.sub(r"\bn\b", "best_of", exc.message, count=1), "best_of"
         return super().renamed(exc, request, grammar)
 
-    def prompt_ids(self, generation: Generation[CompletionRequest], index: int) -> list[int]:
-        """The tokens of the prompt of choice `index`, given as tokens or tokenized here."""
-        ids = generation.call.input_ids
-        assert ids is not None, "a completion has a prompt"
-        own = ids[index // generation.request.num_samples] if isinstance(ids[0], list) else ids
-        assert isinstance(own, list), "the prompt's shape was checked"
-        return [i for i in own if isinstance(i, int)]
-
-    def prompt_text(self, generation: Generation[CompletionRequest], index: int) -> str:
-        """The text that echo puts before choice `index`."""
-        number = index // generation.request.num_samples
-        text = generation.call.text if not generation.request.suffix else split_prompt(generation.request.prompt)[0]
-        if isinstance(text, str):
-            return text
-        if text is not None:
-            return text[number]
-        skip = generation.request.skip_special_tokens is not False
-        return self.context.model.tokenizer.decode(self.prompt_ids(generation, index), skip)
-
-    def choice_logprobs(self, generation: Generation[CompletionRequest]) -> LegacyLogprobs:
-        """For one choice, see `LegacyLogprobs`."""
-        skip, as_id = generation.request.skip_special_tokens is not False, generation.request.return_tokens_as_token_ids
-        return LegacyLogprobs(self.context.model.tokenizer, skip, bool(as_id))
-
-    def response(self, generation: Generation[CompletionRequest], updates: list[SampleUpdate], usage: Usage) -> object:
+    def response(self, generation: CompletionGeneration, updates: list[SampleUpdate], usage: Usage) -> object:
         """A `text_completion` object."""
         choices = [self._choice(generation, update) for update in updates]
         return generation.head("text_completion") | {"choices": choices, "usage": usage}
 
-    def _choice(self, generation: Generation[CompletionRequest], update: SampleUpdate) -> object:
-        assert update.finish is not None, "it has ended"
-        request, index = generation.request, update.index
-        prompt = self.prompt_text(generation, index) if request.echo else ""
-        logprobs = None
-        if request.logprobs is not None:
-            shape = self.choice_logprobs(generation)
-            if request.echo:
-                shape.add_prompt(update, len(prompt), request.num_top_logprobs)
-            shape.add(*new_logprobs(update, request))
-            logprobs = shape.take(len(prompt) + len(update.text))
+    def _choice(self, generation: CompletionGeneration, update: SampleUpdate) -> object:
+        request = generation.request
+        text, logprobs = generation.push(update)
         choice: dict[str, object] = {
-            "index": index,
-            "text": prompt + update.text,
+            "index": update.index,
+            "text": text,
             "logprobs": logprobs,
             "prompt_logprobs": None,
             **generation.ending(update),
         }
         if request.return_token_ids:
-            choice |= {"prompt_token_ids": self.prompt_ids(generation, index), "token_ids": update.ids}
+            choice |= {"prompt_token_ids": generation.prompt_ids(update.index), "token_ids": update.ids}
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.context.model.tokenizer, request, update)
         return choice
 
-    def chunk_writer(self, generation: Generation[CompletionRequest]) -> "CompletionChunks":
-        """See `CompletionChunks`."""
-        return CompletionChunks(self, generation)
-
-
-@dataclass(slots=True)
-class _ChoiceStream:
-    """State of one choice in a stream: its logprobs, and the length of the text before the next token."""
-
-    logprobs: LegacyLogprobs | None
-    length: int
+    def chunk_writer(self, generation: CompletionGeneration) -> "CompletionChunks":
+        return CompletionChunks(generation)
 
 
 class CompletionChunks(ChunkWriter):
     """Chunks of /v1/completions: text, the last with the finish reason."""
 
-    def __init__(self, serving: CompletionServing, generation: Generation[CompletionRequest]) -> None:
+    def __init__(self, generation: CompletionGeneration) -> None:
         super().__init__(generation, "text_completion")
-        self.serving = serving
         self.generation = generation
-        self.choices: dict[int, _ChoiceStream] = {}
 
     def delta(self, update: SampleUpdate) -> bytes:
         """The new text, with echo before the first."""
-        request, index, text = self.generation.request, update.index, update.text
-        progress = b""
+        index, progress, prompt_ids = update.index, b"", b""
         if update.progress is not None:
             progress = b'%b%d,"text":"","logprobs":null,%b%b' % (
                 self.choice_head, index, NOT_ENDED, self.progress_tail(update.progress),
             )  # fmt: skip
             if update.is_progress:
                 return progress
-        prompt_ids = b""
-        choice = self.choices.get(index)
-        if choice is None:
-            shape = self.serving.choice_logprobs(self.generation) if request.logprobs is not None else None
-            choice = self.choices[index] = _ChoiceStream(shape, 0)
-            if request.echo:
-                prompt = self.serving.prompt_text(self.generation, index)
-                text = prompt + text
-                if shape is not None:
-                    shape.add_prompt(update, len(prompt), request.num_top_logprobs)
-            if self.wants_ids:
-                prompt_ids = b',"prompt_token_ids":' + encode_json(self.serving.prompt_ids(self.generation, index))
-        choice.length += len(text)
-        logprobs = b"null"
-        has_logprobs = False
-        if choice.logprobs is not None:
-            choice.logprobs.add(*new_logprobs(update, request))
-            has_logprobs = bool(choice.logprobs.tokens)
-            logprobs = encode_json(choice.logprobs.take(None if update.finish is None else choice.length))
+        if self.wants_ids and index not in self.generation.choices:
+            prompt_ids = b',"prompt_token_ids":' + encode_json(self.generation.prompt_ids(index))
+        text, logprobs = self.generation.push(update)
+        has_logprobs = logprobs is not None and bool(logprobs["tokens"])
         has_ids = self.wants_ids and bool(update.ids or prompt_ids)
         if not text and not has_logprobs and not has_ids and update.finish is None:
             return progress
@@ -227,7 +225,7 @@ class CompletionChunks(ChunkWriter):
             self.choice_head,
             index,
             encode_json(text),
-            logprobs if has_logprobs else b"null",
+            encode_json(logprobs) if has_logprobs else b"null",
             NOT_ENDED if update.finish is None else encode_json(self.generation.ending(update))[1:-1],
             self.tail(update, in_choice=prompt_ids),
         )
@@ -257,9 +255,9 @@ def split_prompt(
     if isinstance(prompt, str):
         return prompt, None
     if not prompt:
-        raise RequestError("prompt is empty", "prompt")
+        raise refused("prompt", "is empty")
     texts = [item for item in prompt if isinstance(item, str)]
     ids = [item for item in prompt if not isinstance(item, str)]
     if texts and ids:
-        raise RequestError("prompt mixes texts and token ids", "prompt")
+        raise refused("prompt", "mixes texts and token ids")
     return (texts, None) if texts else (None, ids)

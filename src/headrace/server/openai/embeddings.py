@@ -37,16 +37,12 @@ class EmbeddingRequest(PooledRequest, frozen=True, kw_only=True, forbid_unknown_
 
 
 class EmbeddingItem(msgspec.Struct, frozen=True):
-    """An element of `data`."""
-
     object: Literal["embedding"]
     index: int
     embedding: str | list[float]
 
 
 class EmbeddingServing:
-    """The handler."""
-
     def __init__(self, context: ServingContext) -> None:
         self.context = context
 

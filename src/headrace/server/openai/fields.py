@@ -1,8 +1,6 @@
-"""Fields that several bodies of OpenAI's routes have: sampling and routing (`SharedFields`), and what the output must match (`StructuredFields`):
-`response_format`, and the names that vLLM, SGLang and llama.cpp's server use.
-
-Owns their checks, and which of the runtime's own fields each of them means. The checks of grammars are made in `sampling/grammar_fields.py`. Bounds
-in `extra_json_schema` are for openapi.json; they are checked elsewhere, with better messages. Runs in the event loop that serves HTTP.
+"""Fields that several bodies of OpenAI's routes have: sampling and routing (`SharedFields`), and what the output must match (`StructuredFields`), by
+every name that OpenAI, vLLM, SGLang and llama.cpp's server give it; and which of the runtime's own fields each means. Bounds in `extra_json_schema`
+are for openapi.json; they are checked elsewhere, with better messages. Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +16,7 @@ from headrace.messages.bodies import is_empty
 from headrace.messages.grammar import GrammarKind
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS, GrammarFields, Schema, check_only_one, json_value
 from headrace.sampling.params import SamplingParams
-from headrace.server.chat.conversation import unsupported
+from headrace.server.chat.conversation import refused, unsupported
 
 MAX_LOGPROBS = 20
 """Most alternatives per token on the OpenAI routes, the same as OpenAI's."""
@@ -101,7 +99,6 @@ class AskedGrammar:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The runtime's field."""
         is_loose = self.kind == "json_schema" and not self.is_strict
         return {self.kind: with_one_of_as_any_of(self.value) if is_loose else self.value}
 
@@ -174,9 +171,7 @@ class SharedFields(GrammarFields, frozen=True, kw_only=True):
     def check_sampling(self) -> None:
         """Raises RequestError for what only these routes refuse, and for two names with different values."""
         if self.temperature is not None and self.temperature > MAX_TEMPERATURE:
-            raise RequestError(
-                f"temperature must be between 0 and {MAX_TEMPERATURE:g}, got {self.temperature}", "temperature"
-            )
+            raise refused("temperature", f"must be between 0 and {MAX_TEMPERATURE:g}, got {self.temperature}")
         check_same({"repeat_penalty": self.repeat_penalty, "repetition_penalty": self.repetition_penalty})
 
 
@@ -185,13 +180,13 @@ def check_same(given: Mapping[str, object]) -> None:
     said = {name: value for name, value in given.items() if value is not None}
     if len(set(said.values())) > 1:
         first, *_, last = said
-        raise RequestError(f"{first} and {last} differ: give one of them", first)
+        raise refused(first, f"and {last} differ: give one of them")
 
 
 def check_num_logprobs(field: str, count: int | None) -> None:
     """Raises RequestError for more alternatives than there can be."""
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise RequestError(f"{field} must be between 0 and {MAX_LOGPROBS}, got {count}", field)
+        raise refused(field, f"must be between 0 and {MAX_LOGPROBS}, got {count}")
 
 
 class StructuredFields(SharedFields, frozen=True, kw_only=True):
@@ -219,7 +214,7 @@ class StructuredFields(SharedFields, frozen=True, kw_only=True):
             return asked
         field, options = whitespace
         if asked is None or asked.kind != "json_schema":
-            raise RequestError(f"{field} is for JSON only, and this request asks for no JSON schema", field)
+            raise refused(field, "is for JSON only, and this request asks for no JSON schema")
         return replace(asked, value=with_options(json_value(asked.name, asked.value), options))
 
     def _all_asked(self) -> Iterator[AskedGrammar]:
@@ -251,17 +246,17 @@ class StructuredFields(SharedFields, frozen=True, kw_only=True):
 
 
 def ollamas_format(given: str | Schema | None) -> object:
-    """The schema that `format` means. Raises RequestError."""
     if isinstance(given, str) and given not in ("", "json"):
-        raise RequestError(f'format must be "json" or a JSON schema (an object), got {given[:50]!r}', "format")
+        raise refused("format", f'must be "json" or a JSON schema (an object), got {given[:50]!r}')
     return _JSON_OBJECT if given == "json" else given
 
 
 def _asked_by_vllm(given: StructuredOutputs) -> Iterator[AskedGrammar]:
     if given.disable_additional_properties:
-        field = "structured_outputs.disable_additional_properties"
-        message = f"{field} is not supported: objects that list properties have no others; write additionalProperties: false for the rest"
-        raise unsupported(field, message)
+        raise unsupported(
+            "structured_outputs.disable_additional_properties",
+            "is not supported: objects that list properties have no others; write additionalProperties: false for the rest",
+        )
     yield AskedGrammar("structured_outputs.json", "json_schema", given.json)
     yield AskedGrammar("structured_outputs.regex", "regex", given.regex)
     yield AskedGrammar("structured_outputs.choice", "choice", given.choice)
@@ -283,13 +278,18 @@ def _asked_by_format(given: ResponseFormat) -> AskedGrammar:
             field = f"response_format.{member}"
             if given.type is None:
                 raise RequestError(f"{field}: response_format.type is missing", "response_format.type")
-            raise RequestError(f"{field} does not belong to the type {given.type}", field)
+            raise refused(field, f"does not belong to the type {given.type}")
     match given.type:
         case "json_object":
             return AskedGrammar("response_format", "json_schema", given.schema or _JSON_OBJECT)
         case "json_schema":
             is_strict = given.json_schema is not None and given.json_schema.strict is True
-            return AskedGrammar("response_format", "json_schema", _schema_of(given), is_strict)
+            own = given.json_schema.schema if given.json_schema is not None else None
+            field = "response_format.json_schema.schema"
+            if own is not None and given.schema is not None:
+                raise refused("response_format.schema", f"and {field} are both given: give one of them")
+            schema = required_schema(field, given.schema if own is None else own)
+            return AskedGrammar("response_format", "json_schema", schema, is_strict)
         case "structural_tag":
             tag = {name: getattr(given, name) for name in allowed if not is_empty(getattr(given, name))}
             # Even an incomplete one asks for something.
@@ -298,18 +298,8 @@ def _asked_by_format(given: ResponseFormat) -> AskedGrammar:
             return AskedGrammar("response_format", "json_schema", None)
 
 
-def _schema_of(given: ResponseFormat) -> object:
-    """The schema of the type `json_schema`. Raises RequestError when there is none or more than one."""
-    own, field = None if given.json_schema is None else given.json_schema.schema, "response_format.json_schema.schema"
-    if own is not None and given.schema is not None:
-        raise RequestError(
-            f"response_format.schema and {field} are both given: give one of them", "response_format.schema"
-        )
-    return required_schema(field, given.schema if own is None else own)
-
-
 def required_schema(field: str, schema: Schema | None) -> object:
     """The schema of a format that needs one. An empty value means "not set" elsewhere; here it is a schema. Raises RequestError."""
     if schema is None:
-        raise RequestError(f"{field} is missing", field, "missing_field")
+        raise refused(field, "is missing", "missing_field")
     return schema or msgspec.json.encode(schema).decode()

@@ -107,7 +107,6 @@ class LegacyLogprobs:
         alternatives: Sequence[Sequence[LogprobItem] | None] | None,
         first_is_unknown: bool = False,
     ) -> None:
-        """Add tokens, in order."""
         for position, (value, token_id, text) in enumerate(entries):
             shown = token_text(self._tokenizer, token_id, text, self._as_ids)
             unknown = first_is_unknown and position == 0 and value is None

@@ -10,11 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.errors import RequestError
 from headrace.media_kinds import MediaParts
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
-from headrace.server.chat.conversation import unsupported
+from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.notes import NO_EFFECT, without_effect
 from headrace.server.openai.fields import (
     AskedEffort,
@@ -141,13 +140,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a usage chunk ends the stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def wants_usage_everywhere(self) -> bool:
-        """Whether every chunk has the counts of its choice."""
-        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def limit_field(self) -> str:
@@ -156,7 +149,6 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def noted(self) -> list[str]:
-        """Fields of the request that have no effect."""
         return without_effect(self, self.NOTED)
 
     @property
@@ -198,19 +190,19 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
         """Raises RequestError for fields that contradict each other, and for values that these routes refuse."""
         options = self.stream_options
         if not self.stream and options is not None and (options.include_usage or options.continuous_usage_stats):
-            raise RequestError("stream_options is only allowed when stream is true", "stream_options")
+            raise refused("stream_options", "is only allowed when stream is true")
         check_same({name: getattr(self, name) for name in ("max_tokens", *_LIMITS)})
         self.check_sampling()
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs are not available in a stream", "prompt_logprobs")
+            raise refused("prompt_logprobs", "are not available in a stream")
         check_num_logprobs("prompt_logprobs", self.prompt_logprobs)
         if self.logprob_token_ids and not self.wants_logprobs:
-            raise RequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+            raise refused("logprob_token_ids", "needs logprobs")
         if self.session_params is not None and self.return_token_ids:
-            raise RequestError("return_token_ids: a request of a session does not show its prompt", "return_token_ids")
+            raise refused("return_token_ids", ": a request of a session does not show its prompt")
         field, kept = "truncate_prompt_tokens", self.truncate_prompt_tokens
         if kept is not None and kept != AS_MANY_AS_FIT and kept < 1:
-            raise RequestError(f"{field} must be at least 1, or -1 for as many as fit, got {kept}", field)
+            raise refused(field, f"must be at least 1, or -1 for as many as fit, got {kept}")
 
     def truncated(self, ids: list[int], context_length: int) -> list[int]:
         """The prompt's tokens that `truncate_prompt_tokens` keeps: the last ones, or the first with truncation_side "right".
@@ -355,7 +347,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the reply has the reasoning."""
         return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
 
@@ -373,4 +364,4 @@ _NOT_YET = (
 def refuse_unsupported(request: ChatCompletionRequest) -> None:
     """Raises RequestError naming the first field that asks for something this server does not do."""
     if asked := without_effect(request, _NOT_YET):
-        raise unsupported(asked[0], f"{asked[0]} is not supported yet")
+        raise unsupported(asked[0], "is not supported yet")

@@ -1,12 +1,13 @@
 """`POST /tokenize`, `POST /detokenize`, `POST /apply-template`. Tokenizing runs in a thread, the rest in the event loop that serves HTTP."""
 
+from collections.abc import Iterator
 from typing import cast
 
 import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.inputs import check_token_ids
-from headrace.server.chat.conversation import Conversation
+from headrace.server.chat.conversation import Conversation, refused
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
@@ -66,12 +67,12 @@ class TokenizeAPI:
     def _check_count(self, param: str, what: str, count: int) -> None:
         limit = self.context.args.max_batch_prompts
         if count > limit:
-            raise RequestError(f"{param}: at most {limit} {what} in one request, got {count}", param)
+            raise refused(param, f": at most {limit} {what} in one request, got {count}")
 
     def _reply(self, tokens: list[list[int]], is_list: bool) -> bytes:
         """The reply, which may hold millions of ids: in a thread, in pieces."""
         counts = [len(ids) for ids in tokens]
-        ids = [encode_ids(ids) for ids in tokens]
+        ids = [b"[" + b",".join(_pieces(ids)) + b"]" for ids in tokens]
         fields = {
             "tokens": msgspec.Raw(b"[" + b",".join(ids) + b"]" if is_list else ids[0]),
             "count": counts if is_list else counts[0],
@@ -116,10 +117,9 @@ class TokenizeAPI:
         await exchange.reply_json({"text": texts})
 
     def _texts(self, tokens: list[int | list[int]], skip_special_tokens: bool) -> str | list[str]:
-        """The text of a list of ids, or those of a list of such lists."""
         num_lists = sum(isinstance(item, list) for item in tokens)
         if num_lists not in (0, len(tokens)):
-            raise RequestError("tokens mixes ids and lists of ids", "tokens")
+            raise refused("tokens", "mixes ids and lists of ids")
         rows = cast("list[list[int]]", tokens if num_lists else [tokens])
         self._check_count("tokens", "lists of ids", len(rows))
         tokenizer = self.context.model.tokenizer
@@ -129,7 +129,6 @@ class TokenizeAPI:
         return texts if num_lists else texts[0]
 
 
-def encode_ids(ids: list[int]) -> bytes:
-    """A JSON list; other threads run between its pieces."""
-    pieces = (encode_json(ids[at : at + _PIECE_IDS])[1:-1] for at in range(0, len(ids), _PIECE_IDS))
-    return b"[" + b",".join(pieces) + b"]"
+def _pieces(ids: list[int]) -> Iterator[bytes]:
+    """The ids as JSON, with commas but at the ends; other threads run between the pieces."""
+    return (encode_json(ids[at : at + _PIECE_IDS])[1:-1] for at in range(0, len(ids), _PIECE_IDS))

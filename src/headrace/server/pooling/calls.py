@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -76,8 +76,11 @@ async def answered(asker: Asker, sizes: Sequence[int], make: MakeCall, partial: 
 
     async def take() -> None:
         chunk = await tasks.popleft()
-        if not partial:
-            check_ended_well(chunk)
+        for update in chunk if not partial else ():
+            if update.finish is not None and (failure := failure_of(update.finish)) is not None:
+                raise failure
+            if update.pooled is None and update.finish is not None and update.finish.type == "abort":
+                raise RequestError("the request was aborted")
         results.extend(chunk)
 
     try:
@@ -161,19 +164,26 @@ async def _answer_once(asker: Asker, make: MakeCall, start: int, stop: int) -> l
         raise
 
 
+def _inputs(call: EmbeddingReqInput) -> tuple[str, list[Any], bool]:
+    """The field of the inputs, these, and whether the call has a list of them: a list of ids is one input, and so is a pair."""
+    if call.text is not None:
+        is_pair = call.is_cross_encoder_request and all(isinstance(item, str) for item in call.text)
+        is_list = isinstance(call.text, list) and not is_pair
+        return "text", list(call.text) if is_list else [call.text], is_list
+    is_list = not call.input_ids or isinstance(call.input_ids[0], list)
+    return "input_ids", list(call.input_ids or ()) if is_list else [call.input_ids], is_list
+
+
 def embedding_sizes(context: ServingContext, call: EmbeddingReqInput) -> list[int]:
     """The characters of each input of a call. Raises RequestError for lists of other lengths beside them."""
-    inputs: Any = call.text if call.text is not None else call.input_ids
-    name = "text" if call.text is not None else "input_ids"
-    if not _is_list(call):
-        return [_size(inputs or "")]
-    check_num_inputs(context, name, len(inputs))
-    for field in _PER_INPUT[2:]:
-        value = getattr(call, field)
-        if isinstance(value, list) and len(value) != len(inputs):
-            raise RequestError(
-                f"{field}: the number of items ({len(value)}) must equal the number of inputs ({len(inputs)})", field
-            )
+    name, inputs, is_list = _inputs(call)
+    if is_list:
+        check_num_inputs(context, name, len(inputs))
+        for field in _PER_INPUT[2:]:
+            value = getattr(call, field)
+            if isinstance(value, list) and len(value) != len(inputs):
+                counts = f"the number of items ({len(value)}) must equal the number of inputs ({len(inputs)})"
+                raise RequestError(f"{field}: {counts}", field)
     return [_size(item) for item in inputs]
 
 
@@ -197,17 +207,9 @@ def _of_bounded_length(context: ServingContext, call: EmbeddingReqInput) -> Embe
             raise ContextLengthError("text", context.model.context_length, asked, "input")
         return text[:most] if call.truncation_side == "right" else text[-most:]
 
-    if not _is_list(call):
-        return msgspec.structs.replace(call, text=bounded(cast("str | list[str]", call.text), None))
-    return msgspec.structs.replace(call, text=[bounded(text, place) for place, text in enumerate(call.text)])
-
-
-def _is_list(call: EmbeddingReqInput) -> bool:
-    """Whether it has a list of inputs. A list of ids is one input, and so is a pair."""
-    if call.text is not None:
-        is_pair = call.is_cross_encoder_request and all(isinstance(item, str) for item in call.text)
-        return isinstance(call.text, list) and not is_pair
-    return not call.input_ids or isinstance(call.input_ids[0], list)
+    _, texts, is_list = _inputs(call)
+    texts = [bounded(text, place if is_list else None) for place, text in enumerate(texts)]
+    return msgspec.structs.replace(call, text=texts if is_list else texts[0])
 
 
 def _size(item: str | int | list[Any]) -> int:
@@ -221,8 +223,7 @@ def _size(item: str | int | list[Any]) -> int:
 
 def slices_of(call: EmbeddingReqInput) -> MakeCall:
     """Makes the calls for a part of the inputs of a call."""
-    inputs = call.text if call.text is not None else call.input_ids
-    count = len(inputs or ()) if _is_list(call) else 1
+    count = len(_inputs(call)[1])
 
     async def part(start: int, stop: int) -> CallInput:
         if stop - start == count:
@@ -234,12 +235,3 @@ def slices_of(call: EmbeddingReqInput) -> MakeCall:
         return msgspec.structs.replace(call, **parts)
 
     return part
-
-
-def check_ended_well(updates: Sequence[SampleUpdate]) -> None:
-    """Raises the error of the first input that failed."""
-    for update in updates:
-        if update.finish is not None and (failure := failure_of(update.finish)) is not None:
-            raise failure
-        if update.pooled is None and update.finish is not None and update.finish.type == "abort":
-            raise RequestError("the request was aborted")

@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.packing import unpack_float32
 from headrace.messages.requests import EmbeddingReqInput
+from headrace.server.chat.conversation import unsupported
 from headrace.server.http import Exchange, encode_json
 from headrace.server.pooling.calls import embedded
 from headrace.server.pooling.protocol import (
@@ -81,7 +82,7 @@ class CohereEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def given_texts(self) -> list[str]:
         """Raises RequestError unless there is one text for each input."""
         if self.images or self.input_type == "image":
-            raise RequestError("images: this model makes embeddings of texts", "images", "unsupported_parameter")
+            raise unsupported("images", "images: this model makes embeddings of texts")
         if (self.texts is None) == (self.inputs is None):
             raise RequestError("give exactly one of texts and inputs", "texts")
         return (
@@ -98,8 +99,7 @@ async def tei(exchange: Exchange) -> None:
     if request.normalize is False:
         check_normalize(False, pooling)
     if request.prompt_name is not None:
-        message = "prompt_name: no prompts are kept here; write the prompt before the text"
-        raise RequestError(message, "prompt_name", "unsupported_parameter")
+        raise unsupported("prompt_name", "prompt_name: no prompts are kept here; write the prompt before the text")
     rid = request.rid or f"embd-{uuid.uuid4().hex}"
     fields = given_input("inputs", request.inputs) | request.call_fields(exchange.context, rid, truncates=True)
     async with exchange.until_client_leaves():
@@ -118,11 +118,8 @@ async def cohere(version: Literal["1", "2"], exchange: Exchange) -> None:
     types = list(dict.fromkeys(request.embedding_types or ("float",)))
     for name in types:
         if name in ("int8", "uint8"):
-            raise RequestError(
-                f"embedding_types: {name} is not supported; float, base64, binary and ubinary are",
-                "embedding_types",
-                "unsupported_parameter",
-            )
+            message = f"embedding_types: {name} is not supported; float, base64, binary and ubinary are"
+            raise unsupported("embedding_types", message)
     if request.max_tokens is not None and request.max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
     is_limit = request.max_tokens is not None and request.max_tokens < context.model.context_length
@@ -194,8 +191,8 @@ async def _embedded(exchange: Exchange, param: str, **fields: Any) -> list[Sampl
 def _joined(place: int, given: CohereInput) -> str:
     texts = [part.text for part in given.content if part.type == "text" and part.text is not None]
     if not texts or len(texts) < len(given.content):
-        message = f"inputs[{place}].content: this model makes embeddings of texts alone"
-        raise RequestError(message, f"inputs[{place}].content", "unsupported_parameter")
+        where = f"inputs[{place}].content"
+        raise unsupported(where, f"{where}: this model makes embeddings of texts alone")
     return "\n".join(texts)
 
 

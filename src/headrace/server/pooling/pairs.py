@@ -9,7 +9,6 @@ Owns which of the two is used and what a score is. Runs in the event loop that s
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import ContextLengthError, ExecutionError, RequestError
@@ -68,14 +67,6 @@ class PairRequest(PooledRequest, frozen=True, kw_only=True, forbid_unknown_field
         return self.instruction or self.instruct or None
 
 
-@dataclass(frozen=True, slots=True)
-class PairScores:
-    """A score for each pair."""
-
-    scores: list[float]
-    usage: PooledUsage
-
-
 async def score_pairs(
     asker: Asker,
     request: PairRequest,
@@ -85,8 +76,8 @@ async def score_pairs(
     param: str,
     cannot: str,
     truncates: bool = False,
-) -> PairScores:
-    """The scores of (query, document) pairs.
+) -> tuple[list[float], PooledUsage]:
+    """The scores of (query, document) pairs, and their tokens.
 
     param: what the client calls the documents. cannot: what the error says that other models do not do. truncates: what does not fit is cut
     unless the request says otherwise; a model that generates refuses it in any case. Raises the errors of `answered`.
@@ -113,7 +104,7 @@ async def score_pairs(
     except RequestError as error:
         raise renamed(error, param) from None
     scores = [sigmoid(logit) for logit in logits] if has_sigmoid else logits
-    return PairScores(scores, usage_of(asker.context, updates))
+    return scores, usage_of(asker.context, updates)
 
 
 async def _judged(

@@ -103,10 +103,18 @@ class PooledRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def call_fields(self, context: ServingContext, rid: str, truncates: bool = False) -> dict[str, Any]:
         """These fields as those of an `EmbeddingReqInput`. truncates: the route's default of `truncate`. Raises RequestError, NotFoundError."""
+        most = self.truncate_prompt_tokens
+        if most is None and (truncates if self.truncate is None else self.truncate):
+            most = -1
+        elif most is not None and self.truncate is False:
+            raise RequestError("truncate is false, but truncate_prompt_tokens is set", "truncate")
+        sides = {side.lower() for side in (self.truncation_side, self.truncation_direction) if side is not None}
+        if len(sides) > 1:
+            raise RequestError("truncation_side and truncation_direction differ: give one of them", "truncation_side")
         return {
             "rid": rid,
-            "truncate_prompt_tokens": self._most_tokens(truncates),
-            "truncation_side": self._cut_side(),
+            "truncate_prompt_tokens": most,
+            "truncation_side": sides.pop() if sides else "right",
             **self.routing_fields(context),
         }
 
@@ -119,19 +127,6 @@ class PooledRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "routed_dp_rank": self.routed_dp_rank,
             "data_parallel_rank": self.data_parallel_rank,
         }
-
-    def _most_tokens(self, truncates: bool) -> int | None:
-        if self.truncate_prompt_tokens is not None:
-            if self.truncate is False:
-                raise RequestError("truncate is false, but truncate_prompt_tokens is set", "truncate")
-            return self.truncate_prompt_tokens
-        return -1 if (truncates if self.truncate is None else self.truncate) else None
-
-    def _cut_side(self) -> str:
-        sides = {side.lower() for side in (self.truncation_side, self.truncation_direction) if side is not None}
-        if len(sides) > 1:
-            raise RequestError("truncation_side and truncation_direction differ: give one of them", "truncation_side")
-        return sides.pop() if sides else "right"
 
 
 class PooledUsage(msgspec.Struct, frozen=True, omit_defaults=True):

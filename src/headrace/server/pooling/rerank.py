@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
+from headrace.server.chat.conversation import unsupported
 from headrace.server.context import Asker
 from headrace.server.http import Exchange
 from headrace.server.pooling.calls import check_num_inputs
@@ -82,7 +83,6 @@ class Ranking:
     usage: PooledUsage
 
     def results(self) -> Iterator[RerankResult]:
-        """The best first."""
         shows = self.request.return_documents is not False
         for place in self.best:
             document = self.documents[place]
@@ -110,9 +110,9 @@ async def ranked(asker: Asker, request: RerankRequest, rid: str) -> Ranking:
             context.check_text_length(param, len(text))
         texts = await context.in_text_thread(lambda: context.model.tokenizer.beginnings(texts, most))
     pairs = [(request.query, text) for text in texts]
-    found = await score_pairs(asker, request, pairs, rid, param=param, cannot="does not rerank", truncates=True)
-    order = sorted(range(len(found.scores)), key=lambda place: (-found.scores[place], place))
-    return Ranking(request, documents, found.scores, order[:top_n], found.usage)
+    scores, usage = await score_pairs(asker, request, pairs, rid, param=param, cannot="does not rerank", truncates=True)
+    order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
+    return Ranking(request, documents, scores, order[:top_n], usage)
 
 
 def _given(request: RerankRequest) -> tuple[Sequence[str | dict[str, object]], str]:
@@ -135,8 +135,7 @@ def _check_cohere(request: RerankRequest) -> None:
         if value is not None and value < 1:
             raise RequestError(f"{name} must be at least 1, got {value}", name)
     if request.rank_fields not in (None, [], ["text"]):
-        message = 'rank_fields must be ["text"]: no other field of a document is read'
-        raise RequestError(message, "rank_fields", "unsupported_parameter")
+        raise unsupported("rank_fields", 'rank_fields must be ["text"]: no other field of a document is read')
 
 
 def _top_n(request: RerankRequest) -> int | None:

@@ -8,7 +8,6 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -20,7 +19,7 @@ from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import Asker
 from headrace.server.http import Exchange
 from headrace.server.pooling.calls import ID_SIZE, check_num_inputs, results_of
-from headrace.server.pooling.pairs import PairRequest, PairScores, next_tokens, picked_logprobs, score_pairs
+from headrace.server.pooling.pairs import PairRequest, next_tokens, picked_logprobs, score_pairs
 from headrace.server.pooling.protocol import (
     PooledUsage,
     object_pieces,
@@ -77,15 +76,15 @@ async def score(exchange: Exchange) -> None:
     wants_labels = asks_for_labels(request)
     async with exchange.until_client_leaves():
         if wants_labels:
-            labels = await label_scores(exchange, request, rid)
-            tail = {"model": exchange.context.shown_model(request.model), "usage": labels.usage, "object": "scoring"}
-            pieces = object_pieces({}, "scores", iter(labels.scores), tail)
+            labels, usage = await label_scores(exchange, request, rid)
+            tail = {"model": exchange.context.shown_model(request.model), "usage": usage, "object": "scoring"}
+            pieces = object_pieces({}, "scores", iter(labels), tail)
         else:
-            texts = await text_scores(exchange, request, rid)
-            items = (Score(index, "score", score) for index, score in enumerate(texts.scores))
+            scores, usage = await text_scores(exchange, request, rid)
+            items = (Score(index, "score", score) for index, score in enumerate(scores))
             model = exchange.context.shown_model(request.model)
             head = {"id": rid, "object": "list", "created": int(time.time()), "model": model}
-            pieces = object_pieces(head, "data", items, {"usage": texts.usage})
+            pieces = object_pieces(head, "data", items, {"usage": usage})
         await reply_in_pieces(exchange, pieces)
 
 
@@ -104,8 +103,8 @@ def asks_for_labels(request: ScoreRequest) -> bool:
 # -- vLLM's
 
 
-async def text_scores(asker: Asker, request: ScoreRequest, rid: str) -> PairScores:
-    """A score for each pair of texts. Raises RequestError, and the errors of `score_pairs`."""
+async def text_scores(asker: Asker, request: ScoreRequest, rid: str) -> tuple[list[float], PooledUsage]:
+    """A score for each pair of texts, and their tokens. Raises RequestError, and the errors of `score_pairs`."""
     (_, param), first, second = _sides(request)
     pooling = asker.context.model.pooling
     if pooling is not None and pooling.task == "embed":
@@ -116,7 +115,7 @@ async def text_scores(asker: Asker, request: ScoreRequest, rid: str) -> PairScor
 
 async def _cosines(
     asker: Asker, request: ScoreRequest, rid: str, param: str, first: list[str], second: list[str]
-) -> PairScores:
+) -> tuple[list[float], PooledUsage]:
     """The cosines of the embeddings; each text is embedded once. param: what the client calls the second ones. Raises the errors of `results_of`."""
     context = asker.context
     if request.given_instruction() is not None:
@@ -131,22 +130,14 @@ async def _cosines(
         raise renamed(error, param) from None
     vectors = [update.pooled or b"" for update in updates]
     scores = await context.in_text_thread(lambda: cosines(vectors[: len(first)], vectors[len(first) :]))
-    return PairScores(scores, usage_of(context, updates))
+    return scores, usage_of(context, updates)
 
 
 # -- SGLang's
 
 
-@dataclass(frozen=True, slots=True)
-class LabelScores:
-    """Of each item, a score for each label."""
-
-    scores: list[list[float]]
-    usage: PooledUsage
-
-
-async def label_scores(asker: Asker, request: ScoreRequest, rid: str) -> LabelScores:
-    """How likely the labels are after each item. Raises RequestError, and the errors of `next_tokens`."""
+async def label_scores(asker: Asker, request: ScoreRequest, rid: str) -> tuple[list[list[float]], PooledUsage]:
+    """How likely the labels are after each item, and their tokens. Raises RequestError, and the errors of `next_tokens`."""
     context = asker.context
     for name in ("query", "items", "label_token_ids"):
         if getattr(request, name) is None:
@@ -176,9 +167,11 @@ async def label_scores(asker: Asker, request: ScoreRequest, rid: str) -> LabelSc
             error.message = error.message.replace("token_ids_logprob", "label_token_ids")
             error.param = "label_token_ids"
         raise renamed(error, "items") from None
-    among = bool(request.apply_softmax)
-    scores = [_of_labels(picked_logprobs(update), labels, among) for update in updates]
-    return LabelScores(scores, usage_of(context, updates))
+    scores = []
+    for logprobs in map(picked_logprobs, updates):
+        values = [logprobs[label] for label in labels]
+        scores.append(softmax(values) if request.apply_softmax else [math.exp(value) for value in values])
+    return scores, usage_of(context, updates)
 
 
 def _sides(request: ScoreRequest) -> tuple[tuple[str, str], list[str], list[str]]:
@@ -223,12 +216,6 @@ def _prompts(request: ScoreRequest) -> list[str] | list[list[int]]:
         raise RequestError("items must be texts if query is a text, and token ids if query is token ids", "items")
     joined: Any = [part + query if request.item_first else query + part for part in cast(Any, parts)]
     return cast("list[str] | list[list[int]]", joined)
-
-
-def _of_labels(logprobs: dict[int, float], labels: list[int], among_labels: bool) -> list[float]:
-    """among_labels: the probabilities of the labels add up to 1."""
-    values = [logprobs[label] for label in labels]
-    return softmax(values) if among_labels else [math.exp(value) for value in values]
 
 
 def cosines(first: Sequence[bytes], second: Sequence[bytes]) -> list[float]:

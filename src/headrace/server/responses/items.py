@@ -1,7 +1,5 @@
-"""The items of an input as messages for chat templates.
-
-Owns which items are understood, and how the items of one turn of the assistant become one message. Pure functions, run in the event loop that
-serves HTTP.
+"""The items of an input as messages for chat templates: which are understood, and how those of one turn of the assistant become one message. Pure
+functions, run in the event loop that serves HTTP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +12,11 @@ from headrace.server.chat.conversation import (
     check_history,
     function_call,
     missing,
+    refused,
     text_of,
     text_or_none,
     unsupported,
+    unsupported_type,
 )
 from headrace.server.chat.custom_tools import custom_call
 from headrace.server.chat.parts import (
@@ -73,7 +73,7 @@ def messages_of(items: Sequence[Item], field: str, instructions: str | None) -> 
     for number, item in enumerate(items):
         reader.read(f"{field}[{number}]", item)
     if not reader.messages:
-        raise RequestError(f"{field} is empty", field)
+        raise refused(field, "is empty")
     reader.close()
     check_history(field, reader.messages)
     return reader.messages
@@ -104,13 +104,11 @@ class _Messages:
             last["reasoning_content"] = "\n".join(self._thoughts)
 
     def _open(self, message: Message) -> None:
-        """Begin the next message."""
         self.close()
         self.messages.append(message)
         self._contents, self._thoughts, self._call_ids, self._acted = [], [], set(), False
 
     def read(self, where: str, item: Item) -> None:
-        """The next item."""
         match item.get("type") or "message":
             case "message":
                 self._message(where, item)
@@ -126,7 +124,7 @@ class _Messages:
                 hidden = ("result",) if kind == "image_generation_call" else ()  # the content of a file
                 self._written(WRITTEN_OUT[kind], written_out(where, item, *hidden))
             case kind:
-                raise unsupported(f"{where}.type", f"{where}: items of type {str(kind)[:50]!r} are not supported")
+                raise unsupported_type(where, "items", kind)
 
     def text(self, role: str, content: str | list[Message]) -> None:
         """A message, which joins the one before it within a turn of the assistant, and within the system messages at the beginning."""
@@ -145,14 +143,13 @@ class _Messages:
 
     @property
     def _role(self) -> str | None:
-        """Who says the last message."""
         return str(self.messages[-1]["role"]) if self.messages else None
 
     def _message(self, where: str, item: Item) -> None:
         role = text_of(f"{where}.role", item.get("role"))
         content = content_parts(f"{where}.content", item.get("content"), may_be_empty=role in _MAY_BE_EMPTY)
         if role != "user" and isinstance(content, list):
-            raise RequestError(f"{where}.content: images and audio belong to the role user", f"{where}.content")
+            raise refused(f"{where}.content", ": images and audio belong to the role user")
         self.text("system" if role == "developer" else role, content)
 
     def _reasoning(self, where: str, item: Item) -> None:
@@ -174,9 +171,7 @@ class _Messages:
             self._open({"role": "assistant", "content": ""})
         turn = self.messages[-1]
         if call_id in self._call_ids:
-            raise RequestError(
-                f"{where}.call_id: there are two calls with the id {call_id[:100]!r}", f"{where}.call_id"
-            )
+            raise refused(f"{where}.call_id", f": there are two calls with the id {call_id[:100]!r}")
         turn.setdefault("tool_calls", []).append(call)
         self._call_ids.add(call_id)
         self._acted = True
@@ -195,7 +190,6 @@ class _Messages:
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """The name under which the model sees a tool of a namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
@@ -221,14 +215,14 @@ def content_parts(where: str, content: object, may_be_empty: bool = False) -> st
             return ""
         raise missing(where)
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of parts", where)
+        raise refused(where, "must be a string or a list of parts")
     parts = [_part(f"{where}[{number}]", part) for number, part in enumerate(content)]
     return parts if any(map(media_kind, parts)) else "\n".join(part["text"] for part in parts)
 
 
 def _part(where: str, part: object) -> Message:
     if not isinstance(part, dict):
-        raise RequestError(f"{where} must be an object", where)
+        raise refused(where, "must be an object")
     match part.get("type"):
         case "input_image":
             return _image(where, part)
@@ -242,30 +236,27 @@ def _part(where: str, part: object) -> Message:
             field = "refusal"
         case kind:
             served = "text, input_image, input_audio, and input_file with a text"
-            message = f"{where}: parts of type {str(kind)[:50]!r} are not supported, only {served}"
-            raise unsupported(f"{where}.type", message)
+            raise unsupported_type(where, "parts", kind, f", only {served}")
     value = part.get(field)
     if not isinstance(value, str):
-        raise RequestError(f"{where}.{field} must be a string", f"{where}.{field}")
+        raise refused(f"{where}.{field}", "must be a string")
     return text_part(value)
 
 
 def _image(where: str, part: Mapping[str, object]) -> Message:
-    """Raises RequestError."""
     if not is_empty(part.get("file_id")):
-        raise unsupported(f"{where}.file_id", f"{where}.file_id: there are no files here; send image_url")
+        raise unsupported(f"{where}.file_id", ": there are no files here; send image_url")
     url = part.get("image_url")
     if not isinstance(url, str) or not url:
-        raise RequestError(f"{where}.image_url must be a URL", f"{where}.image_url")
+        raise refused(f"{where}.image_url", "must be a URL")
     return part_of(ImageRef(url=url, detail=image_detail(f"{where}.detail", part.get("detail"))))
 
 
 def _joined(where: str, parts: object) -> str:
-    """The texts of the parts of a reasoning item."""
     if parts is None:
         return ""
     if not isinstance(parts, list):
-        raise RequestError(f"{where} must be a list", where)
+        raise refused(where, "must be a list")
     texts = []
     for number, part in enumerate(parts):
         text = part.get("text") if isinstance(part, dict) else None

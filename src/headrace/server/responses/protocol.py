@@ -10,10 +10,17 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.messages.bodies import asks_for_nothing
-from headrace.sampling.grammar_fields import Schema
-from headrace.server.chat.conversation import unsupported
+from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.notes import NO_EFFECT, without_effect
-from headrace.server.openai.fields import AskedEffort, From0, From1, NumLogprobs, SharedFields, check_num_logprobs
+from headrace.server.openai.fields import (
+    AskedEffort,
+    From0,
+    From1,
+    JsonSchemaFormat,
+    NumLogprobs,
+    SharedFields,
+    check_num_logprobs,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -45,14 +52,10 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     mode: str | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextFormat(JsonSchemaFormat, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`text.format`. name and description have no effect. The schema is always enforced; strict: a `oneOf` exactly, or not at all."""
 
     type: Literal["text", "json_object", "json_schema"] | None = None
-    name: str | None = None
-    description: str | None = None
-    schema: Schema | None = None
-    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,20 +158,20 @@ def noted_in(request: ResponsesRequest) -> list[str]:
 def refuse_unsupported(request: ResponsesRequest) -> None:
     """Raises RequestError naming the first field that asks for something this server does not do."""
     if asked := without_effect(request, tuple(_NOT_SUPPORTED)):
-        raise unsupported(asked[0], f"{asked[0]} is not supported{_NOT_SUPPORTED[asked[0]]}")
+        raise unsupported(asked[0], f"is not supported{_NOT_SUPPORTED[asked[0]]}")
     request.check_sampling()
     reasoning = request.reasoning or ReasoningOptions()
     if reasoning.context not in (None, "auto"):
-        raise unsupported("reasoning.context", "reasoning.context is not supported")
+        raise unsupported("reasoning.context")
     if reasoning.mode not in (None, "", "standard"):
-        raise unsupported("reasoning.mode", "reasoning.mode is not supported")
+        raise unsupported("reasoning.mode")
     for number, name in enumerate(request.include or ()):
         if name not in INCLUDABLE:
             raise RequestError(f"include[{number}]: {name[:100]!r} is unknown", "include")
     for name, least in (("max_output_tokens", 1), ("max_tool_calls", 0)):
         value = getattr(request, name)
         if value is not None and value < least:
-            raise RequestError(f"{name} must be at least {least}, got {value}", name)
+            raise refused(name, f"must be at least {least}, got {value}")
     check_num_logprobs("top_logprobs", request.top_logprobs)
     if request.stream_options is not None and not request.stream and request.stream_options.include_obfuscation:
-        raise RequestError("stream_options is only allowed when stream is true", "stream_options")
+        raise refused("stream_options", "is only allowed when stream is true")

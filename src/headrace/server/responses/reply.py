@@ -1,14 +1,12 @@
-"""The response object and the stream that leads to it: events of the model's output as items, and as the events of the stream.
-
-Owns the shapes of output items, the fields of the object, its status, and the first and last events of a stream. A reply that is not streamed is
-written in the same way, and only its frames are dropped. Runs in the event loop that serves HTTP.
+"""The response object and the stream that leads to it: events of the model's output as items, and as the events of the stream. A reply that is not
+streamed is written in the same way, and only its frames are dropped. Runs in the event loop that serves HTTP.
 """
 
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -46,20 +44,21 @@ def _inner(fields: Fields) -> bytes:
 
 
 class _OpenItem(ABC):
-    """An item that is being written. place: its index in the output. text: its whole text so far, in pieces."""
+    """An item that is being written. place: its index in the output. texts: its whole text so far, in pieces."""
 
     id_prefix = ""
     delta_event = ""
-    delta_tail = b""
-    place_in_item: ClassVar[Fields] = {}
-    """Fields of an event that say which part of the item it is about."""
+    done_event = ""
+    has_logprobs = False
 
     def __init__(self, numbers: EventNumbers, place: int) -> None:
         self.numbers = numbers
         self.place = place
         self.id = f"{self.id_prefix}_{uuid.uuid4().hex}"
         self.texts: list[str] = []
-        self.at = _inner({"item_id": self.id, "output_index": place} | self.place_in_item)
+        self.logprobs: list[Fields] = []
+        at: Fields = {"item_id": self.id, "output_index": place}
+        self.at = _inner(at | {"content_index": 0} if self.part() else at)
 
     @property
     def text(self) -> str:
@@ -69,69 +68,47 @@ class _OpenItem(ABC):
     def item(self, status: Status, *, is_new: bool = False) -> Fields:
         """The item. is_new: as it begins, without a part."""
 
+    @abstractmethod
+    def done(self) -> Fields:
+        """Fields of the event with the whole text."""
+
+    def part(self) -> Fields:
+        """The only part of its content; empty = it has no parts."""
+        return {}
+
     def open(self) -> bytes:
-        """The events with which it begins."""
-        added = _inner({"output_index": self.place, "item": self.item("in_progress", is_new=True)})
-        return self.numbers.frame("response.output_item.added", added)
+        added = {"output_index": self.place, "item": self.item("in_progress", is_new=True)}
+        frames = self.numbers.frame("response.output_item.added", _inner(added))
+        if part := self.part():
+            frames += self._event("response.content_part.added", {"part": part})
+        return frames
 
     def add(self, text: str, logprobs: Sequence[Fields] = ()) -> bytes:
         """More text."""
         if not text:
             return b""
         self.texts.append(text)
-        return self._delta(text, self.delta_tail)
-
-    def _delta(self, text: str, tail: bytes) -> bytes:
-        return self.numbers.frame(self.delta_event, b'%b,"delta":%b%b' % (self.at, encode_json(text), tail))
-
-    def close(self, status: Status) -> bytes:
-        """The events with which it ends."""
-        done = _inner({"output_index": self.place, "item": self.item(status)})
-        return self.numbers.frame("response.output_item.done", done)
-
-
-class _PartItem(_OpenItem):
-    """An item whose text is its only part."""
-
-    done_event = ""
-    place_in_item: ClassVar[Fields] = {"content_index": 0}
-
-    @abstractmethod
-    def part(self) -> Fields:
-        """The part."""
-
-    def done(self) -> Fields:
-        """Fields of the event with the whole text."""
-        return {"text": self.text}
-
-    def open(self) -> bytes:
-        added = b"%b,%b" % (self.at, _inner({"part": self.part()}))
-        return super().open() + self.numbers.frame("response.content_part.added", added)
+        self.logprobs += logprobs
+        more: Fields = {"logprobs": logprobs} if self.has_logprobs else {}
+        return self._event(self.delta_event, {"delta": text, **more})
 
     def close(self, status: Status) -> bytes:
-        frames = self.numbers.frame(self.done_event, b"%b,%b" % (self.at, _inner(self.done())))
-        frames += self.numbers.frame("response.content_part.done", b"%b,%b" % (self.at, _inner({"part": self.part()})))
-        return frames + super().close(status)
+        frames = self._event(self.done_event, self.done())
+        if part := self.part():
+            frames += self._event("response.content_part.done", {"part": part})
+        done = {"output_index": self.place, "item": self.item(status)}
+        return frames + self.numbers.frame("response.output_item.done", _inner(done))
+
+    def _event(self, kind: str, fields: Fields) -> bytes:
+        """An event about its text."""
+        return self.numbers.frame(kind, b"%b,%b" % (self.at, _inner(fields)))
 
 
-class _Message(_PartItem):
+class _Message(_OpenItem):
     id_prefix = "msg"
     delta_event = "response.output_text.delta"
-    delta_tail = b',"logprobs":[]'
     done_event = "response.output_text.done"
-
-    def __init__(self, numbers: EventNumbers, place: int) -> None:
-        super().__init__(numbers, place)
-        self.logprobs: list[Fields] = []
-
-    def add(self, text: str, logprobs: Sequence[Fields] = ()) -> bytes:
-        if not logprobs:
-            return super().add(text)
-        self.logprobs += logprobs
-        if not text:
-            return b""
-        self.texts.append(text)
-        return self._delta(text, b',"logprobs":' + encode_json(logprobs))
+    has_logprobs = True
 
     def part(self) -> Fields:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
@@ -144,13 +121,16 @@ class _Message(_PartItem):
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
 
 
-class _Reasoning(_PartItem):
+class _Reasoning(_OpenItem):
     id_prefix = "rs"
     delta_event = "response.reasoning_text.delta"
     done_event = "response.reasoning_text.done"
 
     def part(self) -> Fields:
         return {"type": "reasoning_text", "text": self.text}
+
+    def done(self) -> Fields:
+        return {"text": self.text}
 
     def item(self, status: Status, *, is_new: bool = False) -> Fields:
         content = [] if is_new else [self.part()]
@@ -172,19 +152,16 @@ class _FunctionCall(_OpenItem):
     done_event = "response.function_call_arguments.done"
 
     def __init__(self, numbers: EventNumbers, place: int, call_id: str, tool: CalledTool) -> None:
+        super().__init__(numbers, place)
         self.call_id = call_id
         self.tool = tool
-        super().__init__(numbers, place)
+
+    def done(self) -> Fields:
+        return {"name": self.tool.name, self.text_field: self.text}
 
     def item(self, status: Status, *, is_new: bool = False) -> Fields:
-        item: Fields = {"type": self.type, "id": self.id, "status": status, "call_id": self.call_id}
-        item |= {"name": self.tool.name, self.text_field: self.text}
+        item: Fields = {"type": self.type, "id": self.id, "status": status, "call_id": self.call_id, **self.done()}
         return item if self.tool.namespace is None else item | {"namespace": self.tool.namespace}
-
-    def close(self, status: Status) -> bytes:
-        done: Fields = {"name": self.tool.name, self.text_field: self.text}
-        frames = self.numbers.frame(self.done_event, b"%b,%b" % (self.at, _inner(done)))
-        return frames + super().close(status)
 
 
 class _CustomCall(_FunctionCall):
@@ -228,24 +205,21 @@ class OutputWriter:
 
     def finish(self, status: Status) -> bytes:
         """The frames that end the output. status: of the item that is being written."""
-        open_item, frames = self._open, b""
-        if isinstance(open_item, _Message) and self._logprobs:
-            frames = open_item.add("", self._logprobs)
-        return frames + self._close(status)
+        if isinstance(self._open, _Message):
+            self._open.logprobs += self._logprobs
+        return self._close(status)
 
     def _event(self, event: Event) -> bytes:
         if not isinstance(event, Text):
             self._logprobs.clear()
         match event:
             case Text(text):
-                frames = self._within(_Message)
-                return frames + self._added(text, self._behind(text))
+                return self._within(_Message) + self._added(text, self._behind(text))
             case Reasoning(text):
                 return self._within(_Reasoning) + self._added(text)
             case ToolCall(_, call_id, name):
                 tool = self._tools.called_as(name)
-                kind = _CustomCall if tool.is_custom else _FunctionCall
-                return self._begin(kind(self._numbers, self._place, call_id, tool))
+                return self._begin(_CustomCall if tool.is_custom else _FunctionCall, call_id, tool)
             case Arguments(_, text):
                 assert isinstance(self._open, _FunctionCall), "the arguments of a call follow it"
                 return self._added(text)
@@ -262,19 +236,14 @@ class OutputWriter:
             missing -= len(raw) if isinstance(raw, list) else 0
         return waiting[first:]
 
-    @property
-    def _place(self) -> int:
-        """The index of the next item."""
-        return len(self.items) + (self._open is not None)
-
     def _within(self, kind: type[_Message | _Reasoning]) -> bytes:
         """The frames that begin an item of this kind, unless it is open."""
-        return b"" if isinstance(self._open, kind) else self._begin(kind(self._numbers, self._place))
+        return b"" if isinstance(self._open, kind) else self._begin(kind)
 
-    def _begin(self, item: _OpenItem) -> bytes:
+    def _begin(self, kind: Callable[..., _OpenItem], *about: object) -> bytes:
         frames = self._close("completed")
-        self._open = item
-        return frames + item.open()
+        self._open = kind(self._numbers, len(self.items), *about)
+        return frames + self._open.open()
 
     def _added(self, text: str, logprobs: Sequence[Fields] = ()) -> bytes:
         assert self._open is not None, "something is open"
@@ -353,7 +322,6 @@ class ResponseReply:
         return "incomplete" if self._finish.type == "length" else "completed"
 
     def response(self) -> Fields:
-        """The response object as of now."""
         status = self.status
         return self._fixed | {
             "status": status,

@@ -1,8 +1,6 @@
-"""A body of `/v1/responses` as a conversation and sampling parameters.
-
-Owns which of the body's fields mean what there; what its shapes of tools mean (flat functions, custom tools, namespaces, and tools that only their
-vendor's servers run), and which of them the model may or must call; which messages a conversation that is too long loses. Rendering and tokenizing
-run in a thread; all else is pure, in the event loop that serves HTTP.
+"""A body of `/v1/responses` as a conversation and sampling parameters. Owns what its shapes of tools mean (flat functions, custom tools, namespaces,
+and tools that only their vendor's servers run), and which messages a conversation that is too long loses. Rendering and tokenizing run in a thread;
+all else is pure, in the event loop that serves HTTP.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from headrace.server.chat.conversation import (
     check_tools,
     function_tool,
     plain_choice,
+    refused,
     text_of,
     text_or_none,
     unsupported,
@@ -77,11 +76,11 @@ class OfferedTools:
 def input_items(given: str | Sequence[Item] | None) -> list[Item]:
     """`input` as items. Raises RequestError if there is none."""
     if given is None:
-        raise RequestError("input is missing", "input", "missing_field")
+        raise refused("input", "is missing", "missing_field")
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not given:
-        raise RequestError("input is empty", "input")
+        raise refused("input", "is empty")
     return list(given)
 
 
@@ -129,17 +128,15 @@ def sampling_of(request: ResponsesRequest) -> SamplingParams:
 
 
 def _schema_of(text_format: TextFormat) -> object:
-    """The schema that `text.format` asks for; None = none. Raises RequestError."""
     if text_format.type == "json_schema":
         return required_schema("text.format.schema", text_format.schema)
     if not is_empty(text_format.schema):
         kind = text_format.type or "text"
-        raise RequestError(f"text.format.schema does not belong to the type {kind}", "text.format.schema")
+        raise refused("text.format.schema", f"does not belong to the type {kind}")
     return {"type": "object"} if text_format.type == "json_object" else None
 
 
 def is_server_run(tool: Mapping[str, object]) -> bool:
-    """Whether only the tool's vendor can run it."""
     kind = tool.get("type")
     return isinstance(kind, str) and kind in SERVER_RUN
 
@@ -172,9 +169,9 @@ def _tool(where: str, given: Mapping[str, object], namespace: str | None = None,
     """A function or custom tool. about: what its description begins with."""
     kind = given.get("type", "function")
     if not isinstance(kind, str) or kind not in ("function", "custom"):
-        shown = str(kind)[:50]
-        message = f"{where}.type {shown!r} is not supported: it must be function, custom or namespace"
-        raise unsupported(f"{where}.type", message)
+        raise unsupported(
+            f"{where}.type", f"{str(kind)[:50]!r} is not supported: it must be function, custom or namespace"
+        )
     _check_callers(where, given)
     name = shown_name(namespace, text_of(f"{where}.name", given.get("name")))
     description = text_or_none(f"{where}.description", given.get("description"))
@@ -191,7 +188,7 @@ def _in_namespace(where: str, given: Mapping[str, object]) -> Iterator[Tool]:
     name = text_of(f"{where}.name", given.get("name"))
     about, tools = text_or_none(f"{where}.description", given.get("description")), given.get("tools")
     if not isinstance(tools, list):
-        raise RequestError(f"{where}.tools must be a list", f"{where}.tools")
+        raise refused(f"{where}.tools", "must be a list")
     for number, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise RequestError(f"{where}.tools[{number}] must be an object", f"{where}.tools")
@@ -203,8 +200,7 @@ def _check_callers(where: str, given: Mapping[str, object]) -> None:
     the other APIs: what a function returns, cache marks."""
     callers = given.get("allowed_callers")
     if not is_empty(callers) and (not isinstance(callers, list) or "direct" not in callers):
-        place = f"{where}.allowed_callers"
-        raise unsupported(place, f'{place} must contain "direct": no program calls tools here')
+        raise unsupported(f"{where}.allowed_callers", 'must contain "direct": no program calls tools here')
 
 
 def chosen_tools(choice: str | dict[str, object] | None, offered: OfferedTools) -> tuple[ToolChoice, tuple[Tool, ...]]:
@@ -218,12 +214,12 @@ def chosen_tools(choice: str | dict[str, object] | None, offered: OfferedTools) 
             names = [_named(f"tool_choice.tools[{number}]", one, offered) for number, one in enumerate(allowed)]
             tools = allowed_tools("tool_choice", [name for name in names if name is not None], tools)
         case {"type": str(kind)} if kind in SERVER_RUN:
-            raise unsupported("tool_choice", f"tool_choice: {kind} is a tool that this server does not run")
+            raise unsupported("tool_choice", f": {kind} is a tool that this server does not run")
     if found is None:
-        raise RequestError(
-            "tool_choice must be auto, none, required, an object that names a tool "
-            '({"type": "function", "name": ...}) or the allowed ones ({"type": "allowed_tools", "mode": ..., "tools": ...})',
+        raise refused(
             "tool_choice",
+            "must be auto, none, required, an object that names a tool "
+            '({"type": "function", "name": ...}) or the allowed ones ({"type": "allowed_tools", "mode": ..., "tools": ...})',
         )
     check_choice("tool_choice", found, tools)
     return found, tools

@@ -1,7 +1,4 @@
-"""The routes of the Responses API.
-
-Owns the handlers: making a response, and reading and forgetting those that are kept. Runs in the event loop that serves HTTP.
-"""
+"""The routes of the Responses API: making a response, and reading and forgetting those that are kept. Runs in the event loop that serves HTTP."""
 
 import re
 import uuid
@@ -14,7 +11,7 @@ import msgspec
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.sample_update import failure_of
 from headrace.server.chat.calls import chat_call
-from headrace.server.chat.conversation import unsupported
+from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
 from headrace.server.notes import noted_fields, skipped_tools
@@ -62,7 +59,6 @@ class ResponsesAPI:
         self._skipped_tools, self._noted = skipped_tools(), noted_fields()
 
     async def create(self, exchange: Exchange) -> None:
-        """Make a response. Errors name the fields as this API spells them."""
         request = await exchange.read_json(ResponsesRequest)
         try:
             await self._answer(exchange, request)
@@ -122,16 +118,14 @@ class ResponsesAPI:
         await exchange.reply_json(reply.response(), headers=headers())
 
     async def get(self, exchange: Exchange) -> None:
-        """A kept response."""
         query = exchange.read_query(GetQuery)
         stored = self._stored(exchange)
         if query.stream or query.starting_after is not None:
             field = "stream" if query.stream else "starting_after"
-            raise unsupported(field, f"{field}: a kept response cannot be streamed")
+            raise unsupported(field, ": a kept response cannot be streamed")
         await exchange.reply_json(msgspec.Raw(stored.response))
 
     async def delete(self, exchange: Exchange) -> None:
-        """Forget a kept response."""
         response_id = exchange.path_param("id")
         self.store.delete(owner_of(exchange), response_id)
         await exchange.reply_json({"id": response_id, "object": "response", "deleted": True})
@@ -148,7 +142,7 @@ class ResponsesAPI:
         """The items of the input of a kept response, with those of the conversation before it."""
         query = exchange.read_query(ItemsQuery)
         if not 1 <= query.limit <= MAX_LISTED:
-            raise RequestError(f"limit must be between 1 and {MAX_LISTED}, got {query.limit}", "limit")
+            raise refused("limit", f"must be between 1 and {MAX_LISTED}, got {query.limit}")
         items: Sequence[Item] = self._stored(exchange).input_items()
         if query.order == "desc":
             items = items[::-1]
@@ -177,8 +171,10 @@ class ResponsesAPI:
         if not request.previous_response_id:
             return None
         if not self.store.max_responses:
-            message = f"{field}: this server keeps no responses; send the whole conversation in input, or start it with --max-stored-responses"
-            raise unsupported(field, message)
+            raise unsupported(
+                field,
+                ": this server keeps no responses; send the whole conversation in input, or start it with --max-stored-responses",
+            )
         return self.store.get(owner, request.previous_response_id, field)
 
     def _resolved(self, items: list[Item], owner: str) -> list[Item]:
@@ -188,7 +184,7 @@ class ResponsesAPI:
         if not self.store.max_responses:
             raise unsupported(
                 "input",
-                "input: this server keeps no items that an item_reference could name; send the items themselves, or start it with "
+                ": this server keeps no items that an item_reference could name; send the items themselves, or start it with "
                 "--max-stored-responses",
             )
         wanted = {str(item.get("id")) for item in items if _is_reference(item)}

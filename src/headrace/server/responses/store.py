@@ -68,7 +68,6 @@ class ResponseStore:
         self._num_bytes = 0
 
     def __len__(self) -> int:
-        """How many are kept."""
         return self._count
 
     def get(self, owner: str, response_id: str, field_name: str | None = None) -> StoredResponse:
@@ -91,7 +90,8 @@ class ResponseStore:
         if num_bytes > self._max_bytes or not self.max_responses:
             return
         while self._count >= self.max_responses or self._num_bytes + num_bytes > self._max_bytes:
-            self._drop_one()
+            biggest = max(self._owners, key=lambda name: self._owners[name].num_bytes)
+            self._drop(biggest, next(iter(self._owners[biggest].responses)))
         ids = frozenset(item_id for item in (*own, *output) if isinstance(item_id := item.get("id"), str))
         earlier = before.parts if before is not None else ()
         mine = self._owners.setdefault(owner, _Owner())
@@ -119,10 +119,6 @@ class ResponseStore:
 
     def _of(self, owner: str) -> _Owner:
         return self._owners.get(owner) or _Owner()
-
-    def _drop_one(self) -> None:
-        owner = max(self._owners, key=lambda name: self._owners[name].num_bytes)
-        self._drop(owner, next(iter(self._owners[owner].responses)))
 
     def _drop(self, owner: str, response_id: str) -> None:
         mine = self._owners[owner]

@@ -1,9 +1,7 @@
 """Text to token ids and back, for the checkpoint that is served.
 
-Owns `Tokenizer` (base.py), a wrapper of the `tokenizers` library, and its making from a Hugging Face folder (folder.py)
-or from GGUF metadata (gguf.py). Does not render chat templates (text/chat_templates.py) and does not follow streams
-(text/incremental.py). Used by the main process and by the detokenizer process; imports neither torch nor, except for
-folders with only a sentencepiece model, transformers. A Tokenizer may be used from several threads.
+Owns `Tokenizer` (base.py), a wrapper of the `tokenizers` library, and its making from a Hugging Face folder (folder.py) or from GGUF metadata
+(gguf.py). Imports neither torch nor, except for folders with only a sentencepiece model, transformers. A Tokenizer may be used from several threads.
 
 Text of users is never read as special tokens: `encode` recognises them only when told to, and `encode_rendered` only
 where the chat template wrote them.

@@ -269,7 +269,10 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, None when there is none."""
-        return self._backend.token_to_id(token) if _is_unicode(token) else None
+        try:
+            return self._backend.token_to_id(token)
+        except UnicodeEncodeError:
+            return None
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` reads back as this tokenizer."""
@@ -302,14 +305,6 @@ def check_unicode(text: str) -> None:
         raise RequestError(f"the text is not valid Unicode: lone surrogate at character {err.start}") from None
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def frame_texts(backend: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> None:
     """Make the backend put bos before and eos after a text."""
     frame = {index: str(backend.id_to_token(index)) for index in (bos, eos) if index is not None}
@@ -324,12 +319,9 @@ def frame_texts(backend: tokenizers.Tokenizer, bos: int | None, eos: int | None)
 def _without_specials(backend: tokenizers.Tokenizer, sentinels: dict[tuple[bool, bool], str]) -> tokenizers.Tokenizer:
     """A twin that reads special tokens as text and knows the sentinels. The vocabulary is shared, not copied."""
     twin = tokenizers.Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        twin.normalizer = backend.normalizer
-    if backend.pre_tokenizer is not None:
-        twin.pre_tokenizer = backend.pre_tokenizer
-    if backend.post_processor is not None:
-        twin.post_processor = backend.post_processor
+    for name in ("normalizer", "pre_tokenizer", "post_processor"):
+        if (part := getattr(backend, name)) is not None:
+            setattr(twin, name, part)
     added = backend.get_added_tokens_decoder()
     twin.add_tokens([added[index] for index in sorted(added)])
     if any(twin.token_to_id(token.content) != index for index, token in added.items()):
@@ -385,18 +377,12 @@ def _fixed_pieces(backend: tokenizers.Tokenizer) -> tuple[_Pieces | None, bool]:
     if backend.decoder is None:
         return None, False
     decoder = json.loads(backend.decoder.__getstate__())
-    if decoder["type"] == "ByteLevel":
-        return _Pieces(backend, byte_level=True), False
-    if decoder["type"] != "Sequence":
-        return None, False
-    steps = decoder["decoders"]
-    if len(steps) == 1 and steps[0]["type"] == "ByteLevel":
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
         return _Pieces(backend, byte_level=True), False
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if [step["type"] for step in steps[:3]] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == spaces:
-        if not steps[3:]:
-            return _Pieces(backend, byte_level=False), False
-        if steps[3:] == [strip]:
-            return _Pieces(backend, byte_level=False), True
+    falls_back = [step["type"] for step in steps[:3]] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == spaces
+    if falls_back and steps[3:] in ([], [strip]):
+        return _Pieces(backend, byte_level=False), bool(steps[3:])
     return None, False

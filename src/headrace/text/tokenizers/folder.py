@@ -23,7 +23,8 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
     named |= {key: value for key, value in config.items() if value is not None}
     backend = _read_backend(path)
     _mark_special(backend, config, named)
-    ids = {key: _named_id(backend, named.get(key)) for key in _NAMED_TOKENS}
+    texts = {key: text for key in (*_NAMED_TOKENS, *_FIM_TOKENS) if (text := _content(named.get(key))) is not None}
+    ids = {key: backend.token_to_id(texts[key]) if key in texts else None for key in _NAMED_TOKENS}
     _ensure_bos_and_eos(backend, config, ids)
     eos = ids["eos_token"]
     return Tokenizer(
@@ -32,9 +33,7 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
         eos_ids=() if eos is None else (eos,),
         pad_id=ids["pad_token"],
         chat_template=_folder_template(path, config),
-        named_tokens={
-            key: text for key in (*_NAMED_TOKENS, *_FIM_TOKENS) if (text := _content(named.get(key))) is not None
-        },
+        named_tokens=texts,
         response_template=template if isinstance(template := config.get("response_template"), dict) else None,
     )
 
@@ -67,16 +66,12 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _named_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
-    content = _content(token)
-    return None if content is None else backend.token_to_id(content)
-
-
 def _mark_special(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, Any]) -> None:
     """Tokens that only tokenizer_config.json calls special, or adds: transformers honours both files."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder")
-    entries = [] if not isinstance(listed, dict) else [listed[key] for key in sorted(listed, key=_as_int)]
+    entries = list(listed.items()) if isinstance(listed, dict) else []
+    entries.sort(key=lambda item: int(item[0]) if item[0].isdecimal() else 1 << 40)
     new = [
         AddedToken(
             entry["content"],
@@ -86,7 +81,7 @@ def _mark_special(backend: tokenizers.Tokenizer, config: dict[str, Any], named: 
             normalized=bool(entry.get("normalized", not entry.get("special"))),
             special=bool(entry.get("special")),
         )
-        for entry in entries
+        for _, entry in entries
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"] not in known
     ]
     backend.add_tokens(new)
@@ -99,10 +94,6 @@ def _mark_special(backend: tokenizers.Tokenizer, config: dict[str, Any], named: 
         if backend.token_to_id(content) is not None and not (content in known and known[content].special):
             unmarked.append(AddedToken(content, special=True, normalized=False))
     backend.add_special_tokens(unmarked)
-
-
-def _as_int(key: str) -> int:
-    return int(key) if key.isdecimal() else 1 << 40
 
 
 def _ensure_bos_and_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], ids: dict[str, int | None]) -> None:
