@@ -20,7 +20,20 @@ TINY = {
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text", "Phi3"],
+    [
+        "Llama",
+        "Mistral",
+        "Mixtral",
+        "Qwen2",
+        "Qwen3",
+        "Qwen2Moe",
+        "Qwen3Moe",
+        "Gemma",
+        "Gemma2",
+        "Gemma3Text",
+        "Phi3",
+        "Ernie4_5",
+    ],
 )
 def test_an_almost_empty_config_has_the_defaults_of_transformers(name):
     import transformers
