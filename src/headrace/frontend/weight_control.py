@@ -1,7 +1,7 @@
 """Operations on weights, generation and memory, as awaitable calls of the main process; the scheduler and the worker carry them out.
 
 Owns which operations may run at the same time, waiting for replies, what a restarted replica gets before it serves, and the files in which
-tensors are passed (`TensorFile`, in its creator's thread). `update_phases` has the state in force and an update in phases.
+tensors are passed (`tensor_file`, in its caller's thread). `update_phases` has the state in force and an update in phases.
 
     pause, continue     at once, even while others wait; the last one counts. Entered in the log before they are sent.
     cancel              at once: updates and joins of groups that have not taken effect fail
@@ -13,8 +13,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -379,26 +378,13 @@ def _aborts(operation: WeightOperation) -> bool:
             return False
 
 
-class TensorFile:
-    """Named memory that other processes of this user can open, to pass tensors without copying.
+@contextlib.contextmanager
+def tensor_file(parts: Iterable[bytes | memoryview]) -> Iterator[str]:
+    """The path of named memory with these bytes, which other processes of this user can open, to pass tensors without copying.
 
-    It is not in the file system (memfd_create(2)), so nothing is left behind when a process dies. A context manager.
+    It is not in the file system (memfd_create(2)), so nothing is left behind when a process dies.
     """
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("headrace-tensors", os.MFD_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def write(self, parts: Iterable[bytes | memoryview]) -> None:
-        for part in parts:
-            view = memoryview(part)
-            while view.nbytes:
-                view = view[os.write(self._fd, view) :]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._fd)
+    with open(os.memfd_create("headrace-tensors", os.MFD_CLOEXEC), "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
