@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
-from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
+from headrace.frontend.communicator import RESTART_RETRY_S, Replica, no_live_replica
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.update_phases import (
     NO_REPLY,
@@ -30,6 +30,7 @@ from headrace.frontend.update_phases import (
     Undecided,
     UpdatePhases,
     Weights,
+    ask,
 )
 from headrace.log import get_logger
 from headrace.messages.weights import (
@@ -76,8 +77,7 @@ class WeightControl:
 
     def __post_init__(self) -> None:
         self.log = OperationLog()
-        self.replies = Communicator[WeightOpReply]("weights")
-        self._phases = UpdatePhases(self.link, self.replies, self.log)
+        self._phases = UpdatePhases(self.link, self.log)
         self._turn = asyncio.Lock()
 
     @property
@@ -130,8 +130,10 @@ class WeightControl:
     async def _tell(self, operation: WeightOperation) -> WeightOpReply:
         """Send an operation that no replica refuses. It is in force from now on: restarted replicas get it from the log."""
         self.log.enter(operation)
-        if _aborts(operation):
-            self.abort_all()
+        # For an update, the scheduler ends requests, and only once nothing can fail any more.
+        match operation:
+            case PauseGeneration(mode="abort") | SetWeightVersion(abort_all_requests=True):
+                self.abort_all()
         try:
             return _sum_of(await self._ask(self._up(), operation))
         except CapacityError:
@@ -323,11 +325,11 @@ class WeightControl:
         return replicas
 
     async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
-        return await self.replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
+        return await ask(self.link, replicas, operation)
 
     async def _ask_every(self, operation: SchedulerOperation) -> Replies:
-        return await self.replies.call_every(
-            self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
+        return await self.link.replies.call_every(
+            self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S, "weights"
         )
 
     async def _ask_or_dismiss(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> None:
@@ -365,17 +367,6 @@ def _sum_of(replies: Replies) -> WeightOpReply:
     failed = [reply for reply in replies.values() if not reply.success]
     num_paused = sum(reply.num_paused_requests for reply in replies.values())
     return msgspec.structs.replace((failed or list(replies.values()))[0], num_paused_requests=num_paused)
-
-
-def _aborts(operation: WeightOperation) -> bool:
-    match operation:
-        case PauseGeneration():
-            return operation.mode == "abort"
-        case SetWeightVersion():
-            return operation.abort_all_requests
-        case _:
-            # The scheduler ends requests for an update only once nothing can fail any more.
-            return False
 
 
 @contextlib.contextmanager
