@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.program import words
+from headrace.api.http_client import DONE, EventParser
 from headrace.api.runtime import Runtime
-from headrace.benchmark.http_stream import DONE, EventParser
 from headrace.benchmark.results import header, write_json
 from headrace.benchmark.tables import print_table
 from headrace.errors import ExecutionError

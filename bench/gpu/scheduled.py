@@ -42,8 +42,8 @@ class MarkedWorker:
         self._clock = clock
         self.weights = worker.weights
         self.loras = worker.loras
-        self.profiler = worker.profiler
-        self.experts = worker.experts
+        self.profile = worker.profile
+        self.count_experts = worker.count_experts
         self.steps: list[MarkedStep] = []
 
     def submit(self, batch: ModelWorkerBatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.benchmark.http_stream import EventParser
+from headrace.api.http_client import EventParser
 
 STREAM = (
     b': a comment\n\ndata: {"a":1}\n\nevent: x\nid: 7\ndata:{"b":"\xc3\xa9\xf0\x9f\x98\x80"}\n\n'

@@ -20,7 +20,20 @@ TINY = {
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text", "Phi3"],
+    [
+        "Llama",
+        "Mistral",
+        "Mixtral",
+        "Qwen2",
+        "Qwen3",
+        "Qwen2Moe",
+        "Qwen3Moe",
+        "Gemma",
+        "Gemma2",
+        "Gemma3Text",
+        "Phi3",
+        "Ernie4_5",
+    ],
 )
 def test_an_almost_empty_config_has_the_defaults_of_transformers(name):
     import transformers
@@ -135,6 +148,18 @@ def test_generation_config_gives_sampling_defaults_and_more_ends(tmp_path):
     assert config.eos_token_ids == (2, 7)
     assert (config.sampling_defaults.temperature, config.sampling_defaults.top_k) == (0.6, 20)
     assert config.sampling_defaults.top_p is None
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_heads_that_are_null_are_those_of_the_queries(name):
+    import transformers
+
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": None}
+    reference = getattr(transformers, f"{name}Config")(**sizes)
+
+    config = parse_hf_config({"model_type": reference.model_type} | sizes)
+
+    assert config.num_kv_heads == reference.num_key_value_heads == 6
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_doctor_tells_to_which_node_each_rank_would_be_bound(capsys, monkeypatch
     monkeypatch.setattr("headrace.processes.numa.read_nodes", lambda folder: nodes)
     monkeypatch.setattr("headrace.processes.share.read_nodes", lambda: nodes)
     monkeypatch.setattr("headrace.processes.numa._allowed_nodes", lambda status: None)
-    monkeypatch.setattr("headrace.kernels.cpu.quota_cpus", lambda: None)
+    monkeypatch.setattr("headrace.cgroup.quota_cpus", lambda: None)
     monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 16 * 2**30)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert run("doctor", "--json", "--tp-size", "3", "--numa-bind") == 0

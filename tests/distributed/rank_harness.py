@@ -228,6 +228,10 @@ class RankProcess:
         """The same, of the group whose leader listens at this port."""
         self._socket.sendall(json.dumps([task.__name__, rank, size, port, limit_s]).encode())
 
+    def is_ready(self) -> None:
+        """Wait until it has imported what it needs: nobody in a group waits for that."""
+        assert self._answers.readline() == b"ready\n"
+
     def has_joined(self) -> None:
         """Wait until it has joined."""
         assert self._answers.readline() == b"joined\n"
@@ -250,6 +254,8 @@ class RankProcess:
 def rank_processes(count: int) -> Iterator[list[RankProcess]]:
     processes = [RankProcess() for _ in range(count)]
     try:
+        for process in processes:
+            process.is_ready()
         yield processes
     finally:
         for process in processes:
@@ -280,6 +286,7 @@ def network_leader(size: int, limit_s: float = LIMIT_S) -> Iterator[LeaderGroup]
 
 def main(ours: socket.socket) -> None:
     torch.set_num_threads(1)
+    ours.sendall(b"ready\n")
     while True:
         told, fds, _, _ = socket.recv_fds(ours, 4096, 1)
         if not told:

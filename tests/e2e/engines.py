@@ -29,7 +29,12 @@ LOGPROB_KEYS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
 @contextmanager
 def running_engine(model: str, **options: Any) -> Iterator[Engine]:
     """An engine of one process, with a small pool."""
-    defaults: dict[str, Any] = {"single_process": True, "num_threads": 2, "max_total_tokens": 8192}
+    defaults: dict[str, Any] = {
+        "single_process": True,
+        "num_threads": 2,
+        "max_total_tokens": 8192,
+        "rank_timeout_s": 60.0,
+    }
     with Engine(model_path=model, **(defaults | options)) as engine:
         yield engine
 

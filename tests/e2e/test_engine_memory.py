@@ -31,16 +31,16 @@ for number in range(4):
     print(memory_mib())
 """
 
-MAX_GROWTH_MIB = 24
-"""Of the last two engines together: 10 were seen, and 40 when each kept its tokenizers and its vocabulary of grammars. The first ones
-grow what stays, such as pools of threads."""
+MAX_GROWTH_MIB = 12
+"""Of the last two engines the one that grows less: an engine that kept its tokenizers and its vocabulary of grammars took 20. Pools of threads
+and the allocator's arenas grow at times of their own."""
 
 
 def test_memory_does_not_grow_with_each_engine():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
     sizes = [int(line) for line in done.stdout.split()]
     assert len(sizes) == 4
-    assert sizes[3] - sizes[1] < MAX_GROWTH_MIB, sizes
+    assert min(sizes[2] - sizes[1], sizes[3] - sizes[2]) < MAX_GROWTH_MIB, sizes
 
 
 def test_the_threads_of_an_engine_share_a_tokenizer(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -43,7 +43,7 @@ def run(block: Block, url: str, folder: Path) -> str:
     command = ["bash", "-euo", "pipefail", "-c", text] if block.language == "sh" else [sys.executable, "-c", text]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        command, env=os.environ | {"PATH": path}, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        command, env=os.environ | {"PATH": path}, cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, f"{block.text}\n{done.stderr}"
     return done.stdout
@@ -55,6 +55,7 @@ def names(text: str) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # beside other work
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the commands need curl")
 def test_every_command_does_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.cgroup import available_memory, memory_limit
 from headrace.errors import ConfigError
 from headrace.execution.memory import (
-    available_in_cgroup,
     available_on_host,
     check_pool_fits,
     kv_token_budget,
@@ -28,7 +28,8 @@ def test_cgroup_v2_takes_the_tightest_limit_on_the_way_up(tmp_path: Path):
     write(tmp_path / "a/b/c", memory__max="max\n", memory__current="100\n", memory__stat="")
     (tmp_path / "own").write_text("0::/a/b/c\n")
 
-    assert available_in_cgroup(tmp_path, tmp_path / "own") == 1000 - 900 + 50
+    assert available_memory(tmp_path, tmp_path / "own") == 1000 - 900 + 50
+    assert memory_limit(tmp_path, tmp_path / "own") == 1000
 
 
 def test_cgroup_v1_is_read_too(tmp_path: Path):
@@ -40,7 +41,7 @@ def test_cgroup_v1_is_read_too(tmp_path: Path):
     )
     (tmp_path / "own").write_text("5:cpu,cpuacct:/docker\n4:memory:/docker\n")
 
-    assert available_in_cgroup(tmp_path, tmp_path / "own") == 3096
+    assert available_memory(tmp_path, tmp_path / "own") == 3096
 
 
 def test_without_a_limit_the_machine_decides(tmp_path: Path):
@@ -48,8 +49,8 @@ def test_without_a_limit_the_machine_decides(tmp_path: Path):
     (tmp_path / "own").write_text("4:memory:/\n")
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:      7 kB\n")
 
-    assert available_in_cgroup(tmp_path, tmp_path / "own") > 1 << 50
-    assert available_in_cgroup(tmp_path, tmp_path / "absent") > 1 << 50
+    assert available_memory(tmp_path, tmp_path / "own") > 1 << 50
+    assert available_memory(tmp_path, tmp_path / "absent") > 1 << 50
     assert available_on_host(tmp_path / "meminfo") == 7 * 1024
 
 

@@ -85,12 +85,12 @@ def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it
     )
     client = client_of(run, profiler)
     client.submit(plan(1))
-    assert client.profiler.handle(ProfileReq(True)) == "profiling"
+    assert client.profile(ProfileReq(True)) == "profiling"
     assert seen == [(1, "model-worker"), ("start", "model-worker")]
 
     with pytest.raises(RequestError, match="no profile is running"):
-        client.profiler.handle(ProfileReq(False))
+        client.profile(ProfileReq(False))
     with pytest.raises(RequestError, match="no experts"):
-        client.experts.handle(ExpertCountsReq("start"))
+        client.count_experts(ExpertCountsReq("start"))
     assert client.collect().step == 1
     client.close()

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from headrace import kernels
+from headrace import cgroup, kernels
 from headrace.errors import ConfigError
 from headrace.kernels import cpu, registry
 from headrace.kernels.cpu import default_num_threads
@@ -222,7 +223,7 @@ def test_threads_are_counted_and_less_than_one_is_refused(native):
         ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1\n", "cpu/x/cpu.cfs_period_us": "100000\n"}, None),
     ],
 )
-def test_default_threads_follow_the_quota(tmp_path, group, files, quota):
+def test_default_threads_follow_the_quota(tmp_path, monkeypatch, group, files, quota):
     own = tmp_path / "own"
     own.write_text(group)
     for name, text in files.items():
@@ -230,7 +231,8 @@ def test_default_threads_follow_the_quota(tmp_path, group, files, quota):
         (tmp_path / "cgroup" / name).write_text(text)
     allowed = len(os.sched_getaffinity(0))
     want = allowed if quota is None else min(allowed, quota)
-    assert default_num_threads(tmp_path / "cgroup", own) == want
+    monkeypatch.setattr(cgroup, "quota_cpus", partial(cgroup.quota_cpus, tmp_path / "cgroup", own))
+    assert default_num_threads() == want
 
 
 def test_callers_in_several_threads_get_right_results(native):
@@ -284,7 +286,7 @@ def test_short_jobs_of_changing_size_run_every_block_once(native):
 
 FORK = """
 import os, torch
-from headrace import kernels
+from headrace import cgroup, kernels
 kernels.set_num_threads(2)
 packed = kernels.pack_linear(torch.randn(300, 400).bfloat16())
 x = torch.randn(40, 400)

@@ -79,6 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 4,
         },
     ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 32}),
     "cohere2-tied": (
         "cohere2",
         {

@@ -23,6 +23,7 @@ ISAS = [isa for isa, reason in cpu.isas() if not reason]
 BY_OP = {
     "qwen3_moe": "a mixture of experts",
     "mixtral": "a mixture of experts",
+    "ernie4_5": "other norms or another rotation",
     "cohere2-tied": "other norms or another rotation",
 }
 DENSE = [family for family in FAMILIES if family not in BY_OP]

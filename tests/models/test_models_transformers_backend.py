@@ -71,6 +71,7 @@ OTHERS = {
     "stablelm": _SHAPE,
     "granite": {**_SHAPE, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
     "cohere2": {**_SHAPE, "sliding_window": 21, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5": {**_SHAPE, "use_bias": True},  # one of ours, with what it has not
     "gemma2": {
         **_SHAPE,
         "sliding_window": 21,

@@ -261,6 +261,19 @@ def test_a_call_of_gpt_oss_without_arguments_has_none():
     assert Output(make_format("gpt-oss", None, HARMONY), text).check().calls == (("now", "{}"),)
 
 
+def test_an_escaped_quote_closes_no_triple_quotes():
+    format = make_format("pythonic")
+
+    assert Output(format, '''[f(a="""x\\"""y""", b=2)]''').check().decoded == [("f", {"a": 'x"""y', "b": 2})]
+
+
+def test_a_mark_behind_an_opening_quote_ends_the_call():
+    format = make_format("llama4_pythonic", None, ("<|python_start|>", "<|python_end|>"))
+    parsed = Output(format, '<|python_start|>[f(a="<|python_end|>b').check()
+
+    assert (parsed.content, [name for name, _ in parsed.calls]) == ("b", ["f"])
+
+
 def test_gpt_oss_without_tools_writes_text():
     text = "<|channel|>commentary to=functions.now<|message|>{}<|call|>"
     parsed = Output(make_format("gpt-oss", None, HARMONY), text, reads_tools=False).check()

@@ -143,7 +143,7 @@ def shared(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of `four`, whose nodes have 14 GiB available, and the system 20."""
     monkeypatch.setattr(share, "read_nodes", lambda: read_nodes(four))
     monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 20 * GIB)
-    monkeypatch.setattr("headrace.kernels.cpu.quota_cpus", lambda: None)
+    monkeypatch.setattr("headrace.cgroup.quota_cpus", lambda: None)
 
 
 def test_a_rank_has_a_share_of_the_cores_and_the_memory_of_its_node(shared: None):
@@ -160,7 +160,7 @@ def test_a_rank_has_a_share_of_the_cores_and_the_memory_of_its_node(shared: None
 
 def test_a_rank_has_no_more_than_its_share_of_what_a_container_allows(shared: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 4 * GIB)
-    monkeypatch.setattr("headrace.kernels.cpu.quota_cpus", lambda: 5.5)
+    monkeypatch.setattr("headrace.cgroup.quota_cpus", lambda: 5.5)
     args = dataclasses.replace(ANY, tp_size=2, mem_fraction_static=0.5)
 
     found = share.share_of_machine(args, [Binding(0, tuple(range(8)), 1), Binding(2, (4, 5, 6, 7), 1)])

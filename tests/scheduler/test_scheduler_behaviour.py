@@ -407,7 +407,7 @@ def test_the_outline_of_the_cache_is_told_while_requests_run():
 
 def test_a_profile_is_started_by_the_worker_and_an_activity_counts_once():
     rig, seen = Rig(num_pages=100), []
-    rig.worker.profiler = SimpleNamespace(handle=lambda request: seen.append(request) or "profiling")
+    rig.worker.profile = lambda request: seen.append(request) or "profiling"
     rig.inbox.send(START_PROFILE.message(1, StartProfileBody("run-1", 5, ("CPU", "CPU"))))
     rig.turn()
 

@@ -108,6 +108,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "content"),
     (said("text"), "content"),
+    (said({"type": {"type": "text"}}), "messages[0].content[0].type"),
+    (said({"type": ["text"]}), "messages[0].content[0].type"),
     (said({"type": "text"}), "messages[0].content[0].text"),
     (said({"type": "text", "text": None}), "messages[0].content[0].text"),
     (said({"type": "text", "text": "a", "nobody_knows": 1}), "nobody_knows"),

@@ -1,6 +1,7 @@
 """Runs `headrace serve` as a child process: its command line, its port, waiting until it is ready, and stopping it."""
 
 import atexit
+import contextlib
 import os
 import random
 import socket
@@ -8,11 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from dataclasses import fields
 from typing import Any
 
+from headrace.api.http_client import HttpClient, Refusal
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import variable
 from headrace.errors import ConfigError, ExecutionError
@@ -77,14 +77,9 @@ class ServerProcess:
             code = self._popen.poll()
             if code is not None:
                 raise ExecutionError(f"the server exited during start-up (exit code {code}); see its log")
-            try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as reply:
-                    if reply.status == 200:
-                        return
-            except urllib.error.HTTPError as error:
-                error.close()
-            except OSError:
-                pass  # nobody listens yet
+            # It refuses while it loads; before, nobody listens.
+            with contextlib.suppress(Refusal, OSError), HttpClient(self.url).open("/ready", timeout_s=2.0):
+                return
             time.sleep(READY_POLL_S)
         raise ExecutionError(f"the server was not ready within {timeout_s:g} s")
 

@@ -1,42 +1,18 @@
-"""One POST whose reply is timed piece by piece, at less cost than a general client's, and the events in such a reply.
+"""One POST whose reply is timed piece by piece, at less cost than a general client's.
 
 The client of a benchmark often shares the machine with the server, so its work per token slows the server down. Owns one
-connection per request. HTTP is read by httptools, the parser of uvicorn. Runs in an event loop; the terminal chat reads events, too.
+connection per request. HTTP is read by httptools, the parser of uvicorn. Runs in an event loop.
 """
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httptools
 
 CONNECT_S = 10.0
-DONE = b"[DONE]"
-
-
-class EventParser:
-    """Cuts a byte stream into events. Keeps what an unfinished line holds; a line may end in LF or CRLF.
-
-    Only `data` matters here; comments, `event`, `id` and `retry` lines are passed over. Format:
-    https://html.spec.whatwg.org/multipage/server-sent-events.html
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The data of every event that `piece` completes, several `data` lines of one event joined by LF."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                event, self._data = b"\n".join(self._data), []
-                yield event
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from headrace import cgroup
 from headrace.processes.numa import SYSFS, listed, read_nodes
 
 # As /proc/cpuinfo spells them, in the order in which a kernel prefers them last to first.
@@ -59,8 +60,8 @@ def this_machine() -> Machine:
     return Machine(
         cpu=model,
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        cpu_quota=cpu_quota(Path("/sys/fs/cgroup")),
-        memory_gib=round(min(psutil.virtual_memory().total, memory_limit(Path("/sys/fs/cgroup"))) / _GIB, 1),
+        cpu_quota=cgroup.quota_cpus(),
+        memory_gib=round(min(psutil.virtual_memory().total, cgroup.memory_limit()) / _GIB, 1),
         isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
@@ -72,29 +73,6 @@ def numa_nodes(folder: Path = SYSFS) -> tuple[NumaNode, ...]:
     return tuple(
         NumaNode(node.number, listed(node.cores), round(node.memory_bytes / _GIB, 1)) for node in read_nodes(folder)
     )
-
-
-def cpu_quota(cgroup: Path) -> float | None:
-    """Cores' worth of processor time that the control group allows, None = no limit.
-
-    Reads cgroup v2's cpu.max and v1's cpu.cfs_quota_us: https://docs.kernel.org/admin-guide/cgroup-v2.html.
-    """
-    v2 = _first_line(cgroup / "cpu.max").split()
-    if len(v2) == 2 and v2[0] != "max":
-        return int(v2[0]) / int(v2[1])
-    v1 = _first_line(cgroup / "cpu" / "cpu.cfs_quota_us"), _first_line(cgroup / "cpu" / "cpu.cfs_period_us")
-    if v1[0].isdigit() and v1[1].isdigit():
-        return int(v1[0]) / int(v1[1])
-    return None
-
-
-def memory_limit(cgroup: Path) -> int:
-    """Bytes that the control group allows; more than any machine has when it does not limit."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        line = _first_line(cgroup / name)
-        if line.isdigit():
-            return int(line)
-    return 1 << 62
 
 
 def revision(source: Path = Path(__file__)) -> Revision:
@@ -123,10 +101,6 @@ def cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
     if "cpu family" in fields:
         name = f"{name} (family {fields['cpu family']}, model {fields.get('model', '?')})"
     return name, frozenset(fields.get("flags", fields.get("Features", "")).split())
-
-
-def _first_line(path: Path) -> str:
-    return _text(path).partition("\n")[0].strip()
 
 
 def _text(path: Path) -> str:

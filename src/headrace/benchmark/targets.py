@@ -13,8 +13,9 @@ from typing import Any, Literal, Protocol
 import aiohttp
 import msgspec
 
+from headrace.api.http_client import DONE, EventParser
 from headrace.benchmark.figures import RequestRecord
-from headrace.benchmark.http_stream import DONE, EventParser, post
+from headrace.benchmark.http_stream import post
 from headrace.benchmark.workloads import Answer, TokenIds
 from headrace.errors import ConfigError, HeadraceError
 from headrace.plain_types import plain_reason

@@ -54,11 +54,11 @@ class ConfigKeys:
         return self.config.get(key, self.defaults.get(key))
 
     def count(self, key: str, default: int | None = None, only_shown: bool = False) -> int:
-        """A whole number >= 1; a key that is absent or null has its default, or `default`. only_shown: for display only, since the model's code
-        reads the config itself; an invalid value counts as 1."""
+        """A whole number >= 1; a key that is absent has its default, else, or where it is null, `default`. only_shown: for display only, since
+        the model's code reads the config itself; an invalid value counts as 1."""
         value = self.get(key)
         if value is None and not only_shown:
-            value = self.defaults.get(key, default)
+            value = default or self.defaults.get(key)
         if is_whole(value) and 0 < value < 2**31:
             return value
         if only_shown:

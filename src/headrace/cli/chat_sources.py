@@ -5,19 +5,17 @@ Messages and tools are those of OpenAI's chat completions, for both. Runs in the
 
 import contextlib
 import dataclasses
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, get_type_hints
+from urllib.error import URLError
 
 import msgspec
 from msgspec import Meta
 
-from headrace.benchmark.http_stream import DONE, EventParser
+from headrace.api.http_client import FAULTS, HttpClient, Refusal, error_of, events
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ContextLengthError, HeadraceError, RequestError
 from headrace.plain_types import plain_reason
@@ -26,7 +24,6 @@ Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]]
 
 _CONNECT_TIMEOUT_S = 10.0
-_READ_BYTES = 65536
 _TELL_PROGRESS = ("headrace", "llamacpp")
 """What servers with `return_progress` call the owner of their models. Others might refuse the field."""
 
@@ -158,10 +155,7 @@ class EngineChat:
 class ServerChat:
     def __init__(self, url: str, sampling: ChatSampling, model: str | None = None, api_key: str | None = None) -> None:
         """Ask the server for its model when none is named. Raises ConfigError when it does not answer."""
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._http = HttpClient(url, api_key)
         self.sampling = sampling
         self._tells_progress = False
         self.name = self._first_model() if model is None else self._asked_about(model)
@@ -208,13 +202,13 @@ class ServerChat:
         with self._open("/v1/models") as response:
             try:
                 listed = json.load(response)
-            except (OSError, http.client.HTTPException, ValueError):
+            except FAULTS:
                 listed = None
         match listed:
             case {"data": [{"id": str(name), **card}, *_]}:
                 self._tells_progress = card.get("owned_by") in _TELL_PROGRESS
                 return name
-        raise ConfigError(f"{self._url}/v1/models names no model; give one")
+        raise ConfigError(f"{self._http.url}/v1/models names no model; give one")
 
     def _asked_about(self, model: str) -> str:
         """`model`, and whether its server tells progress: one that lists no models does not."""
@@ -223,14 +217,12 @@ class ServerChat:
         return model
 
     def _open(self, path: str, payload: bytes | None = None) -> Any:
-        request = urllib.request.Request(self._url + path, payload, self._headers)
         try:
-            return urllib.request.urlopen(request, timeout=None if payload else _CONNECT_TIMEOUT_S)
-        except urllib.error.HTTPError as error:
-            raise RequestError(error_message(error.code, error.read())) from error
-        except (urllib.error.URLError, OSError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise ConfigError(f"no server answers at {self._url}: {reason}") from error
+            return self._http.open(path, payload, timeout_s=None if payload else _CONNECT_TIMEOUT_S)
+        except Refusal as refusal:
+            raise RequestError(error_message(refusal.status, refusal.error)) from refusal
+        except FAULTS as error:
+            raise no_server(self._http.url, error) from error
 
 
 def _as_options(sampling: ChatSampling) -> dict[str, Any]:
@@ -258,25 +250,23 @@ def new_texts(items: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 def _chunks(response: Any) -> Iterator[dict[str, Any]]:
     """The JSON chunks of an event stream. Raises RequestError for an error frame and when the stream breaks off."""
-    parser = EventParser()
     try:
-        while piece := response.read1(_READ_BYTES):
-            for event in parser.feed(piece):
-                if event == DONE:
-                    return
-                chunk = json.loads(event)
-                if not isinstance(chunk, dict):
-                    raise RequestError(f"the reply was not understood: {event[:80]!r} is not a JSON object")
-                if chunk.get("error"):
-                    raise RequestError(error_message(500, event))
-                yield chunk
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        for event in events(response):
+            chunk = json.loads(event)
+            if not isinstance(chunk, dict):
+                raise RequestError(f"the reply was not understood: {event[:80]!r} is not a JSON object")
+            if chunk.get("error"):
+                raise RequestError(error_message(500, error_of(event)))
+            yield chunk
+    except (EOFError, *FAULTS) as error:
         raise RequestError(f"the reply was cut off: {error}") from error
-    raise RequestError("the reply was cut off: the server closed the stream early")
 
 
-def error_message(status: int, body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with HTTP status {status}"
+def error_message(status: int, error: dict[str, Any]) -> str:
+    """error: of the reply, see `Refusal`."""
+    return str(error.get("message", f"the server answered with HTTP status {status}"))
+
+
+def no_server(url: str, error: Exception) -> ConfigError:
+    reason = error.reason if isinstance(error, URLError) else error
+    return ConfigError(f"no server answers at {url}: {reason}")

@@ -4,12 +4,8 @@ Owns how servers are found (processes whose command line is that of a server, an
 routes are asked, which the key does not open, and when a server counts as gone. A thread of its own may run a `ServerReader`.
 """
 
-import contextlib
-import http.client
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -21,8 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from headrace.api.http_client import FAULTS, HttpClient, Refusal
 from headrace.benchmark.tables import print_table
-from headrace.cli.chat_sources import error_message
+from headrace.cli.chat_sources import error_message, no_server
 from headrace.errors import ConfigError
 from headrace.plain_types import plain_reason
 
@@ -100,8 +97,8 @@ class ServerReader:
     """A connection. url: with or without `/v1`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = HttpClient(url, api_key)
+        self.url = self._http.url
         self._forget()
 
     def _forget(self) -> None:
@@ -149,23 +146,18 @@ class ServerReader:
         """The body of a reply with status 200, else None. What was refused, or is not there, is not asked for again."""
         if self._statuses.get(path) in _CLOSED:
             return None
-        request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            with self._http.open(path, timeout_s=TIMEOUT_S) as response:
                 body: bytes = response.read()
             self._statuses[path] = 200
             return body
-        except urllib.error.HTTPError as error:
-            said = b""
-            with error, contextlib.suppress(OSError, http.client.HTTPException):
-                said = error.read()
-            self._statuses[path] = error.code
-            if error.code not in _CLOSED:
-                self._problem = error_message(error.code, said)
+        except Refusal as refusal:
+            self._statuses[path] = refusal.status
+            if refusal.status not in _CLOSED:
+                self._problem = error_message(refusal.status, refusal.error)
             return None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise ConfigError(f"no server answers at {self.url}: {reason}") from error
+        except FAULTS as error:
+            raise no_server(self.url, error) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""Memory available for the KV cache, on CPU and on a GPU.
-
-Owns reading the limits, including those of a container. Runs once, in the thread that builds the worker.
-"""
+"""Memory available for the KV cache, on CPU and on a GPU. Runs once, in the thread that builds the worker."""
 
 import contextlib
 import errno
@@ -11,10 +8,8 @@ from pathlib import Path
 
 import torch
 
+from headrace import cgroup
 from headrace.errors import ConfigError
-
-_NO_LIMIT = 1 << 60
-"""cgroup v1 writes a number of this order for "no limit"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,7 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # return what loading left in the allocator
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(available_on_host(Path("/proc/meminfo")), available_in_cgroup())
+    return min(available_on_host(Path("/proc/meminfo")), cgroup.available_memory())
 
 
 def available_on_host(meminfo: Path) -> int:
@@ -39,27 +34,6 @@ def available_on_host(meminfo: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{meminfo} has no MemAvailable")
-
-
-def available_in_cgroup(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that the control groups (v2 or v1) of this process still allow; a very large number without a limit.
-
-    Page cache that can be dropped (`inactive_file`) is not usage.
-    """
-    room = _NO_LIMIT
-    for line in _read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names, base = ("memory.max", "memory.current"), root
-        elif "memory" in controllers.split(","):
-            names, base = ("memory.limit_in_bytes", "memory.usage_in_bytes"), root / "memory"
-        else:
-            continue
-        for folder in _upwards(base, path):
-            limit, usage = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
-            if limit.isdigit() and usage.isdigit() and int(limit) < _NO_LIMIT:
-                room = min(room, max(0, int(limit) - int(usage) + _droppable(folder)))
-    return room
 
 
 @contextlib.contextmanager
@@ -112,25 +86,3 @@ def kv_token_budget(
         f"{f' and {reserved_bytes / 2**30:.2f} GiB that steps need' if reserved_bytes else ''}, "
         f"at {bytes_per_token} bytes per token",
     )
-
-
-def _droppable(folder: Path) -> int:
-    for line in _read(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file") and value.isdigit():
-            return int(value)
-    return 0
-
-
-def _upwards(root: Path, path: str) -> list[Path]:
-    """root/a/b, root/a, root for the path /a/b."""
-    parts = [part for part in path.split("/") if part and part != ".."]
-    return [root.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
-
-
-def _read(path: Path) -> str:
-    """The file's text; "" if it does not exist or cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -21,7 +21,7 @@ import torch
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.profiler import NO_EXPERTS, ExpertRecorder, StepProfiler
 from headrace.log import get_logger
-from headrace.messages.control import ReadyInfo
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ProfileReq, ReadyInfo
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.messages.weights import Adapters, WeightExecutor
@@ -30,7 +30,6 @@ from headrace.sampling.params import ResolvedSamplingParams
 _logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
-_Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
 
@@ -208,18 +207,6 @@ class ThreadedLane(Lane):
             self._done.put(result)
 
 
-class _Between(Generic[_Request, _Reply]):
-    """A part of the worker that is called between two steps."""
-
-    def __init__(self, lane: Lane, handle: Callable[[_Request], _Reply]) -> None:
-        self._lane = lane
-        self._handle = handle
-
-    def handle(self, request: _Request) -> _Reply:
-        """Wait for the reply. Raises its HeadraceError."""
-        return self._lane.between(lambda: self._handle(request))
-
-
 _Host = TypeVar("_Host", bound=StepHost)
 
 
@@ -240,8 +227,8 @@ class ModelWorker(Generic[_Host]):
         self.weights = weights
         self.loras = runner.adapters
         self.lane = lane(runner, profiler)
-        self.profiler = _Between(self.lane, profiler.handle)
-        self.experts = _Between(self.lane, experts.handle)
+        self._profiler = profiler
+        self._experts = experts
         self._resources = resources or ExitStack()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
@@ -250,6 +237,12 @@ class ModelWorker(Generic[_Host]):
 
     def collect(self) -> StepResult:
         return self.lane.collect()
+
+    def profile(self, request: ProfileReq) -> str:
+        return self.lane.between(lambda: self._profiler.handle(request))
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        return self.lane.between(lambda: self._experts.handle(request))
 
     def idle(self, left: tuple[int, ...]) -> None:
         self.lane.later(lambda: self.runner.idle(left))

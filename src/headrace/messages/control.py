@@ -1,6 +1,6 @@
 """What control operations ask and answer (their table is `operations`), and messages without a reply, such as the status of processes."""
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -117,13 +117,6 @@ class ProfileReq(msgspec.Struct, frozen=True, gc=False):
     output_name: str = ""
     num_steps: int = 0
     activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
-
-
-class Profiler(Protocol):
-    """The worker's side of profiles."""
-
-    def handle(self, request: ProfileReq) -> str:
-        """Start or stop between two steps. Returns a line for the operator. Raises RequestError."""
 
 
 class ProfileReply(msgspec.Struct, frozen=True, gc=False):
@@ -282,10 +275,3 @@ class ExpertCountsReply(msgspec.Struct, frozen=True, gc=False):
     """layers: layer number -> tokens per expert; empty but for a dump."""
 
     layers: dict[int, list[int]] = {}
-
-
-class ExpertCounter(Protocol):
-    """The worker's side."""
-
-    def handle(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """Start, stop or return the counts, between two steps. Raises RequestError."""

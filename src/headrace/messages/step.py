@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import ExpertCounter, FaultReq, Profiler
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, FaultReq, ProfileReq
 from headrace.messages.grammar import CompiledGrammar
 from headrace.messages.media import MediaItem
 from headrace.messages.outputs import LogprobBlock
@@ -161,7 +161,7 @@ class Worker(Protocol):
     """The model as the scheduler sees it. Steps run in the order of `submit`; results come in that order.
 
     weights: prepares changes of the weights, which are installed with no step in flight. loras: the adapters that sequences may use.
-    profiler, experts: called by the thread that submits; they cover the steps submitted until then.
+    profile, count_experts: called by the thread that submits; they act between two steps and cover those submitted until then.
     """
 
     @property
@@ -170,11 +170,11 @@ class Worker(Protocol):
     @property
     def loras(self) -> Adapters: ...
 
-    @property
-    def profiler(self) -> Profiler: ...
+    def profile(self, request: ProfileReq) -> str:
+        """Start or stop. Returns a line for the operator. Raises RequestError."""
 
-    @property
-    def experts(self) -> ExpertCounter: ...
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """Start, stop or return the counts. Raises RequestError."""
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Start (or run) a step. With overlap it returns before the step has run."""

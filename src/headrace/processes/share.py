@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from headrace import cgroup
 from headrace.config.resolve import MEM_FRACTION
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -33,11 +34,11 @@ def share_of_machine(args: ServerArgs, bindings: Sequence[Binding] = ()) -> Serv
 
 
 def _num_threads(args: ServerArgs, shares: int, bindings: Sequence[Binding]) -> int:
-    from headrace.kernels.cpu import default_num_threads, quota_cpus
+    from headrace.kernels.cpu import default_num_threads
 
     if args.num_threads is not None or not bindings:
         return max(1, (args.num_threads or default_num_threads()) // shares)
-    own, quota = bindings[0], quota_cpus()
+    own, quota = bindings[0], cgroup.quota_cpus()
     of_node = len(own.cores) // own.num_ranks
     return max(1, of_node if quota is None else min(of_node, math.ceil(quota) // shares))
 

@@ -149,12 +149,12 @@ class Operations:
 
     def _profile(self, request: ProfileReq) -> ProfileReply:
         try:
-            return ProfileReply(True, self._worker.profiler.handle(request))
+            return ProfileReply(True, self._worker.profile(request))
         except HeadraceError as error:
             return ProfileReply(False, error.message)
 
     def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        return self._worker.experts.handle(request)
+        return self._worker.count_experts(request)
 
 
 def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import ExpertCounter, FaultReq, Profiler
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, FaultReq, ProfileReq
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.messages.weights import Adapters, WeightExecutor
 
@@ -84,13 +84,11 @@ class _FaultWorker:
     def loras(self) -> Adapters:
         return self._worker.loras
 
-    @property
-    def profiler(self) -> Profiler:
-        return self._worker.profiler
+    def profile(self, request: ProfileReq) -> str:
+        return self._worker.profile(request)
 
-    @property
-    def experts(self) -> ExpertCounter:
-        return self._worker.experts
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        return self._worker.count_experts(request)
 
     def idle(self, left: tuple[int, ...]) -> None:
         self._worker.idle(left)

@@ -314,7 +314,8 @@ def read_blocks(where: str, given: Sequence[object]) -> list[Placed]:
 def _read(where: str, given: object) -> list[Block]:
     if not isinstance(given, dict):
         raise refused(where, "must be an object")
-    if given.get("type") in WRITTEN_OUT:
+    kind = given.get("type")
+    if isinstance(kind, str) and kind in WRITTEN_OUT:
         return [Block(type="text", text=written_out(where, given))]
     block = _decoded(where, given)
     check_block(where, block)
