@@ -17,6 +17,7 @@ class CountingEngine:
         self.loaded: dict[int, str] = {}
         self.ever: set[int] = set()
         self.bad: set[str] = set()
+        self.told: list[object] = []
         self.silent = False
         self.gate = asyncio.Event()
         self.gate.set()
@@ -24,21 +25,32 @@ class CountingEngine:
     def check(self) -> None:
         """It can always be asked."""
 
-    async def call(self, make) -> list[LoraReply]:
-        request = make(7)
+    check_serving = replicas_up = check
+
+    @property
+    def replies(self):
+        return self
+
+    def send(self, message) -> None:
+        self.told.append(message)
+
+    async def call_every(self, living, make, timeout_s, name) -> dict[int, LoraReply]:
+        return {0: await self._reply(make(7))}
+
+    async def _reply(self, request) -> LoraReply:
         await self.gate.wait()
         if isinstance(request, UnloadLoraReq):
             self.loaded.pop(request.lora_id, None)
-            return [LoraReply(7, request.lora_id)]
+            return LoraReply(7, request.lora_id)
         assert isinstance(request, LoadLoraReq)
         if request.path in self.bad:
-            return [LoraReply(7, request.lora_id, 400, "broken")]
+            return LoraReply(7, request.lora_id, 400, "broken")
         assert request.lora_id not in self.ever, "a number was used twice"
         self.ever.add(request.lora_id)
         self.loaded[request.lora_id] = request.path
         if self.silent:
             raise ExecutionError("no answer")
-        return [LoraReply(7, request.lora_id)]
+        return LoraReply(7, request.lora_id)
 
 
 @pytest.fixture
@@ -48,7 +60,7 @@ def engine() -> CountingEngine:
 
 @pytest.fixture
 def adapters(engine: CountingEngine) -> Adapters:
-    return Adapters(2, [], engine)
+    return Adapters(2, [], engine, engine)
 
 
 async def use(adapters: Adapters, name: str) -> int:
@@ -151,7 +163,7 @@ async def test_requests_for_an_adapter_that_is_on_its_way_share_one_load(adapter
 
 async def test_adapters_of_the_start_have_their_numbers_in_order(engine):
     engine.ever = {1, 2}
-    adapters = Adapters(3, [("a", "/a"), ("b", "/b")], engine)
+    adapters = Adapters(3, [("a", "/a"), ("b", "/b")], engine, engine)
     assert [await use(adapters, "a"), await use(adapters, "b")] == [1, 2]
     await adapters.load("c", "/c", pinned=False)
     assert await use(adapters, "c") == 3
@@ -159,7 +171,7 @@ async def test_adapters_of_the_start_have_their_numbers_in_order(engine):
 
 async def test_a_server_without_room_for_any_says_so(engine):
     with pytest.raises(RequestError, match="max-loras 0"):
-        await Adapters(0, [], engine).load("a", "/a", pinned=False)
+        await Adapters(0, [], engine, engine).load("a", "/a", pinned=False)
 
 
 def sent(queue: LocalQueue) -> list[object]:
@@ -171,7 +183,7 @@ def sent(queue: LocalQueue) -> list[object]:
 
 async def test_a_scheduler_that_begins_again_is_sent_what_is_in_memory_now(engine):
     engine.ever = {1, 2}
-    adapters = Adapters(2, [("a", "/a"), ("b", "/b")], engine)
+    adapters = Adapters(2, [("a", "/a"), ("b", "/b")], engine, engine)
     await adapters.unload("b")
     await adapters.load("c", "/c", pinned=False)
     await adapters.load("d", "/d", pinned=True)  # a leaves memory and stays known
@@ -184,9 +196,11 @@ async def test_a_scheduler_that_begins_again_is_sent_what_is_in_memory_now(engin
 async def test_one_that_cannot_be_restored_is_read_again_by_the_next_request(adapters, engine):
     await adapters.load("a", "/a", pinned=False)
     first = await use(adapters, "a")
-    assert not adapters.lost(LoraReply(RESTORED, first))
-    assert adapters.lost(LoraReply(RESTORED, first, 400, "gone"))
-    assert not adapters.lost(LoraReply(RESTORED, first, 400, "gone"))
+    adapters.handle(LoraReply(RESTORED, first))
+    assert engine.told == []
+    for _ in range(2):
+        adapters.handle(LoraReply(RESTORED, first, 400, "gone"))
+        assert engine.told == [UnloadLoraReq(RESTORED, first)]
     engine.bad = {"/a"}
     with pytest.raises(RequestError, match="broken"):
         await use(adapters, "a")

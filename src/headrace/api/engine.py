@@ -35,7 +35,7 @@ from headrace.frontend.native_answer import NativeAnswer, NativeStream, pooled_a
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.server_info import describe_server
-from headrace.frontend.weight_control import TensorFile
+from headrace.frontend.weight_control import tensor_file
 from headrace.launch import RunningEngine, launch_engine
 from headrace.messages.weights import UpdateFromTensors, WeightOpReply
 from headrace.processes.loading_bar import loading_bar
@@ -351,9 +351,8 @@ class Engine(Methods):
         weight_version: str | None,
         bucketed: bool = False,
     ) -> WeightOpReply:
-        with TensorFile() as file:
-            file.write(parts)
-            update = UpdateFromTensors(file.path, abort_all_requests, weight_version, bucketed)
+        with tensor_file(parts) as path:
+            update = UpdateFromTensors(path, abort_all_requests, weight_version, bucketed)
             return self._calls.result(self._manager.weights.operate(update))
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
-from headrace.frontend.communicator import Communicator
 from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.request_state import Adapter
 from headrace.log import get_logger
@@ -22,34 +21,6 @@ MAX_NAME_LENGTH = 256
 LORA_TIMEOUT_S = 120.0
 
 
-class AdapterReplicas:
-    """The replicas of this server, which read adapters."""
-
-    def __init__(self, engine_loop: EngineLoop, link: EngineLink) -> None:
-        self.replies = Communicator[LoraReply]("adapters")
-        self._engine_loop = engine_loop
-        self._link = link
-
-    def check(self) -> None:
-        """Raises ExecutionError or CapacityError when they cannot be asked now."""
-        self._engine_loop.check_serving()
-
-    async def call(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
-        """Send the request made for an id to every live replica, including one that comes back meanwhile.
-
-        Returns the replies of those that are still alive. Raises ExecutionError when not all replies come, CapacityError when no replica is
-        alive.
-        """
-        self._engine_loop.check()
-        # The detokenizer has no part in it.
-        replies = await self.replies.call_every(self._link.replicas_up, make, LORA_TIMEOUT_S)
-        return list(replies.values())
-
-    def forget(self, lora_id: int) -> None:
-        """Unload an adapter in every live replica, without waiting for it."""
-        self._link.send(UnloadLoraReq(RESTORED, lora_id))
-
-
 class Adapters:
     """loaded: (name, path) of those that the engine loaded at start, with the numbers 1, 2, ...
 
@@ -60,11 +31,13 @@ class Adapters:
         self,
         max_loras: int,
         loaded: Sequence[tuple[str, str]],
-        replicas: AdapterReplicas,
+        engine_loop: EngineLoop,
+        link: EngineLink,
         fingerprints: Sequence[str] = (),
     ) -> None:
         self._max_loras = max_loras
-        self._replicas = replicas
+        self._engine_loop = engine_loop
+        self._link = link
         self._by_name = {
             name: Adapter(name, path, lora_id=number) for number, (name, path) in enumerate(loaded, start=1)
         }
@@ -95,7 +68,7 @@ class Adapters:
         pinned: it stays in memory until it is unloaded. Raises RequestError when it is refused, CapacityError when memory is full and no
         adapter can be evicted.
         """
-        self._replicas.check()
+        self._engine_loop.check_serving()
         if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
         if not path:
@@ -111,7 +84,7 @@ class Adapters:
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. New requests for it are refused at once; running ones are waited for. Raises NotFoundError, RequestError."""
-        self._replicas.check()
+        self._engine_loop.check_serving()
         adapter = self._find(name, "lora_name")
         adapter.leaving = True
         try:
@@ -151,24 +124,18 @@ class Adapters:
                 sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, True, adapter.fingerprint))
 
     def handle(self, reply: LoraReply) -> None:
-        if reply.id != RESTORED:
-            self._replicas.replies.handle(reply)
-        elif self.lost(reply):
-            self._replicas.forget(reply.lora_id)
-
-    def lost(self, reply: LoraReply) -> bool:
-        """Handle a reply to `tell_scheduler`. Returns whether the adapter could not be read, so that the other replicas must unload it too.
+        """After `tell_scheduler`, an adapter that could not be read leaves the other replicas, too.
 
         Requests that need it there fail; the next request loads it again.
         """
-        if reply.status_code < 400:
-            return False
-        for adapter in self._by_name.values():
-            if adapter.lora_id == reply.lora_id:
-                logger.error("the adapter %r could not be loaded again: %s", adapter.name, reply.message)
-                adapter.lora_id = 0
-                return True
-        return False
+        if reply.id != RESTORED:
+            self._link.replies.handle(reply)
+        elif reply.status_code >= 400:
+            for adapter in self._by_name.values():
+                if adapter.lora_id == reply.lora_id:
+                    logger.error("the adapter %r could not be loaded again: %s", adapter.name, reply.message)
+                    adapter.lora_id = 0
+                    self._link.send(UnloadLoraReq(RESTORED, reply.lora_id))
 
     def _find(self, name: str, param: str) -> Adapter:
         adapter = self._by_name.get(name)
@@ -190,9 +157,7 @@ class Adapters:
             await self._take_out(min(idle, key=lambda other: other.last_used))
         lora_id = next(self._ids)
         try:
-            replies = await self._replicas.call(
-                lambda i: LoadLoraReq(i, lora_id, adapter.path, False, adapter.fingerprint)
-            )
+            replies = await self._call(lambda i: LoadLoraReq(i, lora_id, adapter.path, False, adapter.fingerprint))
             _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
             if len({reply.fingerprint for reply in replies}) > 1:
                 raise RequestError(
@@ -200,7 +165,7 @@ class Adapters:
                 )
         except BaseException:
             # Some replicas may have loaded it: it must not stay.
-            await asyncio.shield(self._replicas.call(lambda i: UnloadLoraReq(i, lora_id)))
+            await asyncio.shield(self._call(lambda i: UnloadLoraReq(i, lora_id)))
             raise
         adapter.lora_id, adapter.fingerprint = lora_id, replies[0].fingerprint
 
@@ -208,7 +173,18 @@ class Adapters:
         """With the lock held. No later request finds its KV, since the number is never reused."""
         if adapter.lora_id:
             lora_id, adapter.lora_id = adapter.lora_id, 0
-            _raise_failure(await self._replicas.call(lambda i: UnloadLoraReq(i, lora_id)), "")
+            _raise_failure(await self._call(lambda i: UnloadLoraReq(i, lora_id)), "")
+
+    async def _call(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
+        """Send the request made for an id to every live replica, including one that comes back meanwhile.
+
+        Returns the replies of those that are still alive. Raises ExecutionError when not all replies come, CapacityError when no replica is
+        alive.
+        """
+        self._engine_loop.check()
+        # The detokenizer has no part in it.
+        replies = await self._link.replies.call_every(self._link.replicas_up, make, LORA_TIMEOUT_S, "adapters")
+        return list(replies.values())
 
 
 def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:

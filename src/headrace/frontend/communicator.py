@@ -8,7 +8,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from headrace.errors import CapacityError, ExecutionError, HeadraceError
 from headrace.messages.channel import Message, Sender
@@ -35,34 +35,25 @@ def no_live_replica() -> CapacityError:
     return CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
 
 
-class Reply(Protocol):
-    @property
-    def id(self) -> int: ...
-
-
-R = TypeVar("R", bound=Reply)
-
-
 @dataclass(slots=True, eq=False)
-class _Waiting(Generic[R]):
+class _Waiting:
     """Replies to one request so far. missing: replicas that have not replied, by id."""
 
     done: "asyncio.Future[None]"
     missing: dict[int, Replica] = field(default_factory=dict)
-    replies: dict[Replica, R] = field(default_factory=dict)
+    replies: dict[Replica, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         if not self.missing and not self.done.done():
             self.done.set_result(None)
 
 
-class Communicator(Generic[R]):
-    """Sends requests to replicas and gathers their replies. Does not wait for replicas that die meanwhile."""
+class Communicator:
+    """Sends requests to replicas and gathers their replies, of any type, which have their `id`. Does not wait for replicas that die meanwhile."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._waiting: dict[int, _Waiting[R]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._error: HeadraceError | None = None
 
     @property
@@ -71,15 +62,15 @@ class Communicator(Generic[R]):
         return bool(self._waiting)
 
     async def call(
-        self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float, name: str = ""
-    ) -> dict[Replica, R]:
+        self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float, name: str
+    ) -> dict[Replica, Any]:
         """Send `make(id)` to each of `replicas` and return the replies of those that stay alive, at least one. name: for errors.
 
         Raises CapacityError if none stays alive, ExecutionError if the replies do not come within `timeout_s` seconds, or `fail_all`'s error.
         """
         if self._error is not None:
             raise self._error
-        waiting = _Waiting[R](asyncio.get_running_loop().create_future())
+        waiting = _Waiting(asyncio.get_running_loop().create_future())
         asked = {next(self._ids): replica for replica in replicas if not replica.is_lost}
         waiting.missing.update(asked)
         self._waiting.update(dict.fromkeys(asked, waiting))
@@ -90,7 +81,7 @@ class Communicator(Generic[R]):
             waiting.check()
             await asyncio.wait_for(waiting.done, timeout_s)
         except TimeoutError:
-            raise ExecutionError(f"{name or self._name}: no answer from the engine within {timeout_s:g} s") from None
+            raise ExecutionError(f"{name}: no answer from the engine within {timeout_s:g} s") from None
         finally:
             for request_id in asked:
                 self._waiting.pop(request_id, None)
@@ -99,18 +90,18 @@ class Communicator(Generic[R]):
         return waiting.replies
 
     async def call_every(
-        self, living: Callable[[], Sequence[Replica]], make: Callable[[int], Message], timeout_s: float
-    ) -> dict[Replica, R]:
+        self, living: Callable[[], Sequence[Replica]], make: Callable[[int], Message], timeout_s: float, name: str
+    ) -> dict[Replica, Any]:
         """Like `call`, for all replicas that are alive when it returns, including one that comes back meanwhile."""
-        replies: dict[Replica, R] = {}
+        replies: dict[Replica, Any] = {}
         while missing := [replica for replica in living() if replica not in replies]:
-            replies |= await self.call(missing, make, timeout_s)
+            replies |= await self.call(missing, make, timeout_s, name)
         found = {replica: replies[replica] for replica in living()}
         if not found:
             raise no_live_replica()
         return found
 
-    def handle(self, reply: R) -> None:
+    def handle(self, reply: Any) -> None:
         waiting = self._waiting.get(reply.id)
         if waiting is None or reply.id not in waiting.missing:
             return

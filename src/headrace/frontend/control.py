@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.errors import HeadraceError, NotFoundError, RequestError
-from headrace.frontend.communicator import Communicator
+from headrace.frontend.communicator import Replica
 from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.inputs import check_text
 from headrace.frontend.records import Records
@@ -62,7 +62,6 @@ class Control:
         self._to_detokenizer = to_detokenizer
         self._faults_allowed = faults_allowed
         self.own: MainOperations
-        self.replies = Communicator[OperationReply]("control")
         self._lasting: dict[str, bytes] = {}
 
     async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
@@ -77,7 +76,7 @@ class Control:
         if operation.lasts:
             # Kept before the call, so that a replica that comes back meanwhile gets it too.
             self._lasting[name] = request
-        replies = await self.replies.call(
+        replies: dict[Replica, OperationReply] = await self._link.replies.call(
             self._link.replicas_up(), lambda i: OperationReq(i, name, request), operation.timeout_s, name
         )
         in_order = sorted(replies.items(), key=lambda one: one[0].index)

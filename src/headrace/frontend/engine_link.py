@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.errors import ExecutionError
 from headrace.frontend.balancers import Balancer, RoundRobin
-from headrace.frontend.communicator import Replica, no_live_replica
+from headrace.frontend.communicator import Communicator, Replica, no_live_replica
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver, Sender, TypeBasedDispatcher
@@ -50,7 +50,7 @@ class EngineLink:
     """Sends samples to the schedulers and control messages to all of them; a `Sender`.
 
     samples: the table of live samples. end: ends a sample, as an output with this finish reason would. to_detokenizer: for messages that a
-    source is gone. on_dismissed: ends the process of a replica, which is then restarted.
+    source is gone. on_dismissed: ends the process of a replica, which is then restarted. replies: to requests of any kind.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class EngineLink:
         to_detokenizer: Sender | None = None,
         balancer: Balancer = RoundRobin(),
     ) -> None:
+        self.replies = Communicator()
         self.gone: set[int] = set()
         self.num_replayed = 0
         self.num_given_up = 0

@@ -10,10 +10,9 @@ import concurrent.futures
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from headrace.errors import ExecutionError, HeadraceError
-from headrace.frontend.communicator import Communicator, Replica
+from headrace.frontend.communicator import Replica
 from headrace.frontend.control import Control
 from headrace.frontend.engine_link import EngineLink, EngineLoop
 from headrace.frontend.records import Records
@@ -155,9 +154,7 @@ LOOK_S = 0.2
 
 @dataclass(eq=False)
 class EngineParts:
-    """num_restarts: how often a process came back into service. replies: for which the front end may wait. tellers: send
-    a scheduler that has just started what it does not know, in this order.
-    """
+    """num_restarts: how often a process came back into service. tellers: tell a scheduler that has just started what it does not know, in order."""
 
     engine_loop: EngineLoop
     link: EngineLink
@@ -166,7 +163,6 @@ class EngineParts:
     heartbeats: Heartbeats
     records: Records
     metrics: Metrics
-    replies: Sequence[Communicator[Any]]
     tellers: Sequence[Callable[[Sender], None]]
     num_restarts: int = field(init=False, default=0)
     _rejoining: dict[int, Replica] = field(init=False, default_factory=dict)
@@ -186,10 +182,8 @@ class EngineParts:
             return
         if (rejoining := self._rejoining.get(index)) is not None:
             rejoining.is_lost = True
-            self.weights.replies.lost(rejoining)
-        replica = self.link.scheduler_down(index)
-        for replies in self.replies:
-            replies.lost(replica)
+            self.link.replies.lost(rejoining)
+        self.link.replies.lost(self.link.scheduler_down(index))
 
     def gone(self, name: str, index: int) -> None:
         """A scheduler that has died is not restarted; the other replicas continue."""

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.errors import CapacityError, ExecutionError, RequestError
-from headrace.frontend.adapters import AdapterReplicas, Adapters
+from headrace.frontend.adapters import Adapters
 from headrace.frontend.balancers import RoundRobin, make_balancer
 from headrace.frontend.control import Control, ExpertRecording, MainOperations
 from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
@@ -150,8 +150,7 @@ class TokenizerManager:
         self.weights = WeightControl(
             self.link, check, self.aborts.abort_all, ready.fingerprint, self.records.note_operation
         )
-        replicas = AdapterReplicas(self.engine_loop, self.link)
-        self.adapters = Adapters(args.max_loras, lora_paths(args), replicas, ready.lora_fingerprints)
+        self.adapters = Adapters(args.max_loras, lora_paths(args), self.engine_loop, self.link, ready.lora_fingerprints)
         self.prompt_tokenizer = PromptTokenizer(
             args,
             ready,
@@ -174,7 +173,6 @@ class TokenizerManager:
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
         if media.loader is not None:
             self.metrics.media.watch(media.loader.stats)
-        self._replies = (self.control.replies, replicas.replies, self.weights.replies)
         self.parts = EngineParts(
             self.engine_loop,
             self.link,
@@ -183,7 +181,6 @@ class TokenizerManager:
             self.heartbeats,
             self.records,
             self.metrics,
-            self._replies,
             [
                 self.settings.tell_scheduler,
                 self.control.tell_scheduler,
@@ -200,8 +197,8 @@ class TokenizerManager:
         handlers.register(Heartbeat, self.heartbeats.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         handlers.register(LoraReply, self.adapters.handle)
-        handlers.register(WeightOpReply, self.weights.replies.handle)
-        handlers.register(OperationReply, self.control.replies.handle)
+        handlers.register(WeightOpReply, self.link.replies.handle)
+        handlers.register(OperationReply, self.link.replies.handle)
 
     def detokenize_with(self, detokenizer: DetokenizerManager) -> None:
         """Take the outputs of schedulers as token ids: `detokenizer` makes text of them here. Before `start`."""
@@ -450,8 +447,7 @@ class TokenizerManager:
         self.link.close()
         error = ExecutionError(message)
         self.table.fail(error)
-        for replies in self._replies:
-            replies.fail_all(error)
+        self.link.replies.fail_all(error)
         for sample in list(self.table.samples.values()):
             if sample.call.abandoned:
                 self.endings.forget(sample)

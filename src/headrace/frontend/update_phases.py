@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import CapacityError, ExecutionError
-from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
+from headrace.frontend.communicator import RESTART_RETRY_S, Replica, no_live_replica
 from headrace.frontend.engine_link import EngineLink
 from headrace.log import get_logger
 from headrace.messages.weights import (
@@ -96,7 +96,10 @@ class Standing:
                 # Released weights cannot be replaced.
                 orders.append(ResumeMemory(tuple(sorted(released))))
                 released = frozenset()
-            orders.append(replace_version(self.weights.update, None))
+            update = self.weights.update
+            orders.append(
+                UpdateFromDisk(update.model_path, update.load_format)
+            )  # its version follows; it aborts nothing
         if self.version != told.version:
             orders.append(SetWeightVersion(self.version))
         if self.pause != told.pause:
@@ -106,11 +109,6 @@ class Standing:
         if taken := released - self.released:
             orders.append(ResumeMemory(tuple(sorted(taken))))
         return orders
-
-
-def replace_version(update: UpdateFromDisk, version: str | None) -> UpdateFromDisk:
-    """The same update with another version name, without aborting requests."""
-    return UpdateFromDisk(update.model_path, update.load_format, False, version)
 
 
 @dataclass(slots=True)
@@ -165,14 +163,13 @@ class OperationLog:
                 return standing
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """A replica cannot carry out the operation, or the replicas would differ. reply: why."""
 
-    def __init__(self, reply: WeightOpReply, num_refused: int, num_asked: int) -> None:
-        super().__init__(reply.message)
-        self.reply = reply
-        self.num_refused = num_refused
-        self.num_asked = num_asked
+    reply: WeightOpReply
+    num_refused: int = 1
+    num_asked: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -202,13 +199,12 @@ class Undecided:
             cancelling.cancel()
 
     def refused(self, version: str) -> Refused:
-        return Refused(WeightOpReply(NO_REPLY, False, CANCELLED, version), 1, 1)
+        return Refused(WeightOpReply(NO_REPLY, False, CANCELLED, version))
 
 
 class UpdatePhases:
-    def __init__(self, link: EngineLink, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
+    def __init__(self, link: EngineLink, log: OperationLog) -> None:
         self._link = link
-        self._replies = replies
         self._log = log
         self._ids = itertools.count(1)
 
@@ -280,7 +276,7 @@ class UpdatePhases:
     ) -> WeightOpReply:
         version = self._log.standing.version
         try:
-            replies = await self._ask(replicas, CommitUpdate(update_id))
+            replies = await ask(self._link, replicas, CommitUpdate(update_id))
         except CapacityError:
             # All have died. They will start with these weights.
             return WeightOpReply(NO_REPLY, True, prepared.message, version)
@@ -307,14 +303,15 @@ class UpdatePhases:
         self, replicas: Sequence[Replica], operation: SchedulerOperation, undecided: Undecided
     ) -> Replies:
         """Raises Refused unless all live replicas succeed, or when it is cancelled."""
-        replies = await undecided.unless_cancelled(self._ask(replicas, operation), self._log.standing.version)
+        replies = await undecided.unless_cancelled(ask(self._link, replicas, operation), self._log.standing.version)
         failed = [reply for reply in replies.values() if not reply.success]
         if failed:
             raise Refused(failed[0], len(failed), len(replies))
         return replies
 
-    async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
-        return await self._replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
+
+async def ask(link: EngineLink, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
+    return await link.replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S, "weights")
 
 
 def _check_same(prepared: Replies) -> None:

@@ -5,8 +5,7 @@ Pure functions; run in the caller's thread.
 
 import hashlib
 import json
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import RequestError
@@ -127,11 +126,5 @@ def nested_values(reply: WeightOpReply) -> list[Any]:
     """The values of a `GetWeight` reply as nested lists. Raises RequestError if it failed."""
     if not reply.success:
         raise RequestError(reply.message, "name")
-    values = [value for (value,) in struct.iter_unpack("<f", reply.values)]
-    return _nested(iter(values), reply.shape)
-
-
-def _nested(values: Iterator[float], shape: tuple[int, ...]) -> list[Any]:
-    if len(shape) == 1:
-        return [next(values) for _ in range(shape[0])]
-    return [_nested(values, shape[1:]) for _ in range(shape[0])]
+    # A memoryview cannot be empty and have two dimensions.
+    return memoryview(reply.values).cast("f", reply.shape).tolist() if reply.values else []

@@ -1,7 +1,7 @@
 """Operations on weights, generation and memory, as awaitable calls of the main process; the scheduler and the worker carry them out.
 
 Owns which operations may run at the same time, waiting for replies, what a restarted replica gets before it serves, and the files in which
-tensors are passed (`TensorFile`, in its creator's thread). `update_phases` has the state in force and an update in phases.
+tensors are passed (`tensor_file`, in its caller's thread). `update_phases` has the state in force and an update in phases.
 
     pause, continue     at once, even while others wait; the last one counts. Entered in the log before they are sent.
     cancel              at once: updates and joins of groups that have not taken effect fail
@@ -13,13 +13,12 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
-from headrace.frontend.communicator import RESTART_RETRY_S, Communicator, Replica, no_live_replica
+from headrace.frontend.communicator import RESTART_RETRY_S, Replica, no_live_replica
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.update_phases import (
     NO_REPLY,
@@ -31,6 +30,7 @@ from headrace.frontend.update_phases import (
     Undecided,
     UpdatePhases,
     Weights,
+    ask,
 )
 from headrace.log import get_logger
 from headrace.messages.weights import (
@@ -77,8 +77,7 @@ class WeightControl:
 
     def __post_init__(self) -> None:
         self.log = OperationLog()
-        self.replies = Communicator[WeightOpReply]("weights")
-        self._phases = UpdatePhases(self.link, self.replies, self.log)
+        self._phases = UpdatePhases(self.link, self.log)
         self._turn = asyncio.Lock()
 
     @property
@@ -131,8 +130,10 @@ class WeightControl:
     async def _tell(self, operation: WeightOperation) -> WeightOpReply:
         """Send an operation that no replica refuses. It is in force from now on: restarted replicas get it from the log."""
         self.log.enter(operation)
-        if _aborts(operation):
-            self.abort_all()
+        # For an update, the scheduler ends requests, and only once nothing can fail any more.
+        match operation:
+            case PauseGeneration(mode="abort") | SetWeightVersion(abort_all_requests=True):
+                self.abort_all()
         try:
             return _sum_of(await self._ask(self._up(), operation))
         except CapacityError:
@@ -324,11 +325,11 @@ class WeightControl:
         return replicas
 
     async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
-        return await self.replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
+        return await ask(self.link, replicas, operation)
 
     async def _ask_every(self, operation: SchedulerOperation) -> Replies:
-        return await self.replies.call_every(
-            self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
+        return await self.link.replies.call_every(
+            self.link.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S, "weights"
         )
 
     async def _ask_or_dismiss(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> None:
@@ -368,37 +369,13 @@ def _sum_of(replies: Replies) -> WeightOpReply:
     return msgspec.structs.replace((failed or list(replies.values()))[0], num_paused_requests=num_paused)
 
 
-def _aborts(operation: WeightOperation) -> bool:
-    match operation:
-        case PauseGeneration():
-            return operation.mode == "abort"
-        case SetWeightVersion():
-            return operation.abort_all_requests
-        case _:
-            # The scheduler ends requests for an update only once nothing can fail any more.
-            return False
+@contextlib.contextmanager
+def tensor_file(parts: Iterable[bytes | memoryview]) -> Iterator[str]:
+    """The path of named memory with these bytes, which other processes of this user can open, to pass tensors without copying.
 
-
-class TensorFile:
-    """Named memory that other processes of this user can open, to pass tensors without copying.
-
-    It is not in the file system (memfd_create(2)), so nothing is left behind when a process dies. A context manager.
+    It is not in the file system (memfd_create(2)), so nothing is left behind when a process dies.
     """
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("headrace-tensors", os.MFD_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def write(self, parts: Iterable[bytes | memoryview]) -> None:
-        for part in parts:
-            view = memoryview(part)
-            while view.nbytes:
-                view = view[os.write(self._fd, view) :]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._fd)
+    with open(os.memfd_create("headrace-tensors", os.MFD_CLOEXEC), "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"

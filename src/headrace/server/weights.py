@@ -27,7 +27,7 @@ from headrace.frontend.weight_checks import (
     nested_values,
     note_on_tags,
 )
-from headrace.frontend.weight_control import TensorFile
+from headrace.frontend.weight_control import tensor_file
 from headrace.messages.weights import (
     CancelUpdate,
     ContinueGeneration,
@@ -208,6 +208,24 @@ def _from_distributed(body: DistributedBody) -> UpdateFromDistributed:
     )
 
 
+def _on_memory(operation: type[ReleaseMemory] | type[ResumeMemory], body: MemoryBody) -> WeightOperation | None:
+    tags = checked_tags(body.tags)
+    return operation(tags) if tags else None
+
+
+def _outcome(reply: WeightOpReply, body: object = None, note: str = "") -> OperationReply:
+    message = "; ".join(filter(None, (reply.message, note)))
+    return OperationReply(reply.success, message, reply.num_paused_requests, reply.weight_version)
+
+
+def _noted(reply: WeightOpReply, body: MemoryBody) -> OperationReply:
+    return _outcome(reply, body, note_on_tags(body.tags))
+
+
+def _rows(reply: WeightOpReply, body: GetWeightBody) -> object:
+    return nested_values(reply) if reply.success else _outcome(reply)
+
+
 def weight_routes() -> list[RouteSpec]:
     """Their rows of the route table."""
     weight, no_tensors = "model.embed_tokens.weight", "AgAAAAAAAAB7fQ=="
@@ -222,12 +240,24 @@ def weight_routes() -> list[RouteSpec]:
         return replace(row, **more)
 
     def asks(
-        path: str, operation_of: Callable[[B], WeightOperation], summary: str, body: type[B], examples: Examples
+        path: str,
+        operation_of: Callable[[B], WeightOperation | None],
+        summary: str,
+        body: type[B],
+        examples: Examples,
+        answer_of: Callable[[WeightOpReply, B], object] = _outcome,
+        **more: Any,
     ) -> RouteSpec:
-        async def handle(exchange: Exchange) -> None:
-            await _operate(exchange, operation_of(await exchange.read_json(body)))
+        """operation_of: None if there is nothing to do."""
 
-        return row(path, handle, summary, body, examples)
+        async def handle(exchange: Exchange) -> None:
+            asked, weights = await exchange.read_json(body), exchange.context.frontend.weights
+            operation = operation_of(asked)
+            nothing = WeightOpReply(0, True, "", weights.version)
+            reply = nothing if operation is None else await weights.operate(operation)
+            await exchange.reply_json(answer_of(reply, asked), 200 if reply.success else 400)
+
+        return row(path, handle, summary, body, examples, **more)
 
     # fmt: off
     return [
@@ -241,19 +271,20 @@ def weight_routes() -> list[RouteSpec]:
         asks("/init_weights_update_group", _init_group, "Join a trainer's group", GroupBody, {"Two ranks": two_ranks}),
         asks("/update_weights_from_distributed", _from_distributed, "From the group", DistributedBody, {"One tensor": one_tensor}),
         asks("/destroy_weights_update_group", lambda body: DestroyGroup(body.group_name), "Leave a group", DestroyBody, {"The usual group": {}}),
-        row("/get_weights_by_name", get_weight, "Rows of a weight", GetWeightBody,
-            {"The first two rows": {"name": weight, "truncate_size": 2}}, methods=("GET", "POST")),
-        row("/weights_checker", check, "Checksums of the weights", CheckBody, checks),
-        row("/post_process_weights", post_process, "Nothing: updates are complete", PostProcessBody,
-            {"After an update": {"post_process_quantization": True}}),
+        asks("/get_weights_by_name", lambda body: GetWeight(body.name, checked_truncate_size(body.truncate_size)), "Rows of a weight", GetWeightBody,
+             {"The first two rows": {"name": weight, "truncate_size": 2}}, _rows, methods=("GET", "POST")),
+        asks("/weights_checker", lambda body: checking(body.action, body.skip_tensor_list), "Checksums of the weights", CheckBody, checks,
+             lambda reply, body: check_result(reply)),
+        asks("/post_process_weights", lambda body: None, "Nothing: updates are complete", PostProcessBody,
+             {"After an update": {"post_process_quantization": True}}, lambda reply, body: _outcome(reply, body, NOTHING_TO_PROCESS)),
         asks("/update_weight_version", lambda body: SetWeightVersion(body.new_version, body.abort_all_requests), "Name the weights", VersionBody,
              {"A name": {"new_version": "2"}}),
         asks("/save_sharded_state", lambda body: SaveWeights(body.path), "Weights to a folder of the operator", SaveBody,
              {"A new folder": {"path": "weights-1"}}),
         RouteSpec("/weight_version", ("GET",), "user", version, "What the weights are called"),
         RouteSpec("/get_weight_version", ("GET",), "user", version, "Alias of /weight_version"),
-        row("/release_memory_occupation", partial(use_memory, ReleaseMemory), "Give memory back", MemoryBody, kv_cache),
-        row("/resume_memory_occupation", partial(use_memory, ResumeMemory), "Take memory again", MemoryBody, kv_cache),
+        asks("/release_memory_occupation", partial(_on_memory, ReleaseMemory), "Give memory back", MemoryBody, kv_cache, _noted),
+        asks("/resume_memory_occupation", partial(_on_memory, ResumeMemory), "Take memory again", MemoryBody, kv_cache, _noted),
     ]
     # fmt: on
 
@@ -274,56 +305,14 @@ async def from_tensor(exchange: Exchange) -> None:
             f"serialized_named_tensors holds {len(files)} files; there is one rank, so send one",
             "serialized_named_tensors",
         )
-    with TensorFile() as file:
-        file.write(files)
+    with tensor_file(files) as path:
         files.clear()
         bucketed = options.load_format == "flattened_bucket"
-        update = UpdateFromTensors(file.path, options.abort_all_requests, options.weight_version, bucketed)
-        await _operate(exchange, update)
-
-
-async def get_weight(exchange: Exchange) -> None:
-    """Return a weight as nested lists."""
-    body = await exchange.read_json(GetWeightBody)
-    operation = GetWeight(body.name, checked_truncate_size(body.truncate_size))
-    reply = await exchange.context.frontend.weights.operate(operation)
-    if reply.success:
-        await exchange.reply_json(nested_values(reply))
-    else:
-        await _answer(exchange, reply)
-
-
-async def check(exchange: Exchange) -> None:
-    """Checksums of all weights; or keep them, compare with those that were kept, or give the weights random values."""
-    body = await exchange.read_json(CheckBody)
-    reply = await exchange.context.frontend.weights.operate(checking(body.action, body.skip_tensor_list))
-    await exchange.reply_json(check_result(reply), 200 if reply.success else 400)
-
-
-async def post_process(exchange: Exchange) -> None:
-    """For trainers that ask other servers to quantise and pack what they have sent; here that is a part of an update."""
-    await exchange.read_json(PostProcessBody)
-    await _answer(exchange, WeightOpReply(0, True, NOTHING_TO_PROCESS, exchange.context.frontend.weights.version))
+        update = UpdateFromTensors(path, options.abort_all_requests, options.weight_version, bucketed)
+        reply = await exchange.context.frontend.weights.operate(update)
+    await exchange.reply_json(_outcome(reply), 200 if reply.success else 400)
 
 
 async def version(exchange: Exchange) -> None:
     """The version name of the weights."""
     await exchange.reply_json({"weight_version": exchange.context.frontend.weights.version})
-
-
-async def use_memory(operation: type[ReleaseMemory] | type[ResumeMemory], exchange: Exchange) -> None:
-    """Release memory, refused while requests run, unless generation is paused; or take it back: only the prefix cache is empty afterwards."""
-    body = await exchange.read_json(MemoryBody)
-    tags, weights = checked_tags(body.tags), exchange.context.frontend.weights
-    reply = await weights.operate(operation(tags)) if tags else WeightOpReply(0, True, "", weights.version)
-    message = "; ".join(filter(None, (reply.message, note_on_tags(body.tags))))
-    await _answer(exchange, msgspec.structs.replace(reply, message=message))
-
-
-async def _operate(exchange: Exchange, operation: WeightOperation) -> None:
-    await _answer(exchange, await exchange.context.frontend.weights.operate(operation))
-
-
-async def _answer(exchange: Exchange, reply: WeightOpReply) -> None:
-    answer = OperationReply(reply.success, reply.message, reply.num_paused_requests, reply.weight_version)
-    await exchange.reply_json(answer, 200 if reply.success else 400)
