@@ -14,7 +14,7 @@ import msgspec
 from headrace.api.chat_reply import ChatDelta, ChatReply, read_chunk, read_reply
 from headrace.api.methods import Route
 from headrace.errors import ExecutionError, RequestError
-from headrace.frontend.sample_update import SampleUpdate, failure_of
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.launch import RunningEngine
 from headrace.messages.bodies import converted
 from headrace.messages.requests import EmbeddingReqInput
@@ -59,8 +59,7 @@ class EngineChat:
             raise serving.renamed(exc, request, grammar) from None
         count = serving.usage_count(generation)
         for update in news:
-            if update.finish is not None and (failure := failure_of(update.finish)) is not None:
-                raise failure
+            update.raise_failure()
             count.add(update)
         serving.headers(generation)  # the log names what is not honoured as it stands
         completion = serving.response(generation, news, count.total())
@@ -103,9 +102,8 @@ class EngineChat:
         writer, count = serving.chunk_writer(generation), serving.usage_count(generation)
         async with aclosing(serving.updates(self._program, generation)) as updates:
             async for update in updates:
+                update.raise_failure()
                 if update.finish is not None:
-                    if (failure := failure_of(update.finish)) is not None:
-                        raise failure
                     count.add(update)
                 yield writer.delta(update)
         serving.headers(generation)

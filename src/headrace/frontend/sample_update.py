@@ -56,6 +56,20 @@ class SampleTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     e2e_s: float | None = None
     decode_throughput: float | None = None
 
+    @property
+    def prompt_s(self) -> float:
+        """From the first step to the first token, or to an end without one."""
+        return max(0.0, self._first_s - self.queue_s)
+
+    @property
+    def output_s(self) -> float:
+        """From the first token to the end."""
+        return max(0.0, (self.e2e_s or 0.0) - self._first_s)
+
+    @property
+    def _first_s(self) -> float:
+        return self.ttft_s if self.ttft_s is not None else self.e2e_s or 0.0
+
 
 class PromptProgress(msgspec.Struct, frozen=True, gc=False):
     """How far a prompt is, as llama.cpp's server says it, in tokens. processed: computed or found in the cache; `cache` of them were found there.
@@ -120,6 +134,11 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def is_progress(self) -> bool:
         """Whether it says how far the prompt is, and nothing else."""
         return self.progress is not None and not self.ids and self.finish is None
+
+    def raise_failure(self) -> None:
+        """Raise the error of an abort by the engine, see `failure_of`; nothing for any other update."""
+        if self.finish is not None and (failure := failure_of(self.finish)) is not None:
+            raise failure
 
 
 def _joined(before: list[LogprobRow] | None, after: list[LogprobRow] | None) -> list[LogprobRow] | None:

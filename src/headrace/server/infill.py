@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
-from headrace.frontend.sample_update import SampleUpdate, failure_of
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.conversation import unsupported
@@ -167,9 +167,7 @@ async def infill(noted: HeaderNotes, exchange: Exchange) -> None:
             await stream_reply(exchange, updates, frames, bytes, done=b"", renamed=_renamed, headers=headers)
             return
         (update,) = await exchange.all_of(updates)
-        assert update.finish is not None, "it has ended"
-        if (failure := failure_of(update.finish)) is not None:
-            raise failure
+        update.raise_failure()
         await exchange.reply_json(shown(update), headers=headers())
     except RequestError as error:
         raise _renamed(error) from None
@@ -204,10 +202,9 @@ def _reply(model: str, update: SampleUpdate) -> dict[str, object]:
 
 def _timings(update: SampleUpdate) -> dict[str, float]:
     usage, times = update.usage, update.times
-    first_s = times.ttft_s if times.ttft_s is not None else times.e2e_s or 0.0
     spans = {
-        "prompt": (usage.prompt_tokens - usage.cached_tokens, max(0.0, first_s - times.queue_s)),
-        "predicted": (usage.completion_tokens, max(0.0, (times.e2e_s or 0.0) - first_s)),
+        "prompt": (usage.prompt_tokens - usage.cached_tokens, times.prompt_s),
+        "predicted": (usage.completion_tokens, times.output_s),
     }
     found: dict[str, float] = {"cache_n": usage.cached_tokens}
     for name, (count, seconds) in spans.items():

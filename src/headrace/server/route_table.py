@@ -21,10 +21,10 @@ from headrace.server.ollama import generation, protocol
 from headrace.server.ollama import models as ollama_models
 from headrace.server.openai.chat import ChatServing
 from headrace.server.openai.completions import CompletionServing
-from headrace.server.openai.embeddings import EmbeddingRequest, EmbeddingServing
-from headrace.server.openai.models import ModelsAPI
+from headrace.server.openai.embeddings import EmbeddingRequest, embeddings
+from headrace.server.openai.models import get_model, list_models
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
-from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
+from headrace.server.openai.tokenize import DetokenizeBody, TokenizeBody, apply_template, detokenize, tokenize
 from headrace.server.pooling.embed import CohereEmbedRequest, TeiEmbedRequest, cohere, info, tei
 from headrace.server.pooling.encode import ClassifyRequest, classify, encode
 from headrace.server.pooling.protocol import refuse_to_generate
@@ -105,22 +105,21 @@ def _openai_routes(context: ServingContext) -> list[RouteSpec]:
         "Two texts at once": {**named, "input": [_QUESTION, _BEGINNING], "encoding_format": "base64"},
     }
     responses_asked = {"A question": response, "Streamed": {**response, "stream": True}}
-    chatting, completions = ChatServing(context), CompletionServing(context)
-    embeddings, responses, models = EmbeddingServing(context), ResponsesAPI(context), ModelsAPI(context)
+    chatting, completions, responses = ChatServing(context), CompletionServing(context), ResponsesAPI(context)
     kept = partial(RouteSpec, tag="OpenAI")
     row = partial(kept, with_replicas=True)
     # fmt: off
     return [
         row("/v1/chat/completions", POST, "user", chatting.handle_request, "Chat completion", ChatCompletionRequest, generates=True, examples=chats),
         row("/v1/completions", POST, "user", completions.handle_request, "Text completion", CompletionRequest, generates=True, examples=texts),
-        row("/v1/embeddings", POST, "user", embeddings.handle_request, "Embeddings", EmbeddingRequest, examples=vectors),
+        row("/v1/embeddings", POST, "user", embeddings, "Embeddings", EmbeddingRequest, examples=vectors),
         row("/v1/responses", POST, "user", responses.create, "Response", ResponsesRequest, generates=True, examples=responses_asked),
         kept("/v1/responses/{id}", GET, "user", responses.get, "A kept response", query=GetQuery),
         kept("/v1/responses/{id}", DELETE, "user", responses.delete, "Forget a kept response"),
         kept("/v1/responses/{id}/cancel", POST, "user", responses.cancel, "Refused: no response runs in the background"),
         kept("/v1/responses/{id}/input_items", GET, "user", responses.input_items, "Input of a kept response", query=ItemsQuery),
-        row("/v1/models", GET, "user", models.list_models, "Served models"),
-        row("/v1/models/{id:path}", GET, "user", models.get_model, "One model"),
+        row("/v1/models", GET, "user", list_models, "Served models"),
+        row("/v1/models/{id:path}", GET, "user", get_model, "One model"),
     ]
     # fmt: on
 
@@ -153,17 +152,16 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
     chats = {"A conversation": {"messages": _ASKED}}
     ids = {"Token ids": {"tokens": [72, 105]}}
     session = {"A name of your own": {"session_id": "s1"}}
-    tokens = TokenizeAPI(context)
     row = partial(RouteSpec, with_replicas=True)
     # fmt: off
     return [
         row("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput, generates=True, examples=texts),
         row("/infill", POST, "user", partial(infill, noted_fields()), "llama.cpp: fill in the middle", InfillRequest, generates=True, examples=code),
-        row("/tokenize", POST, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody, examples=prompts),
-        row("/detokenize", POST, "user", tokens.detokenize, "Token ids to text", DetokenizeBody, examples=ids),
-        row("/apply-template", POST, "user", tokens.apply_template, "llama.cpp: the text of a prompt", ChatCompletionRequest, examples=chats),
-        row("/v1/tokenize", POST, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody, examples=prompts),
-        row("/v1/detokenize", POST, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody, examples=ids),
+        row("/tokenize", POST, "user", tokenize, "Text or messages to token ids", TokenizeBody, examples=prompts),
+        row("/detokenize", POST, "user", detokenize, "Token ids to text", DetokenizeBody, examples=ids),
+        row("/apply-template", POST, "user", apply_template, "llama.cpp: the text of a prompt", ChatCompletionRequest, examples=chats),
+        row("/v1/tokenize", POST, "user", tokenize, "Alias of /tokenize", TokenizeBody, examples=prompts),
+        row("/v1/detokenize", POST, "user", detokenize, "Alias of /detokenize", DetokenizeBody, examples=ids),
         RouteSpec("/open_session", POST, "user", native.open_session, "Open a session", native.OpenSessionBody, generates=True, examples=session),
         RouteSpec("/close_session", POST, "user", native.close_session, "Forget a session", native.CloseSessionBody, examples=session),
     ]

@@ -137,8 +137,7 @@ class ReplyWriter:
     def whole(self, update: SampleUpdate) -> dict[str, object]:
         """The reply of a request that does not stream. Raises HeadraceError for an output that failed."""
         assert update.finish is not None, "it has ended"
-        if (failure := failure_of(update.finish)) is not None:
-            raise failure
+        update.raise_failure()
         parts = self._joiner.push(self.choice.push(update), True)
         joined = Part(
             "".join(part.content for part in parts),
@@ -164,17 +163,15 @@ class ReplyWriter:
         return {"message": {"role": "assistant", "content": part.content, **more}}
 
     def _ending(self, update: SampleUpdate, finish: FinishReason) -> dict[str, object]:
-        times = update.times
-        first_s = times.ttft_s if times.ttft_s is not None else times.e2e_s or 0.0
         return {
             "done": True,
             "done_reason": finish.type,
             "total_duration": time.monotonic_ns() - self._start_ns,
             "load_duration": 0,
             "prompt_eval_count": update.usage.prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(first_s - times.queue_s),
+            "prompt_eval_duration": _nanoseconds(update.times.prompt_s),
             "eval_count": update.usage.completion_tokens,
-            "eval_duration": _nanoseconds((times.e2e_s or 0.0) - first_s),
+            "eval_duration": _nanoseconds(update.times.output_s),
         }
 
     def _logprobs(self, update: SampleUpdate) -> list[object]:

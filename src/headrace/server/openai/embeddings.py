@@ -42,34 +42,31 @@ class EmbeddingItem(msgspec.Struct, frozen=True):
     embedding: str | list[float]
 
 
-class EmbeddingServing:
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
-
-    async def handle_request(self, exchange: Exchange) -> None:
-        """The embedding of each input. Errors name the fields as this API spells them."""
-        request = await exchange.read_json(EmbeddingRequest)
-        check_normalize(request.normalize, pooling_of(self.context.model, "embed"))
-        request_id = request.rid or f"embd-{uuid.uuid4().hex}"
-        exchange.name_request(request_id)
-        try:
-            call = EmbeddingReqInput(
-                **given_input("input", request.input),
-                dimensions=request.dimensions,
-                **request.call_fields(self.context, request_id),
-            )
-            check_num_numbers(self.context, call, "input")
-            async with exchange.until_client_leaves():
-                updates = await results_of(exchange, call)
-                await reply_in_pieces(exchange, self._reply(request, updates))
-        except RequestError as error:
-            raise renamed(error, "input") from None
-
-    def _reply(self, request: EmbeddingRequest, updates: list[SampleUpdate]) -> Iterator[bytes]:
-        as_base64 = request.encoding_format == "base64"
-        head: dict[str, object] = {"object": "list", "model": self.context.shown_model(request.model)}
-        items = (
-            EmbeddingItem("embedding", index, vector_json(update.pooled or b"", as_base64))
-            for index, update in enumerate(updates)
+async def embeddings(exchange: Exchange) -> None:
+    """The embedding of each input. Errors name the fields as this API spells them."""
+    request, context = await exchange.read_json(EmbeddingRequest), exchange.context
+    check_normalize(request.normalize, pooling_of(context.model, "embed"))
+    request_id = request.rid or f"embd-{uuid.uuid4().hex}"
+    exchange.name_request(request_id)
+    try:
+        call = EmbeddingReqInput(
+            **given_input("input", request.input),
+            dimensions=request.dimensions,
+            **request.call_fields(context, request_id),
         )
-        return object_pieces(head, "data", items, {"usage": usage_of(self.context, updates)})
+        check_num_numbers(context, call, "input")
+        async with exchange.until_client_leaves():
+            updates = await results_of(exchange, call)
+            await reply_in_pieces(exchange, _reply(context, request, updates))
+    except RequestError as error:
+        raise renamed(error, "input") from None
+
+
+def _reply(context: ServingContext, request: EmbeddingRequest, updates: list[SampleUpdate]) -> Iterator[bytes]:
+    as_base64 = request.encoding_format == "base64"
+    head: dict[str, object] = {"object": "list", "model": context.shown_model(request.model)}
+    items = (
+        EmbeddingItem("embedding", index, vector_json(update.pooled or b"", as_base64))
+        for index, update in enumerate(updates)
+    )
+    return object_pieces(head, "data", items, {"usage": usage_of(context, updates)})

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from headrace.errors import NotFoundError
-from headrace.server.context import ServingContext
+from headrace.server.context import ServedModel
 from headrace.server.error_forms import anthropic_error
 from headrace.server.http import Exchange, describe_error, send_response
 
@@ -24,65 +24,61 @@ class ModelsQuery(msgspec.Struct, frozen=True, kw_only=True):
     before_id: str | None = None
 
 
-class ModelsAPI:
-    """Handlers that list what is served."""
-
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
-
-    async def list_models(self, exchange: Exchange) -> None:
-        """The served model by each of its names, and its adapters."""
-        names = self.context.listed_names
-        if not _is_anthropics(exchange):
-            await exchange.reply_json({"object": "list", "data": [self._card(name) for name in names]})
-            return
-        page, has_more = _page(names, exchange.read_query(ModelsQuery))
-        await exchange.reply_json(
-            {
-                "data": [self._info(name) for name in page],
-                "has_more": has_more,
-                "first_id": page[0] if page else None,
-                "last_id": page[-1] if page else None,
-            }
-        )
-
-    async def get_model(self, exchange: Exchange) -> None:
-        """One model or adapter by its id; 404 when it is not served here."""
-        is_anthropics = _is_anthropics(exchange)
-        try:
-            name = self.context.listed_name(exchange.path_param("id"))
-        except NotFoundError as exc:
-            if not is_anthropics:
-                raise
-            status, headers, error = describe_error(exc)
-            await send_response(exchange.send, status, anthropic_error(status, error), b"application/json", headers)
-            return
-        await exchange.reply_json(self._info(name) if is_anthropics else self._card(name))
-
-    def _card(self, name: str) -> dict[str, object]:
-        model = self.context.model
-        is_adapter = name not in model.names
-        return {
-            "id": name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "headrace",
-            "root": name if is_adapter else model.name,
-            "parent": model.name if is_adapter else None,
-            "max_model_len": model.context_length,
+async def list_models(exchange: Exchange) -> None:
+    """The served model by each of its names, and its adapters."""
+    model, names = exchange.context.model, exchange.context.listed_names
+    if not _is_anthropics(exchange):
+        await exchange.reply_json({"object": "list", "data": [_card(model, name) for name in names]})
+        return
+    page, has_more = _page(names, exchange.read_query(ModelsQuery))
+    await exchange.reply_json(
+        {
+            "data": [_info(model, name) for name in page],
+            "has_more": has_more,
+            "first_id": page[0] if page else None,
+            "last_id": page[-1] if page else None,
         }
+    )
 
-    def _info(self, name: str) -> dict[str, object]:
-        model = self.context.model
-        return {
-            "type": "model",
-            "id": name,
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "lifecycle": "active",
-            "max_input_tokens": model.context_length,
-            "max_tokens": model.context_length,
-        }
+
+async def get_model(exchange: Exchange) -> None:
+    """One model or adapter by its id; 404 when it is not served here."""
+    is_anthropics = _is_anthropics(exchange)
+    try:
+        name = exchange.context.listed_name(exchange.path_param("id"))
+    except NotFoundError as exc:
+        if not is_anthropics:
+            raise
+        status, headers, error = describe_error(exc)
+        await send_response(exchange.send, status, anthropic_error(status, error), b"application/json", headers)
+        return
+    model = exchange.context.model
+    await exchange.reply_json(_info(model, name) if is_anthropics else _card(model, name))
+
+
+def _card(model: ServedModel, name: str) -> dict[str, object]:
+    is_adapter = name not in model.names
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "headrace",
+        "root": name if is_adapter else model.name,
+        "parent": model.name if is_adapter else None,
+        "max_model_len": model.context_length,
+    }
+
+
+def _info(model: ServedModel, name: str) -> dict[str, object]:
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_length,
+        "max_tokens": model.context_length,
+    }
 
 
 def _is_anthropics(exchange: Exchange) -> bool:

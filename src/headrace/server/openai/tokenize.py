@@ -41,92 +41,97 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 _PIECE_IDS = 64 << 10
 
 
-class TokenizeAPI:
-    """Handlers between texts and token ids."""
+async def tokenize(exchange: Exchange) -> None:
+    """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
+    context = exchange.context
+    context.check_tokenizer("prompt")
+    body = await exchange.read_json(TokenizeBody)
+    context.adapter_of(body.model or "")
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give exactly one of prompt and messages", "prompt")
+    if isinstance(body.prompt, list):
+        _check_count(context, "prompt", "texts", len(body.prompt))
+    if body.messages is not None:
+        chat = await context.in_text_thread(lambda: chat_prompt(context, _conversation(context, body)))
+        tokens = [await chat.ids_with_media(context, exchange)]
+    else:
+        tokens = await context.in_text_thread(lambda: _tokens(context, body))
+    length, is_list = context.model.context_length, isinstance(body.prompt, list)
+    reply = await context.in_text_thread(lambda: _reply(tokens, length, is_list))
+    await send_response(exchange.send, 200, reply, b"application/json")
 
-    def __init__(self, context: ServingContext) -> None:
-        self.context = context
 
-    async def tokenize(self, exchange: Exchange) -> None:
-        """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
-        self.context.check_tokenizer("prompt")
-        body = await exchange.read_json(TokenizeBody)
-        self.context.adapter_of(body.model or "")
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("give exactly one of prompt and messages", "prompt")
-        if isinstance(body.prompt, list):
-            self._check_count("prompt", "texts", len(body.prompt))
-        if body.messages is not None:
-            chat = await self.context.in_text_thread(lambda: chat_prompt(self.context, self._conversation(body)))
-            tokens = [await chat.ids_with_media(self.context, exchange)]
-        else:
-            tokens = await self.context.in_text_thread(lambda: self._tokens(body))
-        reply = await self.context.in_text_thread(lambda: self._reply(tokens, isinstance(body.prompt, list)))
-        await send_response(exchange.send, 200, reply, b"application/json")
+def _check_count(context: ServingContext, param: str, what: str, count: int) -> None:
+    limit = context.args.max_batch_prompts
+    if count > limit:
+        raise refused(param, f": at most {limit} {what} in one request, got {count}")
 
-    def _check_count(self, param: str, what: str, count: int) -> None:
-        limit = self.context.args.max_batch_prompts
-        if count > limit:
-            raise refused(param, f": at most {limit} {what} in one request, got {count}")
 
-    def _reply(self, tokens: list[list[int]], is_list: bool) -> bytes:
-        """The reply, which may hold millions of ids: in a thread, in pieces."""
-        counts = [len(ids) for ids in tokens]
-        ids = [b"[" + b",".join(_pieces(ids)) + b"]" for ids in tokens]
-        fields = {
-            "tokens": msgspec.Raw(b"[" + b",".join(ids) + b"]" if is_list else ids[0]),
-            "count": counts if is_list else counts[0],
-            "max_model_len": self.context.model.context_length,
-        }
-        return encode_json(fields)
+def _reply(tokens: list[list[int]], length: int, is_list: bool) -> bytes:
+    """The reply, which may hold millions of ids: in a thread, in pieces."""
+    counts = [len(ids) for ids in tokens]
+    ids = [b"[" + b",".join(_pieces(ids)) + b"]" for ids in tokens]
+    fields = {
+        "tokens": msgspec.Raw(b"[" + b",".join(ids) + b"]" if is_list else ids[0]),
+        "count": counts if is_list else counts[0],
+        "max_model_len": length,
+    }
+    return encode_json(fields)
 
-    def _conversation(self, body: TokenizeBody) -> Conversation:
-        assert body.messages is not None, "the body has them"
-        chat = ChatCompletionRequest(
-            model=self.context.model.name,
-            messages=body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            tools=body.tools,
-            reasoning_effort=body.reasoning_effort,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
-        return conversation_of(chat, self.context.model.context_length)
 
-    def _tokens(self, body: TokenizeBody) -> list[list[int]]:
-        assert body.prompt is not None, "one of prompt and messages is given"
-        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self.context.check_text_length("prompt", sum(map(len, texts)), whole=True)
-        return self.context.model.tokenizer.encode_batch(texts, body.add_special_tokens, True) if texts else []
+def _conversation(context: ServingContext, body: TokenizeBody) -> Conversation:
+    assert body.messages is not None, "the body has them"
+    chat = ChatCompletionRequest(
+        model=context.model.name,
+        messages=body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=body.tools,
+        reasoning_effort=body.reasoning_effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return conversation_of(chat, context.model.context_length)
 
-    async def apply_template(self, exchange: Exchange) -> None:
-        """`{prompt}`: what the chat template makes of the body of a chat, as text."""
-        self.context.check_tokenizer("messages")
-        body = await exchange.read_json(ChatCompletionRequest)
-        self.context.adapter_of(body.model)
-        limit = self.context.model.context_length
-        chat = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation_of(body, limit)))
-        await exchange.reply_json({"prompt": chat.text})
 
-    async def detokenize(self, exchange: Exchange) -> None:
-        """`{text}`; a list when `tokens` was a list of lists."""
-        self.context.check_tokenizer("tokens")
-        body = await exchange.read_json(DetokenizeBody)
-        self.context.adapter_of(body.model or "")
-        texts = await self.context.in_text_thread(lambda: self._texts(body.tokens, body.skip_special_tokens))
-        await exchange.reply_json({"text": texts})
+def _tokens(context: ServingContext, body: TokenizeBody) -> list[list[int]]:
+    assert body.prompt is not None, "one of prompt and messages is given"
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    context.check_text_length("prompt", sum(map(len, texts)), whole=True)
+    return context.model.tokenizer.encode_batch(texts, body.add_special_tokens, True) if texts else []
 
-    def _texts(self, tokens: list[int | list[int]], skip_special_tokens: bool) -> str | list[str]:
-        num_lists = sum(isinstance(item, list) for item in tokens)
-        if num_lists not in (0, len(tokens)):
-            raise refused("tokens", "mixes ids and lists of ids")
-        rows = cast("list[list[int]]", tokens if num_lists else [tokens])
-        self._check_count("tokens", "lists of ids", len(rows))
-        tokenizer = self.context.model.tokenizer
-        for ids in rows:
-            check_token_ids("tokens", ids, tokenizer.vocab_size)
-        texts = [tokenizer.decode(ids, skip_special_tokens) for ids in rows]
-        return texts if num_lists else texts[0]
+
+async def apply_template(exchange: Exchange) -> None:
+    """`{prompt}`: what the chat template makes of the body of a chat, as text."""
+    context = exchange.context
+    context.check_tokenizer("messages")
+    body = await exchange.read_json(ChatCompletionRequest)
+    context.adapter_of(body.model)
+    limit = context.model.context_length
+    chat = await context.in_text_thread(lambda: chat_prompt(context, conversation_of(body, limit)))
+    await exchange.reply_json({"prompt": chat.text})
+
+
+async def detokenize(exchange: Exchange) -> None:
+    """`{text}`; a list when `tokens` was a list of lists."""
+    context = exchange.context
+    context.check_tokenizer("tokens")
+    body = await exchange.read_json(DetokenizeBody)
+    context.adapter_of(body.model or "")
+    texts = await context.in_text_thread(lambda: _texts(context, body.tokens, body.skip_special_tokens))
+    await exchange.reply_json({"text": texts})
+
+
+def _texts(context: ServingContext, tokens: list[int | list[int]], skip_special_tokens: bool) -> str | list[str]:
+    num_lists = sum(isinstance(item, list) for item in tokens)
+    if num_lists not in (0, len(tokens)):
+        raise refused("tokens", "mixes ids and lists of ids")
+    rows = cast("list[list[int]]", tokens if num_lists else [tokens])
+    _check_count(context, "tokens", "lists of ids", len(rows))
+    tokenizer = context.model.tokenizer
+    for ids in rows:
+        check_token_ids("tokens", ids, tokenizer.vocab_size)
+    texts = [tokenizer.decode(ids, skip_special_tokens) for ids in rows]
+    return texts if num_lists else texts[0]
 
 
 def _pieces(ids: list[int]) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import CapacityError, ContextLengthError, RequestError
-from headrace.frontend.sample_update import SampleUpdate, failure_of
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import CallInput, EmbeddingReqInput
 from headrace.server.context import Asker, ServingContext
 from headrace.server.pooling.protocol import pooling_of, renamed
@@ -77,8 +77,7 @@ async def answered(asker: Asker, sizes: Sequence[int], make: MakeCall, partial: 
     async def take() -> None:
         chunk = await tasks.popleft()
         for update in chunk if not partial else ():
-            if update.finish is not None and (failure := failure_of(update.finish)) is not None:
-                raise failure
+            update.raise_failure()
             if update.pooled is None and update.finish is not None and update.finish.type == "abort":
                 raise RequestError("the request was aborted")
         results.extend(chunk)

@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
-from headrace.frontend.sample_update import failure_of
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.context import ServingContext
@@ -111,8 +110,7 @@ class ResponsesAPI:
             return
         async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
             async for update in updates:
-                if update.finish is not None and (failure := failure_of(update.finish)) is not None:
-                    raise failure
+                update.raise_failure()
                 reply.push(update)
         end()
         await exchange.reply_json(reply.response(), headers=headers())
