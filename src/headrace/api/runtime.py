@@ -221,12 +221,12 @@ class Runtime(Methods):
         weight_version: str | None,
         bucketed: bool = False,
     ) -> WeightOpReply:
-        asked = {"abort_all_requests": "true" if abort_all_requests else "false"}
-        if bucketed:
-            asked["load_format"] = "flattened_bucket"
-        if weight_version is not None:
-            asked["weight_version"] = weight_version
-        path = f"/update_weights_from_tensor?{urllib.parse.urlencode(asked)}"
+        asked = {
+            "abort_all_requests": "true" if abort_all_requests else "false",
+            "load_format": "flattened_bucket" if bucketed else None,
+            "weight_version": weight_version,
+        }
+        path = f"/update_weights_from_tensor?{urllib.parse.urlencode(without_none(asked))}"
         return weight_op_reply(self._http.operate(path, b"".join(parts), {"Content-Type": "application/octet-stream"}))
 
     def encode(

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 """How long shutdown waits for an adapter that is being read."""
 
-Task = tuple[LoadLoraReq | UnloadLoraReq, Callable[[], str]]
+Task = LoadLoraReq | UnloadLoraReq
 
 
 class Lane:
@@ -79,14 +79,10 @@ class LoraLoader:
 
     def load(self, request: LoadLoraReq) -> None:
         """Start to load. The reply comes from the thread, or at once if the adapter must be there at once."""
-
-        def work() -> str:
-            return self._adapters.load(request.lora_id, request.path, request.fingerprint)
-
         if request.at_once:
-            self._replies.send(self._outcome((request, work)))
+            self._replies.send(self._outcome(request))
         else:
-            self._lane.submit((request, work))
+            self._lane.submit(request)
 
     def unload(self, request: UnloadLoraReq) -> None:
         """Unload as soon as no request uses it."""
@@ -104,17 +100,10 @@ class LoraLoader:
         used = {req.asked.lora_id for req in [*state.running, *state.waiting, *state.compiling]}
         for request in [request for request in self._leaving if request.lora_id not in used]:
             self._leaving.remove(request)
-            self._lane.submit((request, self._unloading(request.lora_id)))
+            self._lane.submit(request)
 
     def close(self) -> None:
         self._lane.close()
-
-    def _unloading(self, lora_id: int) -> Callable[[], str]:
-        def work() -> str:
-            self._adapters.unload(lora_id)
-            return ""
-
-        return work
 
     def _give_up(self, now_s: float) -> None:
         """A hanging read cannot be interrupted: abandon its thread and give the next tasks a new one."""
@@ -122,7 +111,7 @@ class LoraLoader:
         with lane.lock:
             if lane.task is None or now_s < lane.begun_s + self._limit_s:
                 return
-            request, _ = lane.task
+            request = lane.task
             rest = lane.abandon()
         why = f"reading it took longer than {self._limit_s:g} s (--weight-update-timeout-s)"
         logger.error("gave up on an adapter: %s", why)
@@ -141,11 +130,14 @@ class LoraLoader:
                 return
         self._replies.send(reply)
 
-    def _outcome(self, task: Task) -> LoraReply:
-        """Run the task; an error fails only this operation."""
-        request, work = task
+    def _outcome(self, request: Task) -> LoraReply:
+        """Carry it out; an error fails only this operation."""
+        fingerprint = ""
         try:
-            fingerprint = work()
+            if isinstance(request, LoadLoraReq):
+                fingerprint = self._adapters.load(request.lora_id, request.path, request.fingerprint)
+            else:
+                self._adapters.unload(request.lora_id)
         except HeadraceError as error:
             status_code = 400 if isinstance(error, ModelError) else 500
             return LoraReply(request.id, request.lora_id, status_code, error.message)

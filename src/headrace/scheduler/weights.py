@@ -36,7 +36,6 @@ from headrace.messages.weights import (
     ResumeMemory,
     SaveWeights,
     SetWeightVersion,
-    Update,
     UpdateFromDisk,
     UpdateFromDistributed,
     UpdateFromTensors,
@@ -60,11 +59,11 @@ JOIN_GRACE_S = 5.0
 
 
 @dataclass(slots=True)
-class _Current:
-    """The operation that the worker is preparing, or has prepared and not yet installed.
+class _Pending:
+    """An operation that the worker is preparing, or has prepared and not yet installed; an update of several replicas is then staged.
 
     operation: as requested. work: the worker's part of it. deadline_s: limit of the preparation. done: None while it is being prepared.
-    has_aborted: the requests that it aborts have been ended.
+    has_aborted: the requests that it aborts have been ended. update_id: of an update of several replicas.
     """
 
     request_id: int
@@ -75,17 +74,7 @@ class _Current:
     deadline_s: float
     done: Prepared | None = None
     has_aborted: bool = False
-
-
-@dataclass(slots=True)
-class _Staged:
-    """An update that is prepared but not yet committed."""
-
-    update_id: int
-    update: Update
-    done: Prepared
-    job: WeightJob
-    has_aborted: bool = False
+    update_id: int | None = None
 
 
 class WeightControl:
@@ -97,8 +86,8 @@ class WeightControl:
         self._reply = reply
         self._pausing: list[int] = []
         self._queue: deque[tuple[int, Queued]] = deque()
-        self._current: _Current | None = None
-        self._staged: _Staged | None = None
+        self._current: _Pending | None = None
+        self._staged: _Pending | None = None
 
     @property
     def has_job(self) -> bool:
@@ -128,7 +117,8 @@ class WeightControl:
             case CancelUpdate():
                 self._answer(request.id, True, self._cancel())
             case DropUpdate():
-                self._give_up(_DROPPED, lambda each: _is_phase_of(each, operation.update_id))
+                phases = PrepareUpdate | HoldForUpdate | CommitUpdate
+                self._give_up(_DROPPED, lambda each: isinstance(each, phases) and each.update_id == operation.update_id)
                 self._unstage(operation.update_id)
                 state.gate.held = False
                 self._answer(request.id, True, _DROPPED)
@@ -180,7 +170,7 @@ class WeightControl:
                     self._queue.popleft()
                     self._answer(request_id, False, f"update {operation.update_id} is not prepared in this replica")
                     return True
-                if not self._is_quiet(staged, staged.update, ended):
+                if not self._is_quiet(staged, ended):
                     return False
                 self._queue.popleft()
                 if isinstance(operation, HoldForUpdate):
@@ -218,9 +208,10 @@ class WeightControl:
             self._state.gate.exclusive = False
             self._answer(request_id, False, error.message)
             return
-        self._current = _Current(request_id, operation, work, job, limit_s, now_s + limit_s)
+        update_id = operation.update_id if isinstance(operation, PrepareUpdate) else None
+        self._current = _Pending(request_id, operation, work, job, limit_s, now_s + limit_s, update_id=update_id)
 
-    def _take_outcome(self, current: _Current, now_s: float) -> bool:
+    def _take_outcome(self, current: _Pending, now_s: float) -> bool:
         """Handle the result of the job, or its timeout. False while it is still running."""
         if not current.job.is_done:
             if now_s < current.deadline_s:
@@ -237,18 +228,18 @@ class WeightControl:
             self._fail(current, _INTERNAL_ERROR)
         else:
             current.done = done
-            if isinstance(current.operation, PrepareUpdate):
+            if current.update_id is not None:
                 self._leave(current)
-                self._staged = _Staged(current.operation.update_id, current.operation.update, done, current.job)
+                self._staged = current
                 self._answer(current.request_id, True, done.message, done)
         return True
 
     # -- the switch
 
-    def _install(self, current: _Current, done: Prepared, ended: list[TokenIDOut]) -> bool:
+    def _install(self, current: _Pending, done: Prepared, ended: list[TokenIDOut]) -> bool:
         """Install a prepared operation. False while it waits for steps. Outputs of requests that it ends are added to `ended`."""
         work = current.work
-        if isinstance(work, _BETWEEN_STEPS) and not self._is_quiet(current, work, ended):
+        if isinstance(work, _BETWEEN_STEPS) and not self._is_quiet(current, ended):
             return False
         if failure := self._installed(work, done):
             self._fail(current, failure)
@@ -257,17 +248,19 @@ class WeightControl:
             self._answer(current.request_id, True, done.message, done)
         return True
 
-    def _commit(self, request_id: int, staged: _Staged) -> None:
+    def _commit(self, request_id: int, staged: _Pending) -> None:
         self._staged = None
         self._state.gate.held = False
-        if failure := self._installed(staged.update, staged.done):
+        done = staged.done
+        assert done is not None, staged.update_id
+        if failure := self._installed(staged.work, done):
             self._answer(request_id, False, failure)
         else:
-            self._answer(request_id, True, staged.done.message, staged.done)
+            self._answer(request_id, True, done.message, done)
 
-    def _is_quiet(self, pending: _Current | _Staged, work: WorkerOperation, ended: list[TokenIDOut]) -> bool:
+    def _is_quiet(self, pending: _Pending, ended: list[TokenIDOut]) -> bool:
         """Whether no step is in flight and none will come before the switch. If not, no new request begins from now on."""
-        gate = self._state.gate
+        gate, work = self._state.gate, pending.work
         if isinstance(work, _UPDATES) and work.abort_all_requests and not pending.has_aborted:
             # Not earlier: an update that fails must not end any request.
             pending.has_aborted = True
@@ -332,19 +325,17 @@ class WeightControl:
         """Drop the prepared update (only the one with this id, if given)."""
         staged = self._staged
         if staged is not None and update_id in (None, staged.update_id):
-            self._staged = None
-            job = staged.job
-            del staged
-            job.abandon()
+            self._staged = staged.done = None
+            staged.job.abandon()
 
-    def _fail(self, current: _Current, message: str) -> None:
+    def _fail(self, current: _Pending, message: str) -> None:
         """End the operation with an error; nothing has changed."""
         self._leave(current)
         current.done = None
         current.job.abandon()
         self._answer(current.request_id, False, message)
 
-    def _leave(self, current: _Current) -> None:
+    def _leave(self, current: _Pending) -> None:
         assert self._current is current, "another operation is under way"
         self._current = None
         self._state.gate.draining = self._state.gate.exclusive = False
@@ -373,15 +364,7 @@ _CANCELLED = "cancelled; nothing has changed"
 _INTERNAL_ERROR = "internal error; see the server's log"
 
 
-def _is_phase_of(operation: Queued, update_id: int) -> bool:
-    match operation:
-        case PrepareUpdate() | HoldForUpdate() | CommitUpdate():
-            return operation.update_id == update_id
-        case _:
-            return False
-
-
-def _is_cancellable(operation: Queued, staged: _Staged | None) -> bool:
+def _is_cancellable(operation: Queued, staged: _Pending | None) -> bool:
     match operation:
         case HoldForUpdate():
             return staged is None or staged.update_id == operation.update_id

@@ -47,14 +47,8 @@ class FlushQuery(msgspec.Struct, forbid_unknown_fields=True):
     timeout: float = 0.0
 
 
-class FaultBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A fault to inject, see `FaultReq`."""
-
-    stage: Literal["admission", "forward", "sampling", "detokenize"]
-    kind: Literal["raise", "nan", "sleep", "crash"]
-    rid: str
-    at_token: int = 0
-    seconds: float = 0.0
+class FaultBody(FaultReq, frozen=True, tag=False, array_like=False, forbid_unknown_fields=True):
+    """A fault to inject, as JSON."""
 
 
 class LatestQuery(msgspec.Struct, forbid_unknown_fields=True):
