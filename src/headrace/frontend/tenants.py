@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from headrace.errors import CapacityError
 from headrace.messages.namespaces import of_api_key
 
@@ -24,12 +26,11 @@ DURATION_WEIGHT = 0.1
 """Weight of the newest request in the moving average of a tenant's request duration."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantLimits:
-    """Limits of a key. weight: its share of the machine beside other waiting keys. None = no limit.
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a key, as its file gives them. weight: its share of the machine beside other waiting keys. None = no limit.
 
     max_concurrent: requests at once. max_queued: samples without a token. The rates are per minute; tokens are those of prompts
-    and outputs. max_sessions, max_session_tokens: None = `share` of the server's limit, so that every key gets some.
+    and outputs. max_sessions, max_session_tokens: None = a share of the server's limit, so that every key gets some.
     shared_cache: shares the prefix cache with the other keys that have this set.
     """
 
@@ -42,6 +43,11 @@ class TenantLimits:
     max_sessions: int | None = None
     max_session_tokens: int | None = None
     shared_cache: bool = False
+
+
+class TenantLimits(KeyLimits, frozen=True, kw_only=True):
+    """share: of the server's limits that a key gets which has none of its own."""
+
     share: float = 1.0
 
 

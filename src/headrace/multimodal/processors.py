@@ -100,7 +100,7 @@ def _frame_size(frame: Image.Image, num_frames: int, settings: ImageSettings, ma
     """(height, width) of each frame of a video: see `_patched`."""
     height, width = frame.height, frame.width
     if max(height, width) / min(height, width) > _MOST_ASPECT:
-        raise MediaRefusedError(_too_long(frame), "pixels")
+        raise _too_long(frame)
     together, factor = settings.temporal_patch_size, settings.patch_size * settings.merge_size
     steps = -(-num_frames // together)
     size = settings.size
@@ -164,7 +164,7 @@ def _pixtral(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
         height, width = (math.floor(side / ratio) for side in (height, width))
     rows, columns = ((side - 1) // patch + 1 for side in (height, width))
     if rows < 1 or columns < 1:
-        raise MediaRefusedError(_too_long(image), "pixels")
+        raise _too_long(image)
     return [np.asarray(_resized(image, rows * patch, columns * patch, settings.resample))], NO_GRID
 
 
@@ -189,14 +189,14 @@ def _patched(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     """Both edges multiples of a square of patches, and a number of pixels within bounds."""
     height, width = image.height, image.width
     if max(height, width) / min(height, width) > _MOST_ASPECT:
-        raise MediaRefusedError(_too_long(image), "pixels")
+        raise _too_long(image)
     patch, merge = settings.patch_size, settings.merge_size
     size = settings.size
     if low:
         size = within(size.shortest_edge, size.longest_edge, LOW_TOKENS * (patch * merge) ** 2)
     height, width = smart_size(height, width, patch * merge, size.shortest_edge, size.longest_edge)
     if height * width > size.longest_edge:  # one square of patches high or wide, and still too long
-        raise MediaRefusedError(_too_long(image), "pixels")
+        raise _too_long(image)
     pixels = np.asarray(_resized(image, height, width, settings.resample))
     return [pixels], (1, height // patch, width // patch)
 
@@ -215,7 +215,7 @@ def _anyres(image: Image.Image, settings: ImageSettings, low: bool) -> Pixels:
     else:
         width, height = min(math.ceil(image.width * by_height), wide), tall
     if tall * wide > MAX_PIXELS:
-        raise MediaRefusedError(_too_long(image), "pixels")
+        raise _too_long(image)
     pixels = np.zeros((tall, wide, 3), np.uint8)
     top, left = (tall - height) // 2, (wide - width) // 2
     pixels[top : top + height, left : left + width] = np.asarray(_resized(image, height, width, settings.resample))
@@ -279,7 +279,7 @@ def _tables(settings: ImageSettings) -> Floats:
 
 def _resized(image: Image.Image, height: int, width: int, resample: int) -> Image.Image:
     if height < 1 or width < 1 or height * width > MAX_PIXELS:
-        raise MediaRefusedError(_too_long(image), "pixels")
+        raise _too_long(image)
     return image.resize((width, height), resample=Image.Resampling(resample))
 
 
@@ -288,7 +288,7 @@ def _squared(image: Image.Image, mean: Sequence[float]) -> Image.Image:
     if image.width == image.height:
         return image
     if side * side > MAX_PIXELS:
-        raise MediaRefusedError(_too_long(image), "pixels")
+        raise _too_long(image)
     square = Image.new("RGB", (side, side), tuple(int(value * 255) for value in mean) if mean else (0, 0, 0))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
@@ -307,5 +307,6 @@ def _cropped(pixels: Bytes, height: int, width: int) -> Bytes:
     return larger[top : top + height, left : left + width]
 
 
-def _too_long(image: Image.Image) -> str:
-    return f"an image of {image.width} x {image.height} pixels is too long for its width, or too wide, for this model"
+def _too_long(image: Image.Image) -> MediaRefusedError:
+    what = f"an image of {image.width} x {image.height} pixels"
+    return MediaRefusedError(f"{what} is too long for its width, or too wide, for this model", "pixels")

@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import AuthError, ConfigError, NotFoundError
-from headrace.frontend.tenants import Tenant, TenantLimits
+from headrace.frontend.tenants import KeyLimits, Tenant, TenantLimits
 from headrace.log import get_logger
 from headrace.plain_types import plain_reason
 from headrace.server.http import ASGIApp, Receive, Scope, Send
@@ -88,20 +88,11 @@ def sent_key(scope: Scope) -> bytes | None:
     return others[0].strip() or None if len(others) == 1 else None
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One key of the file: in the clear (`key`) or as the hex SHA-256 of its UTF-8 bytes (`sha256`). See `TenantLimits`."""
+class _Entry(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key of the file: in the clear (`key`) or as the hex SHA-256 of its UTF-8 bytes (`sha256`)."""
 
-    name: str
     key: str | None = None
     sha256: str | None = None
-    weight: float = 1.0
-    max_concurrent: int | None = None
-    max_queued: int | None = None
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    max_sessions: int | None = None
-    max_session_tokens: int | None = None
-    shared_cache: bool = False
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
