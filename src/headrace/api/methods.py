@@ -28,7 +28,6 @@ from headrace.frontend.weight_checks import (
     checked_load_format,
     checked_tags,
     checked_tensors,
-    checked_truncate_size,
     checking,
     nested_values,
     note_on_tags,
@@ -452,7 +451,9 @@ class Methods(ABC):
         """The first rows of a weight (elements of a vector) as lists. Raises RequestError for an unknown name."""
 
         async def here(manager: "TokenizerManager") -> list[Any]:
-            return nested_values(await manager.weights.operate(GetWeight(name, checked_truncate_size(truncate_size))))
+            if truncate_size < 0:
+                raise RequestError(f"truncate_size must be at least 0, got {truncate_size}", "truncate_size")
+            return nested_values(await manager.weights.operate(GetWeight(name, truncate_size)))
 
         def over_http(http: NativeClient) -> list[Any]:
             body = json.dumps({"name": name, "truncate_size": truncate_size}).encode()
@@ -488,16 +489,15 @@ class Methods(ABC):
         self, *, restore_weights_before_load: bool = False, post_process_quantization: bool = False
     ) -> Result:
         """Nothing: an update is complete when it has been installed."""
-
-        def over_http(http: NativeClient) -> Result:
-            asked = {
-                "restore_weights_before_load": restore_weights_before_load,
-                "post_process_quantization": post_process_quantization,
-            }
-            reply = http.operate("/post_process_weights", json.dumps(asked).encode())
-            return reply["success"], reply["message"]
-
-        return self._call(lambda manager: (True, NOTHING_TO_PROCESS), over_http)
+        asked = {
+            "restore_weights_before_load": restore_weights_before_load,
+            "post_process_quantization": post_process_quantization,
+        }
+        reply = self._call(
+            lambda manager: {"success": True, "message": NOTHING_TO_PROCESS},
+            lambda http: http.operate("/post_process_weights", json.dumps(asked).encode()),
+        )
+        return reply["success"], reply["message"]
 
     def save_sharded_state(self, path: str) -> Result:
         """Write the current weights to a new folder called `path` below --save-dir, from which they can be served again."""

@@ -73,12 +73,6 @@ def checked_tensors(
     return tuple(names), plain, tuple(tuple(shape) for shape in shapes)
 
 
-def checked_truncate_size(truncate_size: int) -> int:
-    if truncate_size < 0:
-        raise RequestError(f"truncate_size must be at least 0, got {truncate_size}", "truncate_size")
-    return truncate_size
-
-
 def checked_tags(tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
     """The tags of memory that this server has. None or an empty list: all of them. Raises RequestError for an unknown tag."""
     wanted = tags or MEMORY_TAGS

@@ -1,5 +1,6 @@
 """Health, information and control routes, timelines of requests, and LoRA adapters. Runs in the event loop that serves HTTP."""
 
+from collections.abc import Awaitable
 from typing import Annotated, Literal
 
 import msgspec
@@ -237,17 +238,19 @@ async def load_adapter(exchange: Exchange) -> None:
     body = await exchange.read_json(LoadLoraBody)
     if any(name in exchange.context.model.names for name in spellings(body.lora_name)):
         raise RequestError(f"{body.lora_name!r} is the model's own name", "lora_name")
-    adapters = exchange.context.frontend.adapters
-    async with exchange.until_client_leaves():
-        await adapters.load(body.lora_name, body.lora_path, body.pinned)
-    await exchange.reply_json({"success": True, "message": "the adapter is loaded", "loaded_adapters": adapters.names})
+    loading = exchange.context.frontend.adapters.load(body.lora_name, body.lora_path, body.pinned)
+    await _change_adapters(exchange, loading, "the adapter is loaded")
 
 
 async def unload_adapter(exchange: Exchange) -> None:
     """Unload a LoRA adapter once the requests that use it have ended; 404 for an unknown name."""
     body = await exchange.read_json(UnloadLoraBody)
-    adapters = exchange.context.frontend.adapters
+    unloading = exchange.context.frontend.adapters.unload(body.lora_name)
+    await _change_adapters(exchange, unloading, "the adapter is unloaded")
+
+
+async def _change_adapters(exchange: Exchange, change: Awaitable[None], message: str) -> None:
     async with exchange.until_client_leaves():
-        await adapters.unload(body.lora_name)
-    reply = {"success": True, "message": "the adapter is unloaded", "loaded_adapters": adapters.names}
-    await exchange.reply_json(reply)
+        await change
+    names = exchange.context.frontend.adapters.names
+    await exchange.reply_json({"success": True, "message": message, "loaded_adapters": names})

@@ -67,9 +67,6 @@ class ControlFrontend(Protocol):
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
         """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
 
-    async def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the schedulers, together."""
-
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each live scheduler."""
 

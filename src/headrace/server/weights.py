@@ -19,10 +19,8 @@ from headrace.frontend.weight_checks import (
     TRUNCATE_SIZE,
     check_result,
     checked_group,
-    checked_load_format,
     checked_tags,
     checked_tensors,
-    checked_truncate_size,
     checking,
     nested_values,
     note_on_tags,
@@ -186,17 +184,12 @@ class OperationReply(msgspec.Struct, frozen=True):
 
 
 def _from_disk(body: DiskBody) -> UpdateFromDisk:
-    load_format = checked_load_format(body.load_format)
-    return UpdateFromDisk(body.model_path, load_format, body.abort_all_requests, body.weight_version)
+    return UpdateFromDisk(body.model_path, body.load_format or "auto", body.abort_all_requests, body.weight_version)
 
 
 def _init_group(body: GroupBody) -> InitGroup:
-    try:
-        port = int(body.master_port)
-    except ValueError:
-        raise RequestError(f"master_port is {body.master_port!r}, not a number", "master_port") from None
     return checked_group(
-        body.master_address, port, body.rank_offset, body.world_size, body.group_name, body.backend, timeout_s=body.timeout_s
+        body.master_address, int(body.master_port), body.rank_offset, body.world_size, body.group_name, body.backend, timeout_s=body.timeout_s
     )  # fmt: skip
 
 
@@ -271,7 +264,7 @@ def weight_routes() -> list[RouteSpec]:
         asks("/init_weights_update_group", _init_group, "Join a trainer's group", GroupBody, {"Two ranks": two_ranks}),
         asks("/update_weights_from_distributed", _from_distributed, "From the group", DistributedBody, {"One tensor": one_tensor}),
         asks("/destroy_weights_update_group", lambda body: DestroyGroup(body.group_name), "Leave a group", DestroyBody, {"The usual group": {}}),
-        asks("/get_weights_by_name", lambda body: GetWeight(body.name, checked_truncate_size(body.truncate_size)), "Rows of a weight", GetWeightBody,
+        asks("/get_weights_by_name", lambda body: GetWeight(body.name, body.truncate_size), "Rows of a weight", GetWeightBody,
              {"The first two rows": {"name": weight, "truncate_size": 2}}, _rows, methods=("GET", "POST")),
         asks("/weights_checker", lambda body: checking(body.action, body.skip_tensor_list), "Checksums of the weights", CheckBody, checks,
              lambda reply, body: check_result(reply)),
