@@ -14,11 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
+from headrace.garbage import give_back_free_memory
+
 T = TypeVar("T")
+A = TypeVar("A", bound=msgspec.Struct)
 
 MIB = 1 << 20
 
@@ -89,6 +92,29 @@ def run(serve: Callable[[Frames], None], stack_bytes: int, name: str, nice: int 
     threading.Thread(target=_serve_and_exit, args=(serve, Frames(connection)), name=name, daemon=True).start()
     _wait_for_end(connection.fileno(), parent_pid)
     os._exit(0)
+
+
+def answer_all(
+    frames: Frames,
+    jobs: msgspec.msgpack.Decoder[T],
+    act: Callable[[T], A],
+    memory_bytes: int,
+    num_bytes: Callable[[A], int] = lambda answer: 0,
+) -> NoReturn:
+    """Say that the child can work, and answer every job, with `left_bytes`: by how much the child has grown since.
+
+    memory_bytes: it may allocate so much more than it has now. num_bytes: of an answer, which do not count.
+    """
+    own_bytes = resident_bytes()
+    limit_memory(memory_bytes)
+    frames.send(Ready())
+    say_no_more()
+    while True:
+        answer = act(frames.receive(jobs))
+        give_back_free_memory()
+        left_bytes = max(resident_bytes() - own_bytes - num_bytes(answer), 0)
+        frames.send(msgspec.structs.replace(answer, left_bytes=left_bytes))
+        del answer
 
 
 def limit_memory(more_bytes: int) -> None:

@@ -13,6 +13,7 @@ from headrace.errors import RequestError
 from headrace.media_kinds import NO_REFS, MediaRefs, refs_of
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import CallInput, GenerateReqInput, PromptContent
+from headrace.sampling.params import check_vocabulary
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 
 _EMBEDS = "input_embeds"
@@ -168,9 +169,7 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     if set(map(type, ids)) - {int}:
         wrong = next(token_id for token_id in ids if type(token_id) is not int)
         raise RequestError(f"{param}: token ids must be integers, got {wrong!r:.40}", param)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
+    check_vocabulary(param, ids, vocab_size)
 
 
 def pack_embeds(

@@ -12,7 +12,7 @@ Owns the lookup, when a file is written, and what a line shows. What is recorded
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,27 +145,20 @@ class Records:
         if not found:
             kept = self._args.timeline_requests
             raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
-        for timeline in found:
-            if (sample := self._table.samples.get(timeline.rid)) is not None:
-                sample.write_timeline()
-        return [timeline.describe() for timeline in found]
+        return [timeline.describe() for timeline in self._up_to_date(found)]
 
     def latest(self, limit: int, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """The last `limit` samples without their events and with their age, see `Timelines.latest`. caller: as for `timelines`."""
         now_s = self._clock()
         found = self._timelines.latest(limit, None if caller.is_admin else caller.owner)
-        for timeline in found:
-            if (sample := self._table.samples.get(timeline.rid)) is not None:
-                sample.write_timeline()
-        return [timeline.summary() | {"age_s": timeline.age_s(now_s)} for timeline in found]
+        return [timeline.summary() | {"age_s": timeline.age_s(now_s)} for timeline in self._up_to_date(found)]
 
     async def dump(self) -> tuple[str, int]:
         """Write the last requests to a file in --dump-requests-dir. Returns its name and their number. Raises RequestError, ExecutionError."""
         folder = self._args.dump_requests_dir
         if folder is None:
             raise RequestError("there is no folder to write to: start the server with --dump-requests-dir")
-        self._write_timelines()
-        requests = described(self._timelines, self._args.crash_dump_prompts)
+        requests = described(self._up_to_date(self._timelines), self._args.crash_dump_prompts)
         try:
             path = await asyncio.to_thread(write_dump, folder, "requests", "requested", requests)
         except OSError as error:
@@ -175,12 +168,14 @@ class Records:
     def crash_dump(self, message: str) -> None:
         """Write the last requests to a file in --crash-dump-dir, if that is set. message: what has crashed."""
         if self._args.crash_dump_dir is not None:
-            self._write_timelines()
-            write_crash_dump(self._args.crash_dump_dir, message, self._timelines, self._args.crash_dump_prompts)
+            timelines = self._up_to_date(self._timelines)
+            write_crash_dump(self._args.crash_dump_dir, message, timelines, self._args.crash_dump_prompts)
 
-    def _write_timelines(self) -> None:
-        for sample in self._table.samples.values():
-            sample.write_timeline()
+    def _up_to_date(self, timelines: Iterable[Timeline]) -> Iterator[Timeline]:
+        for timeline in timelines:
+            if (sample := self._table.samples.get(timeline.rid)) is not None:
+                sample.write_timeline()
+            yield timeline
 
 
 _NOTES: dict[type[WeightOperation], Note] = {

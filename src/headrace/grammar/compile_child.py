@@ -10,7 +10,7 @@ import random
 import msgspec
 import numpy as np
 
-from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
+from headrace.child_pool.child_side import MIB, Frames, answer_all, resident_bytes, run
 from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
@@ -105,14 +105,7 @@ def serve(frames: Frames) -> None:
     # The first grammar makes the library build tables that it keeps, which are no grammar's own.
     try_grammar(tokens, GrammarSpec("json_schema", '{"type": "object"}', ""))
     give_back_free_memory()
-    own_bytes = resident_bytes()
-    limit_memory(limit_bytes)
-    frames.send(Ready())
-    say_no_more()
-    while True:
-        verdict = try_grammar(tokens, frames.receive(_SPECS))
-        give_back_free_memory()
-        frames.send(msgspec.structs.replace(verdict, left_bytes=max(resident_bytes() - own_bytes, 0)))
+    answer_all(frames, _SPECS, lambda spec: try_grammar(tokens, spec), limit_bytes)
 
 
 def main() -> None:

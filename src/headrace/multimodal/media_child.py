@@ -10,8 +10,7 @@ import msgspec
 from PIL.Image import Image
 
 from headrace.checkpoint.preprocessor_config import AudioSettings
-from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
-from headrace.garbage import give_back_free_memory
+from headrace.child_pool.child_side import MIB, Frames, answer_all, run
 from headrace.messages.media import KEY_BYTES
 from headrace.multimodal.images import read_image
 from headrace.multimodal.limits import MAX_VIDEO_PIXELS, MediaRefusedError
@@ -56,17 +55,9 @@ def settings_key(settings: MediaSettings) -> bytes:
 def serve(frames: Frames) -> None:
     setup = frames.receive(_SETUPS)
     key = settings_key(setup.settings)
-    own_bytes = resident_bytes()
-    limit_memory(setup.memory_bytes)
-    frames.send(Ready())
-    say_no_more()
-    while True:
-        verdict = prepare_job(frames.receive(_JOBS), setup.settings, key)
-        give_back_free_memory()
-        frames.send(
-            msgspec.structs.replace(verdict, left_bytes=max(resident_bytes() - own_bytes - _num_bytes(verdict), 0))
-        )
-        del verdict
+    answer_all(
+        frames, _JOBS, lambda job: prepare_job(job, setup.settings, key), setup.memory_bytes, num_bytes=_num_bytes
+    )
 
 
 def main() -> None:

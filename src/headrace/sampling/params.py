@@ -6,6 +6,7 @@ Validation is visible in the type: only `SamplingParams.resolve` makes a `Resolv
 
 import math
 from collections.abc import Sequence, Set, Sized
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -71,9 +72,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(
                 f"{name}: at most {MAX_SEQUENCES} sequences, with 1 to {MAX_SEQUENCE_TOKENS} ids each", name
             )
-        for token_id in (self.end_id, *self.end_ids, *(token_id for begin in self.begins for token_id in begin)):
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(f"{name}: {token_id} is not a token id (0 to {vocab_size - 1})", name)
+        check_vocabulary(name, [self.end_id, *self.end_ids, *chain.from_iterable(self.begins)], vocab_size)
 
 
 class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -329,10 +328,15 @@ def _between(param: str, value: float, low: float, high: float, low_open: bool =
     _require(inside, param, f"{param} must be {'in ' if high != math.inf else ''}{bounds}, got {value}")
 
 
-def _ids(param: str, ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+def check_vocabulary(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError that names the first id that is not one of the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
+
+
+def _ids(param: str, ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    check_vocabulary(param, ids or (), vocab_size)
     return tuple(dict.fromkeys(ids or ()))
 
 
