@@ -11,7 +11,8 @@ from headrace.errors import ExecutionError, RequestError
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.worker import ModelWorker, ThreadedLane
-from headrace.messages.control import ExpertCountsReq, ProfileReq
+from headrace.messages.control import ExpertCountsReq
+from headrace.messages.operations import StartProfileBody
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -85,11 +86,11 @@ def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it
     )
     client = client_of(run, profiler)
     client.submit(plan(1))
-    assert client.profile(ProfileReq(True)) == "profiling"
+    assert client.profile(StartProfileBody()) == "profiling"
     assert seen == [(1, "model-worker"), ("start", "model-worker")]
 
     with pytest.raises(RequestError, match="no profile is running"):
-        client.profile(ProfileReq(False))
+        client.profile(None)
     with pytest.raises(RequestError, match="no experts"):
         client.count_experts(ExpertCountsReq("start"))
     assert client.collect().step == 1

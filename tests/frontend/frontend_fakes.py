@@ -12,9 +12,9 @@ from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalChannels
 from headrace.messages.control import (
     AbortReq,
-    FlushCacheReply,
     HealthCheckReply,
     InternalState,
+    Outcome,
     PoolState,
     ReadyInfo,
 )
@@ -137,7 +137,7 @@ class FakeEngine:
                     self.emit(rid, finish=FinishReason("abort", message=message.message))
             case OperationReq() if self.answers:
                 reply = {
-                    "flush_cache": FlushCacheReply(not self.num_tokens, "said so"),
+                    "flush_cache": Outcome(not self.num_tokens, "said so"),
                     "internal_state": STATE,
                     "check_health": HealthCheckReply(self.busy),
                 }[message.name]

@@ -16,7 +16,7 @@ from headrace.frontend.balancers import Balancer
 from headrace.frontend.server_info import of_all_replicas, sum_of_states
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
-from headrace.messages.control import AbortReq, ProfileReply
+from headrace.messages.control import AbortReq, Outcome
 from headrace.messages.operations import (
     SLOW_DOWN,
     START_PROFILE,
@@ -385,7 +385,7 @@ async def test_every_replica_is_profiled_and_one_that_had_ended_by_itself_is_no_
         seen = [inbox.recv_nowait() for inbox in house.inboxes]
         assert [message.name for message in seen] == [operation.name] * 3
         for one, (success, message) in zip(seen, replies, strict=True):
-            house.from_engine.send(answered(one.id, ProfileReply(success, message)))
+            house.from_engine.send(answered(one.id, Outcome(success, message)))
         return operation.combine(await asking)["message"]
 
     assert await asked(START_PROFILE, StartProfileBody(), [(True, "profiling")] * 3) == "profiling"

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import RequestError
 from headrace.frontend.control import flush_when_idle
-from headrace.messages.control import FlushCacheReply
+from headrace.messages.control import Outcome
 
 
 class Busy:
@@ -16,10 +16,10 @@ class Busy:
         self.left = times
         self.num_calls = 0
 
-    async def __call__(self) -> FlushCacheReply:
+    async def __call__(self) -> Outcome:
         self.num_calls += 1
         self.left -= 1
-        return FlushCacheReply(self.left < 0, "said so")
+        return Outcome(self.left < 0, "said so")
 
 
 async def test_a_flush_is_tried_until_it_succeeds():

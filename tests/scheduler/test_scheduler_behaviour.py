@@ -12,8 +12,7 @@ from headrace.messages.control import (
     AbortReq,
     FaultReq,
     HealthCheckReply,
-    ProfileReply,
-    ProfileReq,
+    Outcome,
     ShutdownReq,
 )
 from headrace.messages.operations import (
@@ -411,8 +410,8 @@ def test_a_profile_is_started_by_the_worker_and_an_activity_counts_once():
     rig.inbox.send(START_PROFILE.message(1, StartProfileBody("run-1", 5, ("CPU", "CPU"))))
     rig.turn()
 
-    assert rig.reply(START_PROFILE, 1) == ProfileReply(True, "profiling")
-    assert seen == [ProfileReq(True, "run-1", 5, ("CPU",))]
+    assert rig.reply(START_PROFILE, 1) == Outcome(True, "profiling")
+    assert seen == [StartProfileBody("run-1", 5, ("CPU",))]
 
 
 def test_a_slowed_scheduler_sleeps_after_each_step_until_it_is_told_otherwise(monkeypatch):

@@ -41,10 +41,9 @@ from headrace.messages.control import (
     CacheNode,
     CacheTree,
     FaultReq,
-    FlushCacheReply,
     InternalState,
+    Outcome,
     PoolState,
-    ProfileReply,
     ReadyInfo,
 )
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
@@ -203,7 +202,7 @@ class FakeFrontend:
         self.started = threading.Event()
         self.closed_early = threading.Event()
         self.alive = True
-        self.flush = FlushCacheReply(True, "flushed")
+        self.flush = Outcome(True, "flushed")
         self.flush_timeouts: list[float] = []
         self.num_active = 0
         self._released = asyncio.Event()
@@ -374,7 +373,7 @@ class FakeFrontend:
             raise NotFoundError("there is no such session", "session_id")
         self.closed.append(session_id)
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+    async def flush_cache(self, timeout_s: float = 0.0) -> Outcome:
         self.flush_timeouts.append(timeout_s)
         return self.flush
 
@@ -401,9 +400,9 @@ class FakeFrontend:
                 reply = f"slept {asked.forward_sleep_time}"
             case "start_profile":
                 self.profiled.append(asked)
-                reply = ProfileReply(True, "profiling")
+                reply = Outcome(True, "profiling")
             case _:
-                reply = ProfileReply(False, "no profile is running")
+                reply = Outcome(False, "no profile is running")
         return {0: answered(1, reply).reply}
 
     async def health(self, generate: bool = False) -> bool:

@@ -22,7 +22,7 @@ from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.tenants import SERVER
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import WeightControl
-from headrace.messages.control import FlushCacheReply
+from headrace.messages.control import Outcome
 from headrace.messages.operations import OPERATIONS
 from headrace.messages.outputs import FinishReason
 from headrace.server import listener
@@ -137,7 +137,7 @@ def test_model_info_says_where_the_weights_that_serve_were_read_from():
 
 def test_flush_says_what_happened(client: httpx.Client, server: Running):
     assert client.post("/flush_cache").json() == {"success": True, "message": "flushed"}
-    server.frontend.flush = FlushCacheReply(False, "2 requests run")
+    server.frontend.flush = Outcome(False, "2 requests run")
     reply = client.post("/flush_cache")
     assert reply.status_code == 409
     assert reply.json() == {"success": False, "message": "2 requests run"}

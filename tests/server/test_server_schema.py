@@ -15,7 +15,7 @@ from fake_frontend import Running, running_server
 from fake_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDING, pooling_server
 from hypothesis import HealthCheck, Phase, given, settings
 
-from headrace.messages.control import FlushCacheReply
+from headrace.messages.control import Outcome
 from headrace.messages.weights import ReleaseMemory, UpdateFromDisk, UpdateFromTensors, WeightOpReply
 from headrace.server.http import decode_json
 from headrace.server.route_table import route_table
@@ -193,7 +193,7 @@ def failures_of(api: dict[str, Any], path: str, status: str) -> Any:
 
 def test_failures_have_the_shape_that_the_schema_says(api, client: httpx.Client, server: Running):
     server.frontend.weights.reply = WeightOpReply(1, False, "no", "default")
-    server.frontend.flush = FlushCacheReply(False, "busy")
+    server.frontend.flush = Outcome(False, "busy")
     for path, body in (
         ("/update_weights_from_disk", {"model_path": "m"}),
         ("/update_weights_from_disk", {"model": "m"}),

@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from headrace.errors import RequestError
 from headrace.layers.mlp import ExpertCounts
 from headrace.log import get_logger
-from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ProfileReq
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.operations import StartProfileBody
 
 _logger = get_logger(__name__)
 
@@ -48,9 +49,9 @@ class StepProfiler:
         self._path = Path()
         self._steps_left: int | None = None
 
-    def handle(self, request: ProfileReq) -> str:
-        """Start or stop a profile. Returns a line for the operator. Raises RequestError."""
-        return self.start(request, new_stem()) if request.start else self.stop()
+    def handle(self, request: StartProfileBody | None) -> str:
+        """Start a profile, or stop it (None). Returns a line for the operator. Raises RequestError."""
+        return self.stop() if request is None else self.start(request, new_stem())
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -65,7 +66,7 @@ class StepProfiler:
             if self._steps_left == 0:
                 self._finish()
 
-    def start(self, request: ProfileReq, stem: str) -> str:
+    def start(self, request: StartProfileBody, stem: str) -> str:
         """See `handle`. stem: of the file's name."""
         if self._folder is None:
             raise RequestError("profiling is off: start the server with --profile-dir")
@@ -74,13 +75,13 @@ class StepProfiler:
         chosen = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
         if "GPU" in request.activities and not torch.cuda.is_available():
             raise RequestError("activities: this server has no GPU", "activities")
-        folder = self._folder / request.output_name
+        folder = self._folder / (request.output_dir or "")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError(f"the profile's folder cannot be created: {error.strerror}") from None
         self._path = folder / f"{stem}{self._suffix}.trace.json.gz"
-        self._steps_left = request.num_steps or None
+        self._steps_left = request.num_steps
         self._running = profile(activities=[chosen[name] for name in request.activities])
         self._running.start()
         return "profiling" if self._steps_left is None else f"profiling {self._steps_left} steps"

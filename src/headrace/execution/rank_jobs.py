@@ -31,8 +31,7 @@ from headrace.execution.update_weights import Job, ModelWeights, bytes_message, 
 from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.log import get_logger
-from headrace.messages.control import ProfileReq
-from headrace.messages.operations import OperationReply, OperationReq
+from headrace.messages.operations import OperationReply, OperationReq, StartProfileBody
 from headrace.messages.packing import safetensors_parts
 from headrace.messages.ranks import (
     RankAsk,
@@ -205,9 +204,9 @@ class LeaderProfiler(StepProfiler):
         super().__init__(folder, "-rank0")
         self._jobs = jobs
 
-    def handle(self, request: ProfileReq) -> str:
+    def handle(self, request: StartProfileBody | None) -> str:
         stem = new_stem()
-        if request.start:
+        if request is not None:
             text = self.start(request, stem)
             self._jobs.tell(RankProfile(request, stem))
             return text
@@ -438,7 +437,7 @@ class FollowerJobs:
     def _profile(self, message: RankProfile) -> None:
         """What fails here is only logged: the leader has its own file."""
         try:
-            if message.request.start:
+            if message.request is not None:
                 self._profiler.start(message.request, message.stem)
             else:
                 self._profiler.stop()

@@ -21,7 +21,8 @@ import torch
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.profiler import NO_EXPERTS, ExpertRecorder, StepProfiler
 from headrace.log import get_logger
-from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ProfileReq, ReadyInfo
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ReadyInfo
+from headrace.messages.operations import StartProfileBody
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.messages.weights import Adapters, WeightExecutor
@@ -238,7 +239,7 @@ class ModelWorker(Generic[_Host]):
     def collect(self) -> StepResult:
         return self.lane.collect()
 
-    def profile(self, request: ProfileReq) -> str:
+    def profile(self, request: StartProfileBody | None) -> str:
         return self.lane.between(lambda: self._profiler.handle(request))
 
     def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:

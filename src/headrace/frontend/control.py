@@ -22,8 +22,8 @@ from headrace.messages.control import (
     ExpertCountsReply,
     ExpertCountsReq,
     FaultReq,
-    FlushCacheReply,
     InternalState,
+    Outcome,
 )
 from headrace.messages.operations import (
     CHECK_HEALTH,
@@ -90,7 +90,7 @@ class Control:
         for name, request in self._lasting.items():
             sender.send(OperationReq(0, name, request))
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+    async def flush_cache(self, timeout_s: float = 0.0) -> Outcome:
         """Empty the prefix cache of every replica. The reply is a failure if one replica failed. See `flush_when_idle`.
 
         Raises RequestError, CapacityError, ExecutionError.
@@ -121,12 +121,12 @@ class Control:
         replies = await CHECK_HEALTH.ask(self, Nothing())
         return all(reply.busy or reply.held for reply in replies.values())
 
-    async def _flush_now(self) -> FlushCacheReply:
+    async def _flush_now(self) -> Outcome:
         replies = list((await FLUSH_CACHE.ask(self, Nothing())).values())
         return next((reply for reply in replies if not reply.success), replies[0])
 
 
-async def flush_when_idle(flush: Callable[[], Awaitable[FlushCacheReply]], timeout_s: float) -> FlushCacheReply:
+async def flush_when_idle(flush: Callable[[], Awaitable[Outcome]], timeout_s: float) -> Outcome:
     """Call `flush` until it succeeds, for at most `timeout_s` seconds. Returns the last reply.
 
     timeout_s: 0 = one attempt. Raises RequestError if it is negative, not a number or longer than `MAX_WAIT_S`.

@@ -21,8 +21,8 @@ class AbortReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     message: str = "aborted"
 
 
-class FlushCacheReply(msgspec.Struct, frozen=True, gc=False):
-    """Result of a flush."""
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """Result of an operation. If the status is not 200 it failed, and the message says why."""
 
     success: bool
     message: str
@@ -108,22 +108,6 @@ class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
     process: str
     dropped_frames: int = 0
-
-
-class ProfileReq(msgspec.Struct, frozen=True, gc=False):
-    """Start or stop a profile of the worker's steps. output_name: folder below --profile-dir, empty = itself; num_steps 0: until it is stopped."""
-
-    start: bool
-    output_name: str = ""
-    num_steps: int = 0
-    activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
-
-
-class ProfileReply(msgspec.Struct, frozen=True, gc=False):
-    """Result of a `ProfileReq`."""
-
-    success: bool
-    message: str
 
 
 class ConfigureLoggingReq(_Control, frozen=True, tag=True, array_like=True, gc=False):

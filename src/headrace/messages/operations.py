@@ -32,10 +32,9 @@ from headrace.messages.control import (
     CacheTree,
     ExpertCountsReply,
     ExpertCountsReq,
-    FlushCacheReply,
     HealthCheckReply,
     InternalState,
-    ProfileReply,
+    Outcome,
 )
 
 logger = get_logger(__name__)
@@ -268,7 +267,7 @@ def _ranks(replies: Mapping[int, list[RankInfo]]) -> object:
     return {"object": "list", "data": found}
 
 
-def _profiled(replies: Mapping[int, ProfileReply]) -> object:
+def _profiled(replies: Mapping[int, Outcome]) -> object:
     """A profile that had ended by itself in some replicas is no failure."""
     messages = [reply.message for reply in replies.values()]
     if not any(reply.success for reply in replies.values()):
@@ -276,7 +275,7 @@ def _profiled(replies: Mapping[int, ProfileReply]) -> object:
     return {"success": True, "message": "; ".join(dict.fromkeys(messages))}
 
 
-FLUSH_CACHE = Operation("flush_cache", Nothing, FlushCacheReply)
+FLUSH_CACHE = Operation("flush_cache", Nothing, Outcome)
 INTERNAL_STATE = Operation("internal_state", Nothing, InternalState)
 CHECK_HEALTH = Operation("check_health", Nothing, HealthCheckReply)
 COUNT_EXPERTS = Operation("count_experts", ExpertCountsReq, ExpertCountsReply, timeout_s=30.0)
@@ -286,7 +285,7 @@ CACHE_TREE = Operation(
 START_PROFILE = Operation(
     "start_profile",
     StartProfileBody,
-    ProfileReply,
+    Outcome,
     timeout_s=120.0,  # writing a long trace may take this long; no step runs meanwhile
     route=Route("/start_profile", "Record steps", examples={"Ten steps": {"num_steps": 10}}),
     combine=_profiled,
@@ -294,7 +293,7 @@ START_PROFILE = Operation(
 STOP_PROFILE = Operation(
     "stop_profile",
     Nothing,
-    ProfileReply,
+    Outcome,
     timeout_s=120.0,
     route=Route("/stop_profile", "Write the recorded steps"),
     combine=_profiled,

@@ -21,8 +21,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from headrace.messages.control import ProfileReq
-from headrace.messages.operations import OperationReq
+from headrace.messages.operations import OperationReq, StartProfileBody
 from headrace.messages.requests import EngineTask, PromptContent
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
 from headrace.messages.weights import ReleaseMemory, ResumeMemory, UpdateFromDisk, UpdateFromTensors
@@ -123,9 +122,9 @@ class RankUnload(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
 
 
 class RankProfile(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Start or stop a profile of its steps. stem: of the file that is written, before the rank."""
+    """Start a profile of its steps, or stop it (None). stem: of the file that is written, before the rank."""
 
-    request: ProfileReq
+    request: StartProfileBody | None
     stem: str
 
 

@@ -15,9 +15,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, FaultReq, ProfileReq
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, FaultReq
 from headrace.messages.grammar import CompiledGrammar
 from headrace.messages.media import MediaItem
+from headrace.messages.operations import StartProfileBody
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import EngineTask, PromptContent
 from headrace.messages.weights import Adapters, WeightExecutor
@@ -170,8 +171,8 @@ class Worker(Protocol):
     @property
     def loras(self) -> Adapters: ...
 
-    def profile(self, request: ProfileReq) -> str:
-        """Start or stop. Returns a line for the operator. Raises RequestError."""
+    def profile(self, request: StartProfileBody | None) -> str:
+        """Start a profile, or stop it (None). Returns a line for the operator. Raises RequestError."""
 
     def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
         """Start, stop or return the counts. Raises RequestError."""

@@ -12,11 +12,9 @@ from headrace.messages.control import (
     CacheTree,
     ExpertCountsReply,
     ExpertCountsReq,
-    FlushCacheReply,
     HealthCheckReply,
     InternalState,
-    ProfileReply,
-    ProfileReq,
+    Outcome,
     SetLimitsReq,
 )
 from headrace.messages.operations import (
@@ -113,15 +111,15 @@ class Operations:
             return OperationReply(message.id, fault=fault)
         return answered(message.id, [msgspec.Raw(reply.reply) for reply in replies])
 
-    def flush_cache(self, request: Nothing) -> FlushCacheReply:
+    def flush_cache(self, request: Nothing) -> Outcome:
         """Empty the prefix cache, or reply why not. While generation is paused, only requests that hold KV prevent it."""
         state = self._state
         if state.running or (state.waiting and not state.gate.holds):
             busy = f"requests running: {len(state.running)}, waiting: {len(state.waiting)}"
-            return FlushCacheReply(False, f"the cache cannot be flushed now ({busy})")
+            return Outcome(False, f"the cache cannot be flushed now ({busy})")
         state.kv.flush()
         state.encodings.clear()
-        return FlushCacheReply(True, "the cache has been flushed")
+        return Outcome(True, "the cache has been flushed")
 
     def internal_state(self, request: Nothing) -> InternalState:
         return internal_state(self._state, self._receiver.dropped_frames)
@@ -139,19 +137,19 @@ class Operations:
         self.sleep_s = request.forward_sleep_time or 0.0
         return f"the scheduler sleeps {self.sleep_s:g} s after each step" if self.sleep_s else "full speed"
 
-    def start_profile(self, request: StartProfileBody) -> ProfileReply:
+    def start_profile(self, request: StartProfileBody) -> Outcome:
         """Begin to record steps, or reply why not."""
-        names = tuple(dict.fromkeys(request.activities)) or ("CPU",)
-        return self._profile(ProfileReq(True, request.output_dir or "", request.num_steps or 0, names))
+        once = tuple(dict.fromkeys(request.activities)) or ("CPU",)
+        return self._profile(msgspec.structs.replace(request, activities=once))
 
-    def stop_profile(self, request: Nothing) -> ProfileReply:
-        return self._profile(ProfileReq(False))
+    def stop_profile(self, request: Nothing) -> Outcome:
+        return self._profile(None)
 
-    def _profile(self, request: ProfileReq) -> ProfileReply:
+    def _profile(self, request: StartProfileBody | None) -> Outcome:
         try:
-            return ProfileReply(True, self._worker.profile(request))
+            return Outcome(True, self._worker.profile(request))
         except HeadraceError as error:
-            return ProfileReply(False, error.message)
+            return Outcome(False, error.message)
 
     def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
         return self._worker.count_experts(request)

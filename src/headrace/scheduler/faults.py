@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, FaultReq, ProfileReq
+from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, FaultReq
+from headrace.messages.operations import StartProfileBody
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.messages.weights import Adapters, WeightExecutor
 
@@ -84,7 +85,7 @@ class _FaultWorker:
     def loras(self) -> Adapters:
         return self._worker.loras
 
-    def profile(self, request: ProfileReq) -> str:
+    def profile(self, request: StartProfileBody | None) -> str:
         return self._worker.profile(request)
 
     def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:

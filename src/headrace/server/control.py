@@ -15,7 +15,7 @@ from headrace.frontend.server_info import (
     sum_of_states,
 )
 from headrace.media_kinds import MediaKind
-from headrace.messages.control import FaultReq
+from headrace.messages.control import FaultReq, Outcome
 from headrace.metrics.export import CONTENT_TYPE
 from headrace.server.http import Exchange, send_response
 from headrace.server.middleware import is_browsers
@@ -27,13 +27,6 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 
     rid: str | None = None
     abort_all: bool = False
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """Result of an operation. If the status is not 200 it failed, and the message says why."""
-
-    success: bool
-    message: str
 
 
 class Liveness(msgspec.Struct, frozen=True):
@@ -183,7 +176,7 @@ async def flush_cache(exchange: Exchange) -> None:
     await exchange.read_no_fields()
     async with exchange.until_client_leaves():
         reply = await exchange.context.frontend.control.flush_cache(options.timeout)
-    await exchange.reply_json(Outcome(reply.success, reply.message), 200 if reply.success else 409)
+    await exchange.reply_json(reply, 200 if reply.success else 409)
 
 
 async def flush_cache_by_get(exchange: Exchange) -> None:

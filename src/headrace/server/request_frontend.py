@@ -20,7 +20,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ShutdownReq
+from headrace.messages.control import FaultReq, InternalState, Outcome, ShutdownReq
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,
@@ -64,7 +64,7 @@ class ControlFrontend(Protocol):
     async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
         """A control operation, see `messages.operations`. Raises HeadraceError."""
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+    async def flush_cache(self, timeout_s: float = 0.0) -> Outcome:
         """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
 
     async def internal_states(self) -> list[InternalState]:

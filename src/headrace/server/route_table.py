@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from headrace.messages.control import Outcome
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.server import control, native
 from headrace.server.anthropic.messages import AnthropicErrorReply, MessagesServing
@@ -224,9 +225,9 @@ def _control_routes() -> list[RouteSpec]:
         RouteSpec("/v1/requests", GET, "user", control.latest_requests, "Live requests, and the last ones", query=control.LatestQuery),
         RouteSpec("/v1/requests/{id:path}", GET, "user", control.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", POST, "user", control.abort_request, "Abort by rid; all with the admin key", control.AbortBody, examples=aborted),
-        RouteSpec("/flush_cache", POST, "admin", control.flush_cache, "Empty the prefix cache", failure=control.Outcome, query=control.FlushQuery),
+        RouteSpec("/flush_cache", POST, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=control.FlushQuery),
         RouteSpec("/flush_cache", GET, "admin", control.flush_cache_by_get, "The same, not for browsers",
-                  failure=control.Outcome, query=control.FlushQuery),
+                  failure=Outcome, query=control.FlushQuery),
         RouteSpec("/load_lora_adapter", POST, "admin", control.load_adapter, "Load an adapter", control.LoadLoraBody, examples=loaded),
         RouteSpec("/unload_lora_adapter", POST, "admin", control.unload_adapter, "Forget an adapter", control.UnloadLoraBody, examples=unloaded),
         RouteSpec("/internal_state", GET, "admin", control.internal_state, "Scheduler counters and pool accounting"),
