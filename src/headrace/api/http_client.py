@@ -8,11 +8,10 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 DONE = b"[DONE]"
-READ_BYTES = 65536
 FAULTS = (OSError, http.client.HTTPException, ValueError)
 """What is raised where nothing answers, or what answers is not HTTP, not what was asked for, or cut off."""
 
@@ -76,10 +75,10 @@ class EventParser:
                 yield event
 
 
-def events(reply: Any) -> Generator[bytes, None, None]:
-    """The data of the events of an open reply, until `[DONE]`. Raises EOFError if the reply ends before."""
+def events(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
+    """The data of the events of a reply, until `[DONE]`. Raises EOFError if the reply ends before."""
     parser = EventParser()
-    while piece := reply.read1(READ_BYTES):
+    for piece in pieces:
         for event in parser.feed(piece):
             if event == DONE:
                 return

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Protocol, get_type_hints
 from urllib.error import URLError
 
@@ -24,6 +25,7 @@ Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]]
 
 _CONNECT_TIMEOUT_S = 10.0
+_READ_BYTES = 65536
 _TELL_PROGRESS = ("headrace", "llamacpp")
 """What servers with `return_progress` call the owner of their models. Others might refuse the field."""
 
@@ -251,7 +253,7 @@ def new_texts(items: Iterable[dict[str, Any]]) -> Iterator[str]:
 def _chunks(response: Any) -> Iterator[dict[str, Any]]:
     """The JSON chunks of an event stream. Raises RequestError for an error frame and when the stream breaks off."""
     try:
-        for event in events(response):
+        for event in events(iter(partial(response.read1, _READ_BYTES), b"")):
             chunk = json.loads(event)
             if not isinstance(chunk, dict):
                 raise RequestError(f"the reply was not understood: {event[:80]!r} is not a JSON object")
