@@ -165,30 +165,21 @@ class OperationLog:
 
 @dataclass(eq=False)
 class Refused(Exception):
-    """A replica cannot carry out the operation, or the replicas would differ. reply: why."""
+    """A replica cannot carry out the operation, or the replicas would differ. reply: why. is_by_all: none of them can."""
 
     reply: WeightOpReply
-    num_refused: int = 1
-    num_asked: int = 1
+    is_by_all: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class Undecided:
-    """An operation that has not taken effect yet and can be cancelled."""
+    """An operation that has not taken effect yet. cancelled: set to cancel it, even while a replica does not answer."""
 
-    _cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Cancel it, even while a replica does not answer."""
-        self._cancelled.set()
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def unless_cancelled(self, call: Coroutine[Any, Any, Replies], version: str) -> Replies:
         """The result of the call. Raises `refused` if the operation is cancelled first."""
-        calling, cancelling = asyncio.ensure_future(call), asyncio.ensure_future(self._cancelled.wait())
+        calling, cancelling = asyncio.ensure_future(call), asyncio.ensure_future(self.cancelled.wait())
         try:
             await asyncio.wait({calling, cancelling}, return_when=asyncio.FIRST_COMPLETED)
             if calling.done():
@@ -220,7 +211,7 @@ class UpdatePhases:
             prepared = await self._prepare_and_hold(update_id, update, undecided)
         except Refused:
             self._drop(update_id)
-            if undecided.is_cancelled:
+            if undecided.cancelled.is_set():
                 raise undecided.refused(self._log.standing.version) from None
             raise
         except BaseException:
@@ -242,7 +233,7 @@ class UpdatePhases:
         """Return when every live replica has prepared the update and is held, and no request that has begun is left."""
         prepared: Replies = {}
         while True:
-            if undecided.is_cancelled:
+            if undecided.cancelled.is_set():
                 raise undecided.refused(self._log.standing.version)
             up = self._link.replicas_up()
             if not up:
@@ -253,7 +244,7 @@ class UpdatePhases:
                 continue
             _check_same({replica: prepared[replica] for replica in up})
             await self._ask_all(up, HoldForUpdate(update_id), undecided)
-            if self._link.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
+            if self._link.replicas_up() == up and not self._must_wait() and not undecided.cancelled.is_set():
                 return {replica: prepared[replica] for replica in up}
             await asyncio.sleep(POLL_S)
 
@@ -306,7 +297,7 @@ class UpdatePhases:
         replies = await undecided.unless_cancelled(ask(self._link, replicas, operation), self._log.standing.version)
         failed = [reply for reply in replies.values() if not reply.success]
         if failed:
-            raise Refused(failed[0], len(failed), len(replies))
+            raise Refused(failed[0], len(failed) == len(replies))
         return replies
 
 
@@ -319,4 +310,4 @@ def _check_same(prepared: Replies) -> None:
     replies = list(prepared.values())
     if len({reply.fingerprint for reply in replies}) > 1:
         message = "the checkpoint changed while the replicas read it, so they would differ; the old weights stay in use"
-        raise Refused(msgspec.structs.replace(replies[0], success=False, message=message), len(replies), len(replies))
+        raise Refused(msgspec.structs.replace(replies[0], success=False, message=message))

@@ -162,7 +162,7 @@ class WeightControl:
         """Cancel what is not decided yet. Replicas are told too, but a silent one is not waited for."""
         number = len(self._undecided)
         for undecided in self._undecided:
-            undecided.cancel()
+            undecided.cancelled.set()
         for replica in self._up():
             replica.sender.send(WeightOpReq(NO_REPLY, CancelUpdate()))
         text = f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
@@ -175,7 +175,7 @@ class WeightControl:
         try:
             return await self._phases.carry_out(update, undecided, lambda: self._undecided.discard(undecided))
         except Refused as refused:
-            if isinstance(update, UpdateFromDistributed) and refused.num_refused < refused.num_asked:
+            if isinstance(update, UpdateFromDistributed) and not refused.is_by_all:
                 # Some replicas have left the group, which is unusable without them.
                 return await self._leave_group(update.group_name, refused.reply)
             return refused.reply
@@ -213,7 +213,7 @@ class WeightControl:
         with self._cancellable() as undecided:
             async with self._turn:
                 self.check()
-                if undecided.is_cancelled:
+                if undecided.cancelled.is_set():
                     return undecided.refused(self.version).reply
                 return await self._init_group(operation)
 

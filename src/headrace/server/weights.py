@@ -5,9 +5,8 @@ begun continues when its client disconnects; /cancel_weight_update cancels it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -43,7 +42,7 @@ from headrace.messages.weights import (
     WeightOperation,
     WeightOpReply,
 )
-from headrace.server.http import Exchange, Handler
+from headrace.server.http import Exchange
 from headrace.server.routes import Examples, RouteSpec
 
 B = TypeVar("B")
@@ -228,10 +227,6 @@ def weight_routes() -> list[RouteSpec]:
     one_tensor = {"names": [weight], "dtypes": ["bfloat16"], "shapes": [[49152, 576]]}
     checks = {"Checksums": {"action": "checksum"}, "Compare": {"action": "compare"}}
 
-    def row(path: str, handler: Handler, summary: str, body: type, examples: Examples, **more: Any) -> RouteSpec:
-        row = RouteSpec(path, ("POST",), "admin", handler, summary, body, failure=OperationReply, examples=examples)
-        return replace(row, **more)
-
     def asks(
         path: str,
         operation_of: Callable[[B], WeightOperation | None],
@@ -239,7 +234,7 @@ def weight_routes() -> list[RouteSpec]:
         body: type[B],
         examples: Examples,
         answer_of: Callable[[WeightOpReply, B], object] = _outcome,
-        **more: Any,
+        methods: tuple[str, ...] = ("POST",),
     ) -> RouteSpec:
         """operation_of: None if there is nothing to do."""
 
@@ -250,7 +245,7 @@ def weight_routes() -> list[RouteSpec]:
             reply = nothing if operation is None else await weights.operate(operation)
             await exchange.reply_json(answer_of(reply, asked), 200 if reply.success else 400)
 
-        return row(path, handle, summary, body, examples, **more)
+        return RouteSpec(path, methods, "admin", handle, summary, body, failure=OperationReply, examples=examples)
 
     # fmt: off
     return [
@@ -258,8 +253,8 @@ def weight_routes() -> list[RouteSpec]:
              {"Requests stay where they are": {"mode": "in_place"}}),
         asks("/continue_generation", lambda body: ContinueGeneration(), "Plan steps again", EmptyBody, nothing),
         asks("/update_weights_from_disk", _from_disk, "Weights from a checkpoint", DiskBody, {"A folder": {"model_path": "/path/to/checkpoint"}}),
-        row("/update_weights_from_tensor", from_tensor, "Weights from the body", TensorBody,
-            {"No tensors": {"serialized_named_tensors": [no_tensors]}}, octets=TensorQuery),
+        RouteSpec("/update_weights_from_tensor", ("POST",), "admin", from_tensor, "Weights from the body", TensorBody,
+                  failure=OperationReply, octets=TensorQuery, examples={"No tensors": {"serialized_named_tensors": [no_tensors]}}),
         asks("/cancel_weight_update", lambda body: CancelUpdate(), "Give up updates under way", EmptyBody, nothing),
         asks("/init_weights_update_group", _init_group, "Join a trainer's group", GroupBody, {"Two ranks": two_ranks}),
         asks("/update_weights_from_distributed", _from_distributed, "From the group", DistributedBody, {"One tensor": one_tensor}),
