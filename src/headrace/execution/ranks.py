@@ -21,6 +21,7 @@ ranks at the same time, since their captures meet like their steps.
 """
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ class LeaderRunner(Followers):
         self._sampled = SampledTokens()
         self._is_sent = False
         self._absent: set[int] = set()
-        runner.peers = self
+        runner.peers = weakref.proxy(self)  # no circle: an engine's memory goes with it
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
