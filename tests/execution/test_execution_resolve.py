@@ -45,7 +45,7 @@ def test_a_laptop_gets_native_kernels_bfloat16_and_pages_of_16():
     got = config()
 
     assert (got.device, got.dtype, got.kv_cache_dtype, got.attention_backend) == ("cpu", "bfloat16", "bfloat16", "cpu")
-    assert (got.page_size, got.num_threads, got.native_kernels, got.overlap) == (16, 6, True, True)
+    assert (got.page_size, got.num_threads, got.native_kernels) == (16, 6, True)
     assert got.context_length == MODEL.max_position_embeddings
 
 
@@ -56,7 +56,7 @@ def test_what_the_user_says_is_kept_and_not_reported_as_a_decision():
     )  # fmt: skip
 
     assert (got.dtype, got.kv_cache_dtype, got.num_threads, got.context_length) == ("float32", "bfloat16", 3, 99)
-    assert (got.page_size, got.attention_backend, got.overlap, got.chunked_prefill_size) == (1, "plain", False, 2048)
+    assert (got.page_size, got.attention_backend, got.chunked_prefill_size) == (1, "plain", 2048)
     assert len(got.decisions) == 1
     assert got.decisions[0].startswith("attention_backend plain: cpu cannot: not here")
 

@@ -89,7 +89,7 @@ class AttentionFacts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Every choice made. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step; max_step_ms: None = no bound.
+    """What the options leave open. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step; max_step_ms: None = no bound.
 
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
     deterministic: results on a GPU do not depend on the batch. On CPU they never do.
@@ -107,12 +107,10 @@ class Config:
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int
-    max_prefill_tokens: int
     max_step_ms: int | None
     num_threads: int
     native_kernels: bool
     deterministic: bool
-    overlap: bool
     activations: str
     quantization: Scheme
     mem_fraction_static: float
@@ -181,14 +179,12 @@ def resolve(
         context_length=context_length,
         max_running_requests=most_running(args),
         chunked_prefill_size=_chunked_prefill_size(args, device, decisions),
-        max_prefill_tokens=args.max_prefill_tokens,
         max_step_ms=_max_step_ms(args, device, deterministic, batch_invariant),
         num_threads=num_threads,
         native_kernels=native,
         deterministic=deterministic,
         activations=activations,
         quantization=quantization,
-        overlap=not args.disable_overlap_schedule,
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
         cuda_graph_sizes=cuda_graph_sizes,
         decisions=tuple(decisions),

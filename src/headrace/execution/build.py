@@ -170,8 +170,7 @@ def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Pr
         weights = updatable_weights(setup, model, attention, KvPool([], [], 0, page_size))
         make_runner = FaultyEmbeddingRunner if args.enable_fault_injection else EmbeddingRunner
         runner = make_runner(model, attention, setup.placement.device)
-        lane = ThreadedLane if setup.config.overlap else InlineLane
-        worker = ModelWorker(runner, lane, weights, resources.pop_all(), StepProfiler(args.profile_dir))
+        worker = ModelWorker(runner, _lane(args), weights, resources.pop_all(), StepProfiler(args.profile_dir))
     most_tokens = max(most, page_size * setup.config.max_running_requests)
     info = _model_info(setup, model, decisions, time.perf_counter() - begin)
     num_tokens = _STEPS_OF_SLOTS * -(-most_tokens // page_size) * page_size
@@ -374,13 +373,17 @@ _Beside = tuple[WeightExecutor, ExitStack, StepProfiler, ExpertRecorder]
 """What a `ModelWorker` has beside its steps, in every rank, in the order of its arguments."""
 
 
+def _lane(args: ServerArgs) -> type[InlineLane | ThreadedLane]:
+    return InlineLane if args.disable_overlap_schedule else ThreadedLane
+
+
 def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     """It takes over `resources`."""
     runner, leader = built.runner, built.leader
     beside = _beside_steps(built, resources, "" if runner.stage.is_whole else _NOT_OF_STAGES)
     if leader is not None and not runner.stage.is_whole:
         return ModelWorker(leader, QueuedLane, *beside)
-    return ModelWorker(leader or runner, ThreadedLane if built.setup.config.overlap else InlineLane, *beside)
+    return ModelWorker(leader or runner, _lane(built.setup.args), *beside)
 
 
 def _device_worker(built: _Built, link: Device, resources: ExitStack) -> Worker:

@@ -256,7 +256,7 @@ def _step_bytes(draft: ModelConfig, target: Setup, num_rows: int, num_streams: i
     """
     config = target.config
     rows = max(config.max_running_requests, MOST_VERIFIED)
-    num_tokens = min(config.chunked_prefill_size + rows, max(config.max_prefill_tokens, rows))
+    num_tokens = min(config.chunked_prefill_size + rows, max(target.args.max_prefill_tokens, rows))
     heads = 2 * draft.num_q_heads + 2 * draft.num_kv_heads  # q, k, v and what attention gives
     mlp, moe = draft.intermediate_size, draft.moe
     if moe is not None:  # the feed-forward layers that a token goes through at once
