@@ -47,14 +47,14 @@ def test_every_token_of_every_sparse_layer_is_counted(mixture, options):
     driver = make_driver(folder, **options)
     worker = driver.worker
     driver.generate(0, PROMPT, 2)
-    assert worker.experts.handle(ExpertCountsReq("dump")).layers == {0: [0] * NUM_EXPERTS, 2: [0] * NUM_EXPERTS}
+    assert worker.count_experts(ExpertCountsReq("dump")).layers == {0: [0] * NUM_EXPERTS, 2: [0] * NUM_EXPERTS}
 
-    worker.experts.handle(ExpertCountsReq("start"))
+    worker.count_experts(ExpertCountsReq("start"))
     made = driver.generate(1, PROMPT, 4, chunks=(7, 13))
-    got = worker.experts.handle(ExpertCountsReq("dump"))
-    worker.experts.handle(ExpertCountsReq("stop"))
+    got = worker.count_experts(ExpertCountsReq("dump"))
+    worker.count_experts(ExpertCountsReq("stop"))
     driver.generate(2, PROMPT, 2)
-    after = worker.experts.handle(ExpertCountsReq("dump"))
+    after = worker.count_experts(ExpertCountsReq("dump"))
     worker.close()
 
     first, last = counts_of_routers(model, [*PROMPT, *made[:-1]])
@@ -65,10 +65,10 @@ def test_every_token_of_every_sparse_layer_is_counted(mixture, options):
 
 def test_what_was_counted_before_the_stop_can_be_told_after_it(mixture):
     driver = make_driver(mixture[0])
-    driver.worker.experts.handle(ExpertCountsReq("start"))
+    driver.worker.count_experts(ExpertCountsReq("start"))
     driver.generate(0, PROMPT, 1)
-    driver.worker.experts.handle(ExpertCountsReq("stop"))
-    got = driver.worker.experts.handle(ExpertCountsReq("dump"))
+    driver.worker.count_experts(ExpertCountsReq("stop"))
+    got = driver.worker.count_experts(ExpertCountsReq("dump"))
     driver.worker.close()
 
     assert {layer: sum(counts) for layer, counts in got.layers.items()} == {0: 80, 2: 80}
@@ -79,5 +79,5 @@ def test_a_dense_model_has_nothing_to_record(tmp_path, overlap):
     save_llama(tmp_path)
     driver = make_driver(tmp_path, disable_overlap_schedule=not overlap)
     with pytest.raises(RequestError, match="no experts"):
-        driver.worker.experts.handle(ExpertCountsReq("start"))
+        driver.worker.count_experts(ExpertCountsReq("start"))
     driver.worker.close()

@@ -5,14 +5,12 @@ the plan of the step that gives the token, for which `execution/faults.py` has t
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, FaultReq
-from headrace.messages.operations import StartProfileBody
+from headrace.messages.control import FaultReq
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
-from headrace.messages.weights import Adapters, WeightExecutor
 
 
 class InjectedFaults:
@@ -23,11 +21,11 @@ class InjectedFaults:
 
     def receiver(self, receiver: Receiver, to_detokenizer: Sender) -> Receiver:
         """Takes the faults out of what `receiver` gives; those of the detokenizer are passed on."""
-        return _FaultReceiver(receiver, self._waiting, to_detokenizer)
+        return cast("Receiver", _FaultReceiver(receiver, self._waiting, to_detokenizer))
 
     def worker(self, worker: Worker) -> Worker:
         """Puts the faults that are due into the plans of `worker`."""
-        return _FaultWorker(worker, self._waiting)
+        return cast("Worker", _FaultWorker(worker, self._waiting))
 
     def on_admission(self, rid: str) -> None:
         """Do the faults of stage admission. Raises RuntimeError."""
@@ -40,8 +38,9 @@ class InjectedFaults:
 
 
 class _FaultReceiver:
+    """The rest is the receiver's."""
+
     def __init__(self, receiver: Receiver, waiting: list[FaultReq], to_detokenizer: Sender) -> None:
-        self.dropped_frames = 0
         self._receiver = receiver
         self._waiting = waiting
         self._to_detokenizer = to_detokenizer
@@ -52,11 +51,8 @@ class _FaultReceiver:
     def recv(self, timeout_s: float) -> Message | None:
         return self._without_faults(self._receiver.recv(timeout_s))
 
-    def listen(self, take: Callable[[Message], None]) -> None:
-        raise NotImplementedError("a scheduler has no event loop")
-
-    def close(self) -> None:
-        self._receiver.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._receiver, name)
 
     def _without_faults(self, message: Message | None) -> Message | None:
         while isinstance(message, FaultReq):
@@ -65,37 +61,19 @@ class _FaultReceiver:
             else:
                 self._waiting.append(message)
             message = self._receiver.recv_nowait()
-        self.dropped_frames = self._receiver.dropped_frames
         return message
 
 
 class _FaultWorker:
-    """While faults wait, results have no drafts: which of its tokens a step with drafts gives is not known before."""
+    """While faults wait, results have no drafts: which of its tokens a step with drafts gives is not known before. The rest is the worker's."""
 
     def __init__(self, worker: Worker, waiting: list[FaultReq]) -> None:
         self._worker = worker
         self._waiting = waiting
         self._entered: dict[int, NewSequence] = {}
 
-    @property
-    def weights(self) -> WeightExecutor:
-        return self._worker.weights
-
-    @property
-    def loras(self) -> Adapters:
-        return self._worker.loras
-
-    def profile(self, request: StartProfileBody | None) -> str:
-        return self._worker.profile(request)
-
-    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        return self._worker.count_experts(request)
-
-    def idle(self, left: tuple[int, ...]) -> None:
-        self._worker.idle(left)
-
-    def close(self) -> None:
-        self._worker.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         self._entered.update((new.seq, new) for new in batch.new)

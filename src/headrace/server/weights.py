@@ -205,17 +205,9 @@ def _on_memory(operation: type[ReleaseMemory] | type[ResumeMemory], body: Memory
     return operation(tags) if tags else None
 
 
-def _outcome(reply: WeightOpReply, body: object = None, note: str = "") -> OperationReply:
+def _outcome(reply: WeightOpReply, note: str = "") -> OperationReply:
     message = "; ".join(filter(None, (reply.message, note)))
     return OperationReply(reply.success, message, reply.num_paused_requests, reply.weight_version)
-
-
-def _noted(reply: WeightOpReply, body: MemoryBody) -> OperationReply:
-    return _outcome(reply, body, note_on_tags(body.tags))
-
-
-def _rows(reply: WeightOpReply, body: GetWeightBody) -> object:
-    return nested_values(reply) if reply.success else _outcome(reply)
 
 
 def weight_routes() -> list[RouteSpec]:
@@ -233,10 +225,10 @@ def weight_routes() -> list[RouteSpec]:
         summary: str,
         body: type[B],
         examples: Examples,
-        answer_of: Callable[[WeightOpReply, B], object] = _outcome,
+        answer_of: Callable[[WeightOpReply, B], object] = lambda reply, body: _outcome(reply),
         methods: tuple[str, ...] = ("POST",),
     ) -> RouteSpec:
-        """operation_of: None if there is nothing to do."""
+        """operation_of: returns None if there is nothing to do."""
 
         async def handle(exchange: Exchange) -> None:
             asked, weights = await exchange.read_json(body), exchange.context.frontend.weights
@@ -246,6 +238,9 @@ def weight_routes() -> list[RouteSpec]:
             await exchange.reply_json(answer_of(reply, asked), 200 if reply.success else 400)
 
         return RouteSpec(path, methods, "admin", handle, summary, body, failure=OperationReply, examples=examples)
+
+    def noted(reply: WeightOpReply, body: MemoryBody) -> OperationReply:
+        return _outcome(reply, note_on_tags(body.tags))
 
     # fmt: off
     return [
@@ -260,19 +255,20 @@ def weight_routes() -> list[RouteSpec]:
         asks("/update_weights_from_distributed", _from_distributed, "From the group", DistributedBody, {"One tensor": one_tensor}),
         asks("/destroy_weights_update_group", lambda body: DestroyGroup(body.group_name), "Leave a group", DestroyBody, {"The usual group": {}}),
         asks("/get_weights_by_name", lambda body: GetWeight(body.name, body.truncate_size), "Rows of a weight", GetWeightBody,
-             {"The first two rows": {"name": weight, "truncate_size": 2}}, _rows, methods=("GET", "POST")),
+             {"The first two rows": {"name": weight, "truncate_size": 2}},
+             lambda reply, body: nested_values(reply) if reply.success else _outcome(reply), ("GET", "POST")),
         asks("/weights_checker", lambda body: checking(body.action, body.skip_tensor_list), "Checksums of the weights", CheckBody, checks,
              lambda reply, body: check_result(reply)),
         asks("/post_process_weights", lambda body: None, "Nothing: updates are complete", PostProcessBody,
-             {"After an update": {"post_process_quantization": True}}, lambda reply, body: _outcome(reply, body, NOTHING_TO_PROCESS)),
+             {"After an update": {"post_process_quantization": True}}, lambda reply, body: _outcome(reply, NOTHING_TO_PROCESS)),
         asks("/update_weight_version", lambda body: SetWeightVersion(body.new_version, body.abort_all_requests), "Name the weights", VersionBody,
              {"A name": {"new_version": "2"}}),
         asks("/save_sharded_state", lambda body: SaveWeights(body.path), "Weights to a folder of the operator", SaveBody,
              {"A new folder": {"path": "weights-1"}}),
         RouteSpec("/weight_version", ("GET",), "user", version, "What the weights are called"),
         RouteSpec("/get_weight_version", ("GET",), "user", version, "Alias of /weight_version"),
-        asks("/release_memory_occupation", partial(_on_memory, ReleaseMemory), "Give memory back", MemoryBody, kv_cache, _noted),
-        asks("/resume_memory_occupation", partial(_on_memory, ResumeMemory), "Take memory again", MemoryBody, kv_cache, _noted),
+        asks("/release_memory_occupation", partial(_on_memory, ReleaseMemory), "Give memory back", MemoryBody, kv_cache, noted),
+        asks("/resume_memory_occupation", partial(_on_memory, ResumeMemory), "Take memory again", MemoryBody, kv_cache, noted),
     ]
     # fmt: on
 
