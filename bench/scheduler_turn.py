@@ -12,6 +12,8 @@ It needs nothing of `bench`, so that it also measures another checkout, whose co
 """
 
 import argparse
+import contextlib
+import importlib
 import json
 import statistics
 import time
@@ -39,12 +41,17 @@ from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state import SchedulerConfig
 
-try:
-    from headrace.cache.base import PageAllocator
-    from headrace.scheduler.kv_manager import KvPart
-except ImportError:  # another checkout, of before these files were merged
-    from headrace.cache.allocator import PageAllocator  # type: ignore[import-not-found, no-redef]
-    from headrace.scheduler.kv_part import KvPart  # type: ignore[import-not-found, no-redef]
+
+def found(name: str, *modules: str) -> Any:
+    """What one of these modules calls so: in another checkout it may be elsewhere."""
+    for module in modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise ImportError(f"no {name} in {', '.join(modules)}")
+
+
+PageAllocator = found("PageAllocator", "headrace.cache.base", "headrace.cache.allocator")
+KvPart = found("KvPart", "headrace.scheduler.kv_manager", "headrace.scheduler.kv_part")
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64
