@@ -39,7 +39,19 @@ def try_features(bench: Bench, rows: Rows) -> None:
                 rows.add(f"feature: {what}", f"failed: {type(error).__name__}: {error}"[:300], ok=False)
     root = Path(__file__).resolve().parents[2]
     for what, tests in _TESTS:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:schemathesis",
+            "-W",
+            "ignore",
+            *tests,
+        ]
         command += ["--collect-only"] if bench.options.tiny else ["-n", "8"]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         lines = (done.stdout + done.stderr).strip().splitlines()

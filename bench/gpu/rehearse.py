@@ -155,6 +155,12 @@ def _try_pieces(there: set[str], arguments: list[str]) -> bool:
 def _modules(there: Iterable[str]) -> set[str]:
     """Top-level modules that can be imported on that machine."""
     names = set(there) | {"headrace", "setuptools", "pip"}
+    if "huggingface-hub" in names:
+        names |= {
+            "httpx2",
+            "httpcore2",
+            "truststore",
+        }  # the HTTP client of the version that is installed here; there it has its own version's
     modules = {
         module for module, owners in packages_distributions().items() if names & {_plain(owner) for owner in owners}
     }
