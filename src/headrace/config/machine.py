@@ -12,7 +12,6 @@ import ipaddress
 import os
 import resource
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 from headrace.checkpoint.families import native_types
@@ -38,6 +37,8 @@ _MAKE_SECRET = (
 @functools.cache
 def cuda_is_there() -> bool | None:
     """False: surely not, since torch was built without CUDA or there is no driver. None: torch will tell."""
+    from importlib import metadata  # which few processes need, and which takes 10 ms
+
     try:
         build = metadata.version("torch").partition("+")[2]
     except metadata.PackageNotFoundError:

@@ -47,7 +47,6 @@ from headrace.processes.model_files import (
     served_model,
 )
 from headrace.processes.numa import bind
-from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
     from headrace.server.context import ServedModel
@@ -164,6 +163,7 @@ def run_follower(args: ServerArgs, on_ready: OnReady, on_progress: OnProgress, r
     from headrace.execution.build import build_follower  # imports torch, which takes longest
     from headrace.execution.ranks import group_of
     from headrace.processes.rank_groups import joined_follower
+    from headrace.processes.share import share_of_machine
 
     with joined_follower(args, rank) as own:
         group = group_of(own)
