@@ -5,12 +5,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from runner_harness import int32
+from runner_harness import int32, save_llama
 
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
+from headrace.execution.build import build_worker
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.profiler import StepProfiler
-from headrace.execution.worker import ModelWorker, ThreadedLane
+from headrace.execution.worker import InlineLane, ModelWorker, ThreadedLane
 from headrace.messages.control import ExpertCountsReq
 from headrace.messages.operations import StartProfileBody
 from headrace.messages.step import ModelWorkerBatch, StepResult
@@ -95,3 +97,13 @@ def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it
         client.count_experts(ExpertCountsReq("start"))
     assert client.collect().step == 1
     client.close()
+
+
+def test_steps_overlap_unless_that_is_switched_off(tmp_path):
+    save_llama(tmp_path)
+    options: dict[str, Any] = {"model_path": str(tmp_path), "device": "cpu", "max_total_tokens": 256}
+    for off, lane in ((False, ThreadedLane), (True, InlineLane)):
+        worker, _ = build_worker(ServerArgs(disable_overlap_schedule=off, **options))
+        assert isinstance(worker, ModelWorker)
+        assert type(worker.lane) is lane
+        worker.close()
