@@ -32,6 +32,8 @@ SEED = "HEADRACE_TEST_SEED"
 """Environment variable with the seed of the order, which repeats an order. The processes of one run have it from the first."""
 START_PROCESSES = {"e2e", "reliability", "weights"}
 """Folders with the tests that take longest."""
+SERVERS = ("smollm2_server", "pool")
+"""Fixtures that start a server for the whole run of a test process: the modules that use the same stay together."""
 
 
 # As with examples: in CI the same every time, elsewhere each run looks for new ones.
@@ -51,7 +53,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(tryfirst=True)  # pytest then keeps tests together that share a parameter of a fixture
 def pytest_collection_modifyitems(items):
-    """In the order of what the seed makes of their names, modules whole: the same with fewer tests.
+    """In the order of what the seed makes of their names, modules whole and those of one server together: the same with fewer tests.
 
     Each test process gets an equal part of the list and, at its end, takes from the ends of others' parts. So every part begins
     with modules that start servers: nobody waits at the end for a long one.
@@ -63,8 +65,10 @@ def pytest_collection_modifyitems(items):
 
     def key(item):
         module = item.nodeid.partition("::")[0]
-        of_module = place(module)
-        return of_module[0] % num_parts, Path(module).parent.name not in START_PROCESSES, of_module, place(item.nodeid)
+        used = getattr(item, "fixturenames", ())
+        of_group = place(next((name for name in SERVERS if name in used), module))
+        starts_none = Path(module).parent.name not in START_PROCESSES
+        return of_group[0] % num_parts, starts_none, of_group, place(module), place(item.nodeid)
 
     items.sort(key=key)
 

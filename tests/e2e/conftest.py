@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "grammar"))
 import model_harness
 import transformers
 from safetensors.torch import load_file, save_file
+from server_process import ServerProcess, serving
 
 from headrace.checkpoint.names import resolve_model
 from headrace.config.server_args import ServerArgs
@@ -26,6 +28,14 @@ _open: list[Tokenizer] = []  # engines of this process find that of their model 
 def tokenizer() -> Tokenizer:
     """The tokenizer of smollm2, which the tiny model has too."""
     return load_tokenizer(resolve_model("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_server() -> Iterator[ServerProcess]:
+    """A server of smollm2 for all modules that speak to one. Nobody changes what it is; counters are not zero."""
+    options = ("--max-total-tokens", "24576", "--max-stored-responses", "8")
+    with serving("smollm2", *options, "--custom-logit-processors", "play=scripted_output:play") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

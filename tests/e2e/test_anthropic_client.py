@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -20,9 +20,8 @@ GREEDY = ASKED | {"temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with serving(MODEL, "--max-total-tokens", "16384") as it:
-        yield it
+def server(smollm2_server: ServerProcess) -> ServerProcess:
+    return smollm2_server
 
 
 @pytest.fixture(scope="module")

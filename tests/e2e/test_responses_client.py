@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import ResponseCustomToolCall, ResponseFunctionToolCall
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 MODEL = "smollm2"
 ASKED: dict[str, Any] = {
@@ -42,9 +42,8 @@ CALLED: dict[str, Any] = {**ASKED, "input": "What is the weather in Oslo?", "max
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with serving(MODEL, "--max-total-tokens", "24576", "--max-stored-responses", "8") as it:
-        yield it
+def server(smollm2_server: ServerProcess) -> ServerProcess:
+    return smollm2_server
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +153,7 @@ def test_the_text_of_a_custom_tool_matches_its_regular_expression(client: openai
 
 
 def test_a_custom_tool_with_a_lark_definition_is_called(client: openai.OpenAI) -> None:
-    form: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": 'start: "2" (" + " /[0-9]/)+'}
+    form: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": 'start: "2" (" + " /[0-9]/)~1..3'}
     fields: dict[str, Any] = {"tools": [{"type": "custom", "name": "sum", "format": form}], "tool_choice": "required"}
     (call,) = client.responses.create(**CALLED | fields, parallel_tool_calls=False).output
     assert isinstance(call, ResponseCustomToolCall)

@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 MODEL = "smollm2"
-NUM_PROMPTS = 10
+NUM_PROMPTS = 6
 
 WEATHER = {
     "type": "object",
@@ -61,9 +61,8 @@ ANSWER: Any = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with serving(MODEL, "--max-total-tokens", "32768", "--reasoning-parser", "think") as it:
-        yield it
+def server(smollm2_server: ServerProcess) -> ServerProcess:
+    return smollm2_server
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def test_a_required_call_matches_its_schema(client: openai.OpenAI):
         assert choice.finish_reason == "tool_calls"
         assert len(choice.message.tool_calls) == 1
         check_calls(choice.message.tool_calls)
-    assert len({choice.message.tool_calls[0].function.arguments for choice in choices}) > 4, "they are not all the same"
+    assert len({choice.message.tool_calls[0].function.arguments for choice in choices}) > 3, "they are not all the same"
 
 
 def test_a_stream_of_calls_is_the_whole_reply(client: openai.OpenAI):
@@ -127,16 +126,16 @@ def test_a_named_function_is_called_once_and_stops(client: openai.OpenAI):
 
 
 def test_none_allows_no_call(client: openai.OpenAI):
-    for number in range(4):
+    for number in range(2):
         choice = client.chat.completions.create(
-            **asked(number, tool_choice="none", max_tokens=30, temperature=1.5)
+            **asked(number, tool_choice="none", max_tokens=20, temperature=1.5)
         ).choices[0]
         assert not choice.message.tool_calls
         assert "<tool_call>" not in (choice.message.content or "")
 
 
 def test_a_response_format_beside_tools_is_one_or_the_other(client: openai.OpenAI):
-    for number in range(4):
+    for number in range(3):
         choice = client.chat.completions.create(
             **asked(number, response_format=ANSWER, temperature=1.0, parallel_tool_calls=False)
         ).choices[0]

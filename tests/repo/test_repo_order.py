@@ -13,14 +13,14 @@ NAMES = [f"tests/room/test_{module}.py::test_{name:02}" for module in "abcdef" f
 
 @pytest.fixture
 def in_order(monkeypatch):
-    """`in_order(seed, names)`: these tests as a run with this seed has them."""
+    """`in_order(seed, names, used)`: these tests as a run with this seed has them. used: fixtures of a test that uses some."""
     spec = spec_from_file_location("conftest_of_all", Path(__file__).resolve().parents[1] / "conftest.py")
     conftest = module_from_spec(spec)
     spec.loader.exec_module(conftest)
 
-    def run(seed, names):
+    def run(seed, names, used=None):
         monkeypatch.setenv(conftest.SEED, seed)
-        items = [SimpleNamespace(nodeid=name) for name in names]
+        items = [SimpleNamespace(nodeid=name, fixturenames=(used or {}).get(name, ())) for name in names]
         conftest.pytest_collection_modifyitems(items)
         return [item.nodeid for item in items]
 
@@ -42,3 +42,11 @@ def test_a_seed_gives_the_same_order_also_of_fewer_tests(in_order):
 
     assert in_order("1", some) == [name for name in in_order("1", NAMES) if name in some]
     assert in_order("1", NAMES) != in_order("2", NAMES)
+
+
+def test_the_modules_of_one_server_stay_together(in_order):
+    used = {name: ("client", "pool") for name in NAMES if name.startswith(("tests/room/test_a", "tests/room/test_d"))}
+    modules = [module for module, _ in groupby(in_order("1", NAMES, used), lambda name: name[len("tests/room/test_")])]
+
+    assert sorted(modules) == list("abcdef")
+    assert abs(modules.index("a") - modules.index("d")) == 1
