@@ -301,7 +301,7 @@ def main(ours: socket.socket) -> None:
             if os.fork() == 0:
                 ours.close()
                 play(theirs)
-                os._exit(0)
+                return
             count += 1
     for _ in range(count):
         os.wait()
