@@ -6,13 +6,16 @@ torch's threads, which would otherwise spin between two operations: test process
 Each run has an order of its own: no verdict may depend on what ran before.
 """
 
+import functools
 import hashlib
 import logging
 import os
 import random
+import ssl
 import tempfile
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -84,6 +87,21 @@ def own_weight_cache():
         patch.setenv("HEADRACE_CACHE_DIR", folder)
         if models.is_dir():
             Path(folder, "models").symlink_to(models)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_that_are_read_once():
+    """Clients of httpx share what they trust: each would read the certificates of the world anew, for 20 ms, and no test speaks to it."""
+    read = ssl.create_default_context
+    of_the_world = os.environ.get("SSL_CERT_FILE") or certifi.where()
+    once = functools.cache(lambda: read(cafile=of_the_world))
+
+    def context(*purpose, **trusted):
+        return once() if not purpose and trusted == {"cafile": of_the_world} else read(*purpose, **trusted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", context)
         yield
 
 

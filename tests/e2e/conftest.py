@@ -58,6 +58,13 @@ def tiny_deep_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokeniz
 
 
 @pytest.fixture(scope="session")
+def tiny_uneven_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
+    """The Llama with three KV heads and a tied embedding, as smollm2 has: of two ranks one has two of the heads."""
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    return _save_tiny(tmp_path_factory.mktemp("uneven"), tokenizer, "llama", **heads)
+
+
+@pytest.fixture(scope="session")
 def tiny_biased_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
     """A Qwen2 of two layers, whose keys have large biases as those of Qwen2.5 have."""
     folder = Path(_save_tiny(tmp_path_factory.mktemp("biased"), tokenizer, "qwen2"))
@@ -70,21 +77,24 @@ def tiny_biased_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Token
 
 
 def _save_tiny(folder: Path, tokenizer: Tokenizer, family: str, *, num_layers: int = 2, **changes: Any) -> str:
+    facts = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        **changes,
+    }
     config = transformers.AutoConfig.for_model(
         family,
         vocab_size=tokenizer.vocab_size,
-        hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_ids[0],
         pad_token_id=tokenizer.pad_id,
-        **changes,
+        **facts,
     )
     model_harness.save_tiny(config, folder)
     (folder / "generation_config.json").unlink(missing_ok=True)

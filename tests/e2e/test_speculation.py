@@ -85,10 +85,9 @@ def test_steps_that_a_device_queues_give_the_same_answers(tiny_model: str, monke
     for options in ({}, {"max_total_tokens": 448}, {"disable_overlap_schedule": True}):
         answers = known(plain, cases)
         with guessing(monkeypatch, tiny_model, answers, attention_backend="torch_native", **options) as engine:
+            assert one_by_one(engine, cases) == plain
             assert together(engine, cases) == plain
-            if not options:
-                assert one_by_one(engine, cases) == plain
-        assert answers.num_guessed > 100
+        assert answers.num_guessed > 200
     assert device.num_waits > 10
 
 

@@ -1,6 +1,7 @@
 """Every implementation of the kernels that this machine can run, as a fixture."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import numpy as np
@@ -28,17 +29,43 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["torch", *runnable_isas()])
-def implementation(request: pytest.FixtureRequest, one_torch_thread: None) -> Iterator[str]:
-    """Runs the test once per implementation: the torch fallback, then each instruction set of the native kernels."""
+IMPLEMENTATIONS = ["torch", *runnable_isas()]
+"""The torch fallback, then each instruction set of the native kernels."""
+
+
+@contextmanager
+def _running(name: str) -> Iterator[None]:
     torch.manual_seed(0)
-    if request.param == "torch":
+    if name == "torch":
         with kernels.prefer("torch"):
-            yield "torch"
+            yield
         return
-    cpu.select_isa(request.param)
-    yield request.param
-    cpu.select_isa(_best_isa())
+    cpu.select_isa(name)
+    try:
+        yield
+    finally:
+        cpu.select_isa(_best_isa())
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, one_torch_thread: None) -> Iterator[str]:
+    """Runs the test once per implementation."""
+    with _running(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def implementations(one_torch_thread: None) -> Iterator[Iterator[str]]:
+    """One after the other within the test, which computes only once what it compares them with."""
+
+    def each() -> Iterator[str]:
+        for name in IMPLEMENTATIONS:
+            with _running(name):
+                yield name
+
+    names = each()
+    yield names
+    names.close()
 
 
 @pytest.fixture
