@@ -39,17 +39,14 @@ def assert_nothing_is_left(server: Server) -> None:
     assert [path.name for path in server.folder.iterdir()] == ["log"]
 
 
-@pytest.mark.parametrize("victim, number", [("scheduler", signal.SIGABRT), ("detokenizer", signal.SIGKILL)])
-def test_without_recovery_a_child_that_dies_is_an_error_to_every_waiter_and_the_end(
-    tiny_model: Path, victim: str, number: signal.Signals
-):
+def test_without_recovery_a_child_that_dies_is_an_error_to_every_waiter_and_the_end(tiny_model: Path):
     with Server(tiny_model, ("--disable-recovery",)) as fresh:
         fresh.wait_started()
         with fresh.client() as client:
             streams = eight_in_flight(fresh, client, LONG_STEP_S)
-            child = next(process for process in fresh.children if victim in process.cmdline())
+            child = next(process for process in fresh.children if "detokenizer" in process.cmdline())
 
-            child.send_signal(number)
+            child.send_signal(signal.SIGABRT)
             died_s = time.monotonic()
             for stream in streams:
                 stream.join()
@@ -110,13 +107,6 @@ def test_told_twice_it_goes_at_once(fresh: Server):
         fresh.wait(LONG_STEP_S / 2)
         for stream in streams:
             stream.join()
-    assert_nothing_is_left(fresh)
-    assert "Traceback" not in fresh.log(), fresh.log()
-
-
-def test_told_to_stop_when_idle_it_goes(fresh: Server):
-    fresh.wait_started()
-    assert fresh.stop() == 0
     assert_nothing_is_left(fresh)
     assert "Traceback" not in fresh.log(), fresh.log()
 
