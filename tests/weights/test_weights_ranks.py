@@ -182,6 +182,7 @@ def test_what_is_saved_is_whole(ranks, size, old, answers, folder):
     assert "already exists" in message
 
 
+@pytest.mark.parametrize("size", ["tp_size"], indirect=True)  # who is started again finds the new weights as all do
 def test_after_a_rank_was_lost_the_new_weights_are_served_again(ranks, old, new, answers):
     assert ranks.update_weights_from_disk(new)[0]
     want = ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG)["output_ids"]
