@@ -73,8 +73,10 @@ def want(tiny_mixture: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def in_chunks(tiny_mixture: str) -> Iterator[Engine]:
-    with running_engine(tiny_mixture, chunked_prefill_size=16, **FLOAT32, **TWO) as engine:
+def small(tiny_mixture: str) -> Iterator[Engine]:
+    """With a pool of 704 tokens, of which each of two parts has half, and prompts in chunks."""
+    options = {"max_total_tokens": 704, "chunked_prefill_size": 16, "schedule_conservativeness": 0.1}
+    with running_engine(tiny_mixture, **{**FLOAT32, **TWO, **options}) as engine:
         yield engine
 
 
@@ -88,12 +90,12 @@ def assert_alike(want: list[dict[str, Any]], found: list[dict[str, Any]]) -> Non
 
 
 def test_greedy_text_and_logprobs_are_those_of_one_process(
-    tiny_mixture: str, ranks: Engine, in_chunks: Engine, want: list[dict[str, Any]]
+    tiny_mixture: str, ranks: Engine, small: Engine, want: list[dict[str, Any]]
 ):
     ranks.flush_cache()
     assert_alike(want, answers(ranks, hundred_prompts()))
-    in_chunks.flush_cache()
-    assert_alike(want[::4], answers(in_chunks, hundred_prompts()[::4]))
+    small.flush_cache()
+    assert_alike(want[::4], answers(small, hundred_prompts()[::4]))
 
 
 def test_whole_experts_on_three_ranks_one_step_at_a_time_give_the_text_and_logprobs_of_one_process(
@@ -104,13 +106,13 @@ def test_whole_experts_on_three_ranks_one_step_at_a_time_give_the_text_and_logpr
         assert_alike(want[::4], answers(engine, hundred_prompts()[::4]))
 
 
-def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(ranks: Engine, in_chunks: Engine):
+def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(ranks: Engine, small: Engine):
     samplings = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
     cases = make_cases([1, 17, 130], samplings)
     alone: dict[str, Answer] = one_by_one(ranks, cases)
 
     assert together(ranks, cases) == alone
-    assert together(in_chunks, cases) == alone
+    assert together(small, cases) == alone
 
 
 def test_hidden_states_and_given_embeddings_are_those_of_one_process(tiny_mixture: str, ranks: Engine):
@@ -143,14 +145,6 @@ def test_a_prompt_that_comes_again_is_found_in_its_part_and_its_samples_prefill_
     assert computed <= 200 + 3 * 8  # each other sample computes what its last page lacks
 
 
-@pytest.fixture(scope="module")
-def small(tiny_mixture: str) -> Iterator[Engine]:
-    """With a pool of 704 tokens, of which each of two parts has half."""
-    options = {"max_total_tokens": 704, "schedule_conservativeness": 0.1, "dtype": "float32"}
-    with running_engine(tiny_mixture, **options, **TWO) as engine:
-        yield engine
-
-
 def test_the_pool_is_counted_over_all_parts_and_a_request_fits_into_one(small: Engine):
     info = small.get_server_info()
     assert info["max_total_num_tokens"] == 704
@@ -167,7 +161,7 @@ def test_the_pool_is_counted_over_all_parts_and_a_request_fits_into_one(small: E
 
 def test_requests_that_were_set_back_are_as_alone(small: Engine):
     """More prompts than the parts have room for; and a pause that sends all of them back to the queue."""
-    greedy = {"temperature": 0.0, "max_new_tokens": 90, "ignore_eos": True}
+    greedy = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
     sampling = [greedy, {**greedy, "temperature": 0.8, "seed": 3}] * 4
     prompts = [[5 + i] * 40 for i in range(len(sampling))]
     alone = [
@@ -246,7 +240,6 @@ def test_what_does_not_go_with_it_is_refused(tiny_model: str, tiny_mixture: str,
     refused("cannot be combined with --pp-size", pp_size=2)
     refused("cannot be combined with --lora-paths", lora_paths=f"x={tmp_path}")
     refused("--enable-dp-attention is for mixtures of experts, and model type llama", model_path=tiny_model)
-    refused("--enable-dp-attention: this model runs through transformers' code", model_impl="transformers")
 
 
 def test_an_adapter_is_refused_while_it_serves(ranks: Engine, tmp_path: Path):
