@@ -80,10 +80,14 @@ def pytest_collection_modifyitems(items):
     def place(name):
         return hashlib.sha256(f"{os.environ[SEED]} {name}".encode()).digest()
 
+    def module_of(item):
+        return item.nodeid.partition("::")[0]
+
+    used = {(module_of(item), name) for item in items for name in getattr(item, "fixturenames", ())}
+
     def key(item):
-        module = item.nodeid.partition("::")[0]
-        used = getattr(item, "fixturenames", ())
-        of_group = place(next((name for name in SERVERS if name in used), module))
+        module = module_of(item)
+        of_group = place(next((name for name in SERVERS if (module, name) in used), module))
         starts_none = Path(module).parent.name not in START_PROCESSES
         return of_group[0] % num_parts, starts_none, of_group, place(module), place(item.nodeid)
 

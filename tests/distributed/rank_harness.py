@@ -1,4 +1,4 @@
-"""Ranks that are processes, and what they compute together. Run as a program: such a process, which plays one rank after another.
+"""Ranks that are processes, and what they compute together. Run as a program: the process that they are forked from.
 
 Every task is called by all ranks of a group; each checks what it gets.
 """
@@ -6,11 +6,12 @@ Every task is called by all ranks of a group; each checks what it gets.
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,17 @@ FACTS = {"the model": "tiny"}
 
 
 @cache
-def _many_floats(rank: int, count: int) -> np.ndarray:
-    generator = np.random.default_rng((rank, count))
+def _many_floats(rank: int) -> np.ndarray:
+    generator, count = np.random.default_rng(rank), 59_999  # a prime: no buffer's size divides it
     return (generator.standard_normal(count) * 10.0 ** generator.integers(-6, 6, count)).astype(np.float32)
 
 
 def floats(rank: int, call: int, count: int) -> np.ndarray:
     """What a rank gives to a call: float32 of very different sizes, so that the order of a sum shows."""
     if count > 10_000:
-        return _many_floats(rank, count).copy()
-    begin = call * 37 % 50_000
-    return _many_floats(rank, 60_000)[begin : begin + count].copy()
+        return np.resize(_many_floats(rank), count)
+    begin = call * 37 % 49_000
+    return _many_floats(rank)[begin : begin + count].copy()
 
 
 def sum_once(group: Group, call: int, count: int) -> None:
@@ -203,20 +204,14 @@ TASKS = {
 
 
 class RankProcess:
-    """A process that plays a rank of one group after another."""
+    """A process that plays a rank of one group after another. ours: the socket to it."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, ours: socket.socket) -> None:
+        self._socket = ours
         self._socket.settimeout(2 * LIMIT_S)
         self._answers = self._socket.makefile("rb")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = int(self._answers.readline())
+        self._has_ended = False
 
     def begin(self, task: Callable[[Group], None], fd: int, rank: int, size: int) -> None:
         """Join the group of this descriptor and run the task, one of TASKS."""
@@ -228,10 +223,6 @@ class RankProcess:
         """The same, of the group whose leader listens at this port."""
         self._socket.sendall(json.dumps([task.__name__, rank, size, port, limit_s]).encode())
 
-    def is_ready(self) -> None:
-        """Wait until it has imported what it needs: nobody in a group waits for that."""
-        assert self._answers.readline() == b"ready\n"
-
     def has_joined(self) -> None:
         """Wait until it has joined."""
         assert self._answers.readline() == b"joined\n"
@@ -241,25 +232,42 @@ class RankProcess:
         return json.loads(self._answers.readline())
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(LIMIT_S)
+        """Returns when it has ended; once."""
+        os.kill(self.pid, signal.SIGKILL)
+        with suppress(ConnectionResetError):  # it has not read everything
+            self._answers.read()
+        self._has_ended = True
 
     def close(self) -> None:
+        if not self._has_ended:
+            self.kill()
         self._answers.close()
         self._socket.close()
-        self.kill()
 
 
-@contextmanager
-def rank_processes(count: int) -> Iterator[list[RankProcess]]:
-    processes = [RankProcess() for _ in range(count)]
-    try:
-        for process in processes:
-            process.is_ready()
-        yield processes
-    finally:
-        for process in processes:
-            process.close()
+class Nursery:
+    """Ranks that begin with everything imported. Its own process plays none."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+
+    @contextmanager
+    def ranks(self, count: int) -> Iterator[list[RankProcess]]:
+        with ExitStack() as processes:
+            yield [processes.enter_context(closing(self._fork())) for _ in range(count)]
+
+    def _fork(self) -> RankProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._socket, [b"fork"], [theirs.fileno()])
+        return RankProcess(ours)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(LIMIT_S)
 
 
 @contextmanager
@@ -285,8 +293,23 @@ def network_leader(size: int, limit_s: float = LIMIT_S) -> Iterator[LeaderGroup]
 
 
 def main(ours: socket.socket) -> None:
+    """Fork a rank for each descriptor, the socket that it listens to, until there is none."""
     torch.set_num_threads(1)
-    ours.sendall(b"ready\n")
+    count = 0
+    while (received := socket.recv_fds(ours, 4, 1))[0]:
+        with socket.socket(fileno=received[1][0]) as theirs:
+            if os.fork() == 0:
+                ours.close()
+                play(theirs)
+                return
+            count += 1
+    for _ in range(count):
+        os.wait()
+
+
+def play(ours: socket.socket) -> None:
+    """Ranks, one after another, as the socket says."""
+    ours.sendall(f"{os.getpid()}\n".encode())
     while True:
         told, fds, _, _ = socket.recv_fds(ours, 4096, 1)
         if not told:

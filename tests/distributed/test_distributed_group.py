@@ -17,7 +17,6 @@ from rank_harness import (
     one_message,
     one_sum,
     peaks,
-    rank_processes,
     sums,
 )
 
@@ -27,12 +26,6 @@ from headrace.kernels import cpu
 
 if cpu.why_not():
     pytest.skip(cpu.why_not(), allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def others():
-    with rank_processes(3) as processes:
-        yield processes
 
 
 @pytest.fixture
@@ -61,16 +54,16 @@ def test_what_ranks_tell_each_other_is_the_same_in_each(size, task, others):
 
 
 @pytest.mark.parametrize("task", [one_sum, one_gather, one_message], ids=lambda task: task.__name__)
-def test_a_rank_that_is_killed_ends_the_waits_of_the_others_when_one_says_so(task, others, caller):
+def test_a_rank_that_is_killed_ends_the_waits_of_the_others_when_one_says_so(task, others, victim, caller):
     """In the gather and the message the leader waits for nobody but the killed rank: it makes enough of them to wait."""
     (waiting, *_), size = others, 3
-    with rank_processes(1) as [killed], new_group(size) as (group, fd):
-        killed.begin(one_message, fd, 2, size)
-        killed.has_joined()  # and waits for a message
+    with new_group(size) as (group, fd):
+        victim.begin(one_message, fd, 2, size)
+        victim.has_joined()  # and waits for a message
         waiting.begin(one_sum, fd, 1, size)
         waiting.has_joined()
         own = caller.submit(lambda: [task(group) for _ in range(20)])
-        killed.kill()
+        victim.kill()
         group.break_up("rank 2 died")
         with pytest.raises(ExecutionError, match="rank 2 died"):
             own.result(LIMIT_S)

@@ -19,7 +19,6 @@ from rank_harness import (
     HOST,
     LIMIT_S,
     SECRET,
-    RankProcess,
     gathers,
     messages,
     mixed,
@@ -28,7 +27,6 @@ from rank_harness import (
     one_message,
     one_sum,
     peaks,
-    rank_processes,
     sums,
 )
 
@@ -37,12 +35,6 @@ from headrace.distributed.network import Address, Member
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
 from headrace.errors import ConfigError, ExecutionError
-
-
-@pytest.fixture(scope="module")
-def others() -> Iterator[list[RankProcess]]:
-    with rank_processes(3) as processes:
-        yield processes
 
 
 @pytest.fixture
@@ -103,20 +95,20 @@ def test_what_ranks_tell_each_other_is_the_same_in_each(size, task, others):
 
 
 @pytest.mark.parametrize("task", [one_sum, one_gather, one_message], ids=lambda task: task.__name__)
-def test_a_rank_that_is_killed_ends_the_waits_of_the_others(task, others, caller):
+def test_a_rank_that_is_killed_ends_the_waits_of_the_others(task, others, victim, caller):
     (waiting, *_), size = others, 3
-    with rank_processes(1) as [killed], network_leader(size) as group:
-        killed.begin_over_network(one_message, group.port, 2, size)
+    with network_leader(size) as group:
+        victim.begin_over_network(one_message, group.port, 2, size)
         waiting.begin_over_network(one_sum, group.port, 1, size)
         group.wait_for_ranks(LIMIT_S)
-        killed.has_joined()  # and waits for a message
+        victim.has_joined()  # and waits for a message
         waiting.has_joined()
         if task is one_message:
-            killed.kill()
+            victim.kill()
             reason = failure(group)
         else:
             own = caller.submit(task, group)
-            killed.kill()
+            victim.kill()
             with pytest.raises(ExecutionError) as error:
                 own.result(LIMIT_S)
             reason = error.value.message
@@ -127,16 +119,16 @@ def test_a_rank_that_is_killed_ends_the_waits_of_the_others(task, others, caller
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_is_stopped_is_noticed_also_between_calls(others):
+def test_a_rank_that_is_stopped_is_noticed_also_between_calls(others, victim):
     (waiting, *_), size = others, 3
-    with rank_processes(1) as [stopped], network_leader(size) as group:
-        stopped.begin_over_network(one_message, group.port, 2, size)
+    with network_leader(size) as group:
+        victim.begin_over_network(one_message, group.port, 2, size)
         waiting.begin_over_network(one_message, group.port, 1, size)
         group.wait_for_ranks(LIMIT_S)
-        stopped.has_joined()
+        victim.has_joined()
         waiting.has_joined()
         assert group.failure() is None
-        os.kill(stopped.pid, signal.SIGSTOP)
+        os.kill(victim.pid, signal.SIGSTOP)
         assert "nothing came from it for" in failure(group)
         assert "rank 2 on" in waiting.result()
 

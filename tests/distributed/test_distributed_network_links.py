@@ -14,12 +14,10 @@ from rank_harness import (
     HOST,
     LIMIT_S,
     SECRET,
-    RankProcess,
     ends_of,
     network_leader,
     one_hidden,
     one_message,
-    rank_processes,
     ring,
 )
 
@@ -28,12 +26,6 @@ from headrace.distributed.network_follower import FollowerGroup
 from headrace.errors import ExecutionError
 
 SHAPES = [(1, 4), (0, 4), (3, 576), (2048, 1024), (2, 1), (700, 576)]
-
-
-@pytest.fixture(scope="module")
-def others() -> Iterator[list[RankProcess]]:
-    with rank_processes(3) as processes:
-        yield processes
 
 
 @pytest.fixture
@@ -118,18 +110,18 @@ def test_ranks_that_are_not_at_the_same_step_are_noticed(caller):
             ends_of(follower)[0].receive(2)
 
 
-def test_a_rank_that_is_killed_ends_the_waits_at_links(others, caller):
+def test_a_rank_that_is_killed_ends_the_waits_at_links(others, victim, caller):
     (waiting, *_), size = others, 3
-    with rank_processes(1) as [killed], network_leader(size) as group:
+    with network_leader(size) as group:
         group.pass_on()
-        killed.begin_over_network(one_message, group.port, 2, size)
+        victim.begin_over_network(one_message, group.port, 2, size)
         waiting.begin_over_network(one_hidden, group.port, 1, size)
         group.wait_for_ranks(LIMIT_S)
-        killed.has_joined()
+        victim.has_joined()
         waiting.has_joined()
         before, after = ends_of(group)
         receiving = caller.submit(before.receive, 1)
-        killed.kill()
+        victim.kill()
         with pytest.raises(ExecutionError, match=r"rank 2 on .* is lost: its process has ended"):
             receiving.result(LIMIT_S)
         assert "rank 2 on" in waiting.result()
@@ -138,13 +130,13 @@ def test_a_rank_that_is_killed_ends_the_waits_at_links(others, caller):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_is_stopped_ends_the_wait_for_its_hidden_states(caller):
-    with rank_processes(1) as [stopped], network_leader(2) as group:
-        stopped.begin_over_network(one_message, group.port, 1, 2)
+def test_a_rank_that_is_stopped_ends_the_wait_for_its_hidden_states(victim, caller):
+    with network_leader(2) as group:
+        victim.begin_over_network(one_message, group.port, 1, 2)
         group.wait_for_ranks(LIMIT_S)
-        stopped.has_joined()
+        victim.has_joined()
         receiving = caller.submit(ends_of(group)[0].receive, 1)
-        os.kill(stopped.pid, signal.SIGSTOP)
+        os.kill(victim.pid, signal.SIGSTOP)
         with pytest.raises(ExecutionError, match="nothing came from it for"):
             receiving.result(LIMIT_S)
 

@@ -24,7 +24,7 @@ from engines import (
     together,
 )
 from rank_processes import followers
-from server_process import serving
+from server_process import ServerProcess, serving
 
 from headrace.api.engine import Engine
 from headrace.errors import ConfigError, HeadraceError
@@ -58,9 +58,9 @@ def hundred_prompts() -> list[list[int]]:
     ]
 
 
-def answers(engine: Engine) -> list[dict[str, Any]]:
+def answers(engine: Engine, prompts: list[list[int]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = engine.generate(
-        input_ids=hundred_prompts(), sampling_params=PLAIN, return_logprob=True, logprob_start_len=0
+        input_ids=prompts, sampling_params=PLAIN, return_logprob=True, logprob_start_len=0
     )
     return found
 
@@ -69,23 +69,18 @@ def answers(engine: Engine) -> list[dict[str, Any]]:
 def want(tiny_mixture: str) -> list[dict[str, Any]]:
     """What one process answers."""
     with running_engine(tiny_mixture, **FLOAT32) as engine:
-        return answers(engine)
+        return answers(engine, hundred_prompts())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"ep_size": 2, "chunked_prefill_size": 16}, {"tp_size": 3, "dp_size": 3, "disable_overlap_schedule": True}],
-    ids=["two ranks", "whole experts in chunks", "three ranks one step at a time"],
-)
-def test_greedy_text_and_logprobs_are_those_of_one_process(
-    tiny_mixture: str, ranks: Engine, want: list[dict[str, Any]], options: dict[str, Any]
-):
-    if options:
-        with running_engine(tiny_mixture, **{**FLOAT32, **TWO, **options}) as engine:
-            found = answers(engine)
-    else:
-        ranks.flush_cache()
-        found = answers(ranks)
+@pytest.fixture(scope="module")
+def small(tiny_mixture: str) -> Iterator[Engine]:
+    """With a pool of 704 tokens, of which each of two parts has half, and prompts in chunks."""
+    options = {"max_total_tokens": 704, "chunked_prefill_size": 16, "schedule_conservativeness": 0.1}
+    with running_engine(tiny_mixture, **{**FLOAT32, **TWO, **options}) as engine:
+        yield engine
+
+
+def assert_alike(want: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
     for one, two in zip(want, found, strict=True):
         assert two["output_ids"] == one["output_ids"]
         for side in ("input_token_logprobs", "output_token_logprobs"):
@@ -94,23 +89,30 @@ def test_greedy_text_and_logprobs_are_those_of_one_process(
                 assert a[0] is None or abs(a[0] - b[0]) < TOLERANCE
 
 
-def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(tiny_mixture: str, ranks: Engine):
+def test_greedy_text_and_logprobs_are_those_of_one_process(
+    tiny_mixture: str, ranks: Engine, small: Engine, want: list[dict[str, Any]]
+):
+    ranks.flush_cache()
+    assert_alike(want, answers(ranks, hundred_prompts()))
+    small.flush_cache()
+    assert_alike(want[::4], answers(small, hundred_prompts()[::4]))
+
+
+def test_whole_experts_on_three_ranks_one_step_at_a_time_give_the_text_and_logprobs_of_one_process(
+    tiny_mixture: str, want: list[dict[str, Any]]
+):
+    three = {"tp_size": 3, "dp_size": 3, "ep_size": 3, "disable_overlap_schedule": True}
+    with running_engine(tiny_mixture, **{**FLOAT32, **TWO, **three}) as engine:
+        assert_alike(want[::4], answers(engine, hundred_prompts()[::4]))
+
+
+def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(ranks: Engine, small: Engine):
     samplings = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
     cases = make_cases([1, 17, 130], samplings)
     alone: dict[str, Answer] = one_by_one(ranks, cases)
 
     assert together(ranks, cases) == alone
-    with running_engine(tiny_mixture, chunked_prefill_size=16, **FLOAT32, **TWO) as engine:
-        assert together(engine, cases) == alone
-
-
-def test_quantised_answers_have_the_same_bits_together(tiny_mixture: str):
-    prompts = hundred_prompts()[:8]
-    with running_engine(tiny_mixture, quantization="int8", **TWO) as engine:
-        assert engine.get_server_info()["kv_cache_added_error"] <= 0.02
-        alone = [engine.generate(input_ids=prompt, sampling_params=PLAIN)["output_ids"] for prompt in prompts]
-        both = engine.generate(input_ids=prompts, sampling_params=PLAIN)
-    assert [one["output_ids"] for one in both] == alone
+    assert together(small, cases) == alone
 
 
 def test_hidden_states_and_given_embeddings_are_those_of_one_process(tiny_mixture: str, ranks: Engine):
@@ -143,14 +145,6 @@ def test_a_prompt_that_comes_again_is_found_in_its_part_and_its_samples_prefill_
     assert computed <= 200 + 3 * 8  # each other sample computes what its last page lacks
 
 
-@pytest.fixture(scope="module")
-def small(tiny_mixture: str) -> Iterator[Engine]:
-    """With a pool of 704 tokens, of which each of two parts has half."""
-    options = {"max_total_tokens": 704, "schedule_conservativeness": 0.1, "dtype": "float32"}
-    with running_engine(tiny_mixture, **options, **TWO) as engine:
-        yield engine
-
-
 def test_the_pool_is_counted_over_all_parts_and_a_request_fits_into_one(small: Engine):
     info = small.get_server_info()
     assert info["max_total_num_tokens"] == 704
@@ -167,17 +161,18 @@ def test_the_pool_is_counted_over_all_parts_and_a_request_fits_into_one(small: E
 
 def test_requests_that_were_set_back_are_as_alone(small: Engine):
     """More prompts than the parts have room for; and a pause that sends all of them back to the queue."""
-    greedy = {"temperature": 0.0, "max_new_tokens": 90, "ignore_eos": True}
-    sampling = [greedy, {**greedy, "temperature": 0.8, "seed": 3}] * 6
+    greedy = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+    sampling = [greedy, {**greedy, "temperature": 0.8, "seed": 3}] * 4
     prompts = [[5 + i] * 40 for i in range(len(sampling))]
     alone = [
         small.generate(input_ids=prompt, sampling_params=one)["output_ids"]
         for prompt, one in zip(prompts, sampling, strict=True)
     ]
     small.flush_cache()
+    before = small.internal_state().num_retracted
     found = small.generate(input_ids=prompts, sampling_params=sampling)
     assert [one["output_ids"] for one in found] == alone
-    assert small.internal_state().num_retracted > 0
+    assert small.internal_state().num_retracted > before
     assert ids_after_retraction(small, prompts, sampling) == alone
     assert small.internal_state().memory_repairs == 0
 
@@ -207,13 +202,23 @@ def test_a_rank_that_is_killed_costs_no_token(started: tuple[Engine, psutil.Proc
     assert not lost.is_running()
 
 
-def test_a_server_answers_the_openai_client_and_counts_one_replica(tiny_mixture: str):
-    with (
-        serving(
-            tiny_mixture, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--dtype", "float32"
-        ) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
+@pytest.fixture(scope="module")
+def server(tiny_mixture: str) -> Iterator[ServerProcess]:
+    options = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--quantization", "int8")
+    with serving(tiny_mixture, *options, "--max-total-tokens", "8192") as made:
+        yield made
+
+
+def test_quantised_answers_have_the_same_bits_together(server: ServerProcess):
+    prompts = hundred_prompts()[:8]
+    assert server.get("/server_info")["kv_cache_added_error"] <= 0.02
+    alone = [server.post("/generate", {"input_ids": ids, "sampling_params": PLAIN})["output_ids"] for ids in prompts]
+    both = server.post("/generate", {"input_ids": prompts, "sampling_params": PLAIN})
+    assert [one["output_ids"] for one in both] == alone
+
+
+def test_a_server_answers_the_openai_client_and_counts_one_replica(server: ServerProcess):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         model = client.models.list().data[0].id
         asked = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16, "extra_body": {"ignore_eos": True}}
         whole = client.completions.create(model=model, **asked)
@@ -235,7 +240,6 @@ def test_what_does_not_go_with_it_is_refused(tiny_model: str, tiny_mixture: str,
     refused("cannot be combined with --pp-size", pp_size=2)
     refused("cannot be combined with --lora-paths", lora_paths=f"x={tmp_path}")
     refused("--enable-dp-attention is for mixtures of experts, and model type llama", model_path=tiny_model)
-    refused("--enable-dp-attention: this model runs through transformers' code", model_impl="transformers")
 
 
 def test_an_adapter_is_refused_while_it_serves(ranks: Engine, tmp_path: Path):

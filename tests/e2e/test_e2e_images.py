@@ -127,7 +127,7 @@ def continued(family: str, written: tuple[Path, Any], content: PromptContent, fi
     return out[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("num_images", [1, 2, 3])
+@pytest.mark.parametrize("num_images", [1, 3])
 def test_text_goes_on_as_transformers_goes_on(engine: Engine, family: str, written: tuple[Path, Any], num_images: int):
     content = read(family, written[0], num_images)
     want = continued(family, written, content, FILES[:num_images])

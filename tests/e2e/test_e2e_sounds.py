@@ -149,9 +149,9 @@ def test_new_weights_and_released_memory_leave_the_text_as_it_is(engine: Engine,
 
 @pytest.fixture(scope="module")
 def server(written: tuple[Path, Any]) -> Iterator[ServerProcess]:
-    """Two HTTP workers; those of test_image_clients are one process."""
+    """One process; test_image_clients has HTTP workers."""
     options = ["--dtype", "float32", "--max-total-tokens", "4096", "--served-model-name", "tiny"]
-    with serving(str(written[0]), *options, "--tokenizer-worker-num", "2") as it:
+    with serving(str(written[0]), *options, "--single-process") as it:
         yield it
 
 

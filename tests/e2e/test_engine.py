@@ -1,4 +1,4 @@
-"""`Engine` and `Runtime` on a real model: every way to ask gives the text that transformers gives."""
+"""`Engine` on a real model: every way to ask gives the text that transformers gives; `Runtime` gives what an engine gives."""
 
 import asyncio
 import threading
@@ -23,11 +23,10 @@ PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
     "def fibonacci(n):\n    ",
-    "Water boils at 100 degrees, and it freezes at",
-    "Das Wetter ist heute",
 ]
-SAMPLING: dict[str, Any] = {"temperature": 0, "max_new_tokens": 10}
-LONGER = SAMPLING | {"max_new_tokens": 32}
+MORE_PROMPTS = [*PROMPTS, "Water boils at 100 degrees, and it freezes at", "Das Wetter ist heute"]
+SAMPLING: dict[str, Any] = {"temperature": 0, "max_new_tokens": 6}
+LONGER = SAMPLING | {"max_new_tokens": 20}
 
 FLOAT32_LOGPROB_TOLERANCE = 1e-3
 """Sums of a few thousand float32 products in another order move logits of up to 45 by some 1e-5 in each of 30 layers; 6e-5 was
@@ -82,9 +81,9 @@ def next_token_logits(model: transformers.LlamaForCausalLM, prompt: list[int], o
 def test_float32_text_is_that_of_transformers(tokenizer: Tokenizer) -> None:
     model = reference(torch.float32)
     with running_engine("smollm2", dtype="float32") as engine:
-        outputs = engine.generate(PROMPTS, LONGER, return_logprob=True, top_logprobs_num=5)
+        outputs = engine.generate(MORE_PROMPTS[2:], LONGER, return_logprob=True, top_logprobs_num=5)
 
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    for prompt, output in zip(MORE_PROMPTS[2:], outputs, strict=True):
         logits = next_token_logits(model, tokenizer.encode(prompt), output["output_ids"])
         wanted = logits.argmax(-1).tolist()
         assert output["output_ids"] == wanted
@@ -97,7 +96,7 @@ def test_float32_text_is_that_of_transformers(tokenizer: Tokenizer) -> None:
 def test_bfloat16_text_is_that_of_transformers_where_its_choice_is_clear(engine: Engine, tokenizer: Tokenizer) -> None:
     model = reference(torch.bfloat16)
     num_clear = num_tokens = 0
-    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, LONGER), strict=True):
+    for prompt, output in zip(MORE_PROMPTS, engine.generate(MORE_PROMPTS, LONGER), strict=True):
         ids = output["output_ids"]
         logits = next_token_logits(model, tokenizer.encode(prompt), ids)
         best = logits.topk(2)
@@ -129,7 +128,7 @@ def test_token_ids_are_a_prompt_too(engine: Engine, answers: list[dict[str, Any]
 
 def test_turns_of_a_session_give_what_the_whole_prompt_gives(engine: Engine, tokenizer: Tokenizer) -> None:
     session = engine.open_session()
-    first = engine.generate(PROMPTS[0], LONGER, session_params={"id": session})
+    first = engine.generate(PROMPTS[0], SAMPLING | {"max_new_tokens": 32}, session_params={"id": session})
     second = engine.generate(" Moreover,", SAMPLING, session_params={"id": session})
     branch = engine.generate(" However,", SAMPLING, session_params={"id": session, "rid": first["meta_info"]["id"]})
     engine.close_session(session)
@@ -229,10 +228,10 @@ def test_shutdown_ends_what_runs_and_may_be_repeated(tiny_model: str) -> None:
             engine.generate("hello")
 
 
-def test_two_engines_may_live_in_one_process(tiny_model: str) -> None:
+def test_two_engines_may_live_in_one_process(tiny_engine: Engine, tiny_model: str) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    with running_engine(tiny_model) as first, running_engine(tiny_model, attention_backend="torch_native") as second:
-        assert len(first.generate("hello", sampling)["output_ids"]) == 8
+    with running_engine(tiny_model, attention_backend="torch_native") as second:
+        assert len(tiny_engine.generate("hello", sampling)["output_ids"]) == 8
         assert len(second.generate("hello", sampling)["output_ids"]) == 8
 
 
@@ -240,13 +239,26 @@ def test_two_engines_may_live_in_one_process(tiny_model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(model_path="smollm2", max_total_tokens=8192, log_level="warning") as runtime:
+def runtime(tiny_model: str) -> Iterator[Runtime]:
+    with Runtime(model_path=tiny_model, max_total_tokens=8192, log_level="warning") as runtime:
         yield runtime
 
 
-def test_a_runtime_gives_what_the_engine_gives(runtime: Runtime, answers: list[dict[str, Any]]) -> None:
-    texts = [answer["text"] for answer in answers]
+@pytest.fixture(scope="module")
+def tiny_engine(tiny_model: str) -> Iterator[Engine]:
+    """An engine of the same model in this process."""
+    with running_engine(tiny_model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tiny_answers(tiny_engine: Engine) -> list[dict[str, Any]]:
+    """Its answers to PROMPTS."""
+    return [tiny_engine.generate(prompt, SAMPLING) for prompt in PROMPTS]
+
+
+def test_a_runtime_gives_what_the_engine_gives(runtime: Runtime, tiny_answers: list[dict[str, Any]]) -> None:
+    texts = [answer["text"] for answer in tiny_answers]
 
     assert [output["text"] for output in runtime.generate(PROMPTS, SAMPLING)] == texts
     assert list(runtime.generate(PROMPTS[1], SAMPLING, stream=True))[-1]["text"] == texts[1]
@@ -255,36 +267,40 @@ def test_a_runtime_gives_what_the_engine_gives(runtime: Runtime, answers: list[d
         runtime.generate(PROMPTS[0], {"temperature": -1})
 
 
-async def test_a_runtime_streams_to_async_callers(runtime: Runtime, answers: list[dict[str, Any]]) -> None:
+async def test_a_runtime_streams_to_async_callers(runtime: Runtime, tiny_answers: list[dict[str, Any]]) -> None:
     chunks = [chunk async for chunk in runtime.async_generate(PROMPTS[2], SAMPLING)]
 
-    assert chunks[-1]["text"] == answers[2]["text"]
+    assert chunks[-1]["text"] == tiny_answers[2]["text"]
 
 
-def test_a_runtime_has_sessions(runtime: Runtime, answers: list[dict[str, Any]]) -> None:
+def test_a_runtime_has_sessions(runtime: Runtime, tiny_answers: list[dict[str, Any]]) -> None:
     session = runtime.open_session(session_id="mine")
-    assert runtime.generate(PROMPTS[0], SAMPLING, session_params={"id": session})["text"] == answers[0]["text"]
+    assert runtime.generate(PROMPTS[0], SAMPLING, session_params={"id": session})["text"] == tiny_answers[0]["text"]
     second = runtime.generate("!", SAMPLING, session_params={"id": session})
     runtime.close_session(session)
-    assert second["meta_info"]["prompt_tokens"] > len(answers[0]["output_ids"])
+    assert second["meta_info"]["prompt_tokens"] > len(tiny_answers[0]["output_ids"])
     with pytest.raises(NotFoundError):
         runtime.close_session(session)
 
 
-def test_the_openai_route_gives_what_the_engine_gives(runtime: Runtime, answers: list[dict[str, Any]]) -> None:
-    body = {"model": "smollm2", "prompt": PROMPTS, "temperature": 0, "max_tokens": SAMPLING["max_new_tokens"]}
+def test_the_openai_route_gives_what_the_engine_gives(runtime: Runtime, tiny_answers: list[dict[str, Any]]) -> None:
+    body = {"prompt": PROMPTS, "temperature": 0, "max_tokens": SAMPLING["max_new_tokens"]}
     reply = httpx.post(f"{runtime.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
 
-    assert [choice["text"] for choice in reply["choices"]] == [answer["text"] for answer in answers]
+    assert [choice["text"] for choice in reply["choices"]] == [answer["text"] for answer in tiny_answers]
 
 
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-async def test_chats_are_the_same_in_every_way_to_ask(engine: Engine, runtime: Runtime) -> None:
-    whole = engine.chat(CHAT, max_tokens=12, temperature=0)
-    assert "Paris" in whole.text
+def test_a_chat_is_answered(engine: Engine) -> None:
+    assert "Paris" in engine.chat(CHAT, max_tokens=12, temperature=0).text
+    assert repr(engine).startswith("<Engine smollm2: llama, ")
 
+
+async def test_chats_are_the_same_in_every_way_to_ask(tiny_engine: Engine, runtime: Runtime) -> None:
+    engine = tiny_engine
+    whole = engine.chat(CHAT, max_tokens=12, temperature=0)
     streamed = list(engine.chat(CHAT, stream=True, max_tokens=12, temperature=0))
     awaited = await engine.async_chat(CHAT, max_tokens=12, temperature=0)
     stream = await engine.async_chat(CHAT, stream=True, max_tokens=12, temperature=0)
@@ -299,5 +315,4 @@ async def test_chats_are_the_same_in_every_way_to_ask(engine: Engine, runtime: R
         next(left)
     ids = engine.tokenizer.encode("Paris")
     assert engine.tokenizer.decode(ids) == "Paris"
-    assert repr(engine).startswith("<Engine smollm2: llama, ")
     assert repr(runtime) == f"<Runtime {runtime.url}, process {runtime.pid}>"

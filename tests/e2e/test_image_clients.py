@@ -13,7 +13,7 @@ import ollama
 import openai
 import pytest
 from PIL import Image
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 from headrace import Runtime
 
@@ -59,11 +59,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
-    """One process; the HTTP workers are those of test_e2e_sounds."""
-    options = ["--dtype", "float32", "--max-total-tokens", "4096", "--served-model-name", MODEL]
-    with serving(str(folder), *options) as it:
+def runtime(folder: Path) -> Iterator[Runtime]:
+    """With HTTP workers, so that images cross a process; sounds are served by one (test_e2e_sounds)."""
+    options: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 4096, "served_model_name": MODEL}
+    with Runtime(model_path=str(folder), **options, tokenizer_worker_num=2) as it:
         yield it
+
+
+@pytest.fixture(scope="module")
+def server(runtime: Runtime) -> ServerProcess:
+    return ServerProcess(runtime.url)
 
 
 @pytest.fixture(scope="module")
@@ -151,17 +156,17 @@ def test_what_a_user_writes_is_no_image(server: ServerProcess):
     assert usage["prompt_tokens"] == alone["prompt_tokens"] + len(written), "a token for each of its bytes"
 
 
-def test_a_program_that_owns_its_server_sends_bytes(folder: Path):
-    image = {"type": "image_url", "image_url": {"url": FILE}}
+def test_a_program_that_owns_its_server_sends_bytes(runtime: Runtime):
+    file = png(1)  # which no other test has shown
+    image = {"type": "image_url", "image_url": {"url": file}}
     messages = [{"role": "user", "content": [image, {"type": "text", "text": WORDS}]}]
     prompt = f"<|im_start|>user\n{make_tiny_vlm.IN_A_PROMPT['qwen2_vl']}{WORDS}<|im_end|>\n<|im_start|>assistant\n"
-    options = {"dtype": "float32", "max_total_tokens": 4096}
-    with Runtime(model_path=str(folder), **options) as runtime:
-        reply = runtime.chat(messages, max_tokens=NUM_TOKENS, temperature=0)
-        greedy = {"temperature": 0, "max_new_tokens": NUM_TOKENS}
-        generated = runtime.generate(prompt, greedy, image_data=[FILE])
-        for salt, num_encoded in ((None, 1), ("mine", 2), ("mine", 2), ("yours", 3)):
-            assert runtime.generate(prompt, greedy, image_data=FILE, cache_salt=salt)["text"] == reply.text
-            assert runtime.internal_state().encodings.num_encoded == num_encoded
+    before = runtime.internal_state().encodings.num_encoded
+    reply = runtime.chat(messages, max_tokens=NUM_TOKENS, temperature=0)
+    greedy = {"temperature": 0, "max_new_tokens": NUM_TOKENS}
+    generated = runtime.generate(prompt, greedy, image_data=[file])
+    for salt, num_encoded in ((None, 1), ("mine", 2), ("mine", 2), ("yours", 3)):
+        assert runtime.generate(prompt, greedy, image_data=file, cache_salt=salt)["text"] == reply.text
+        assert runtime.internal_state().encodings.num_encoded == before + num_encoded
     assert generated["text"] == reply.text
     assert generated["meta_info"]["prompt_tokens"] == reply.usage.prompt_tokens

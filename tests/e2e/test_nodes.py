@@ -24,8 +24,12 @@ from cut_link import Link
 
 LIMIT_S = 60.0
 LONG: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 900, "ignore_eos": True}
-OPTIONS = ("--nnodes", "2", "--max-total-tokens", "2048")
+OPTIONS = ("--nnodes", "2", "--max-total-tokens", "2048", "--quantization", "int8")
 SHARDS, STAGES = ("--tp-size", "2"), ("--pp-size", "2")
+ASKED: dict[str, Any] = {
+    "input_ids": [[5 + i] * (3 + 20 * i) for i in range(4)],
+    "sampling_params": {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +86,23 @@ def node_0(model: str, port: int, *options: str) -> Any:
     return serving(model, *OPTIONS, *options, "--node-rank", "0", "--dist-init-addr", f"127.0.0.1:{port}")
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_model: str) -> list[list[int]]:
+    """What two shards on one host answer."""
+    with running_engine(tiny_model, single_process=False, tp_size=2, quantization="int8") as engine:
+        return [one["output_ids"] for one in engine.generate(**ASKED)]
+
+
+def answers(server: ServerProcess) -> list[list[int]]:
+    return [one["output_ids"] for one in server.post("/generate", ASKED)]
+
+
+def check_kv_cache(server: ServerProcess) -> None:
+    """It has integers, whose error all ranks have measured together."""
+    info = server.get("/server_info")
+    assert (info["kv_cache_dtype"], info["kv_cache_added_error"] <= 0.02) == ("int8", True)
+
+
 def wait_for_end(pid: int) -> None:
     """Wait until a process has ended, and leave its exit code to its parent."""
     process = psutil.Process(pid)
@@ -104,27 +125,19 @@ def stream_until(server: ServerProcess, begun: Callable[[], None]) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("options", "one_host"),
-    [(SHARDS, {"tp_size": 2}), (SHARDS + STAGES, {"tp_size": 2})],
-    ids=["shards", "stages of shards"],
-)
 def test_two_nodes_give_the_text_of_one_until_their_link_is_cut_and_both_end_with_an_error(
-    options: tuple[str, ...], one_host: dict[str, int], tiny_model: str
+    tiny_model: str, alone: list[list[int]]
 ):
-    sampling = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
-    prompts = [[5 + i] * (3 + 20 * i) for i in range(4)]
-    with running_engine(tiny_model, single_process=False, **one_host) as engine:
-        alone = [one["output_ids"] for one in engine.generate(input_ids=prompts, sampling_params=sampling)]
+    """Two stages of two shards, so that a node that ends has another process to end."""
     port = free_port()
     link = Link(port)
+    options = SHARDS + STAGES
     try:
         with other_node(tiny_model, link.port, *options) as node, node_0(tiny_model, port, *options) as server:
-            together = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
-            assert [one["output_ids"] for one in together] == alone
+            check_kv_cache(server)
+            assert answers(server) == alone
             assert server.post("/update_weights_from_disk", {"model_path": tiny_model})["success"]
-            again = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
-            assert [one["output_ids"] for one in again] == alone
+            assert answers(server) == alone
             assert node.health() == 200
             assert httpx.get(f"{node.url}/v1/models", timeout=30).status_code == 404
             reply = httpx.post(f"{server.url}/get_weights_by_name", json={"name": "model.norm.weight"}, timeout=30)
@@ -140,12 +153,12 @@ def test_two_nodes_give_the_text_of_one_until_their_link_is_cut_and_both_end_wit
         link.close()
 
 
-@pytest.mark.parametrize("options", [SHARDS, STAGES], ids=["shards", "stages"])
-def test_two_nodes_measure_a_kv_cache_of_integers_and_end_well_together(options: tuple[str, ...], tiny_model: str):
+def test_the_shards_of_a_layer_on_two_nodes_give_the_text_of_one_and_both_end_well_together(
+    tiny_model: str, alone: list[list[int]]
+):
     port = free_port()
-    options += ("--quantization", "int8")
-    with other_node(tiny_model, port, *options) as node:
-        with node_0(tiny_model, port, *options) as server:
-            info = httpx.get(f"{server.url}/server_info", timeout=30).json()
-            assert (info["kv_cache_dtype"], info["kv_cache_added_error"] <= 0.02) == ("int8", True)
+    with other_node(tiny_model, port, *SHARDS) as node:
+        with node_0(tiny_model, port, *SHARDS) as server:
+            check_kv_cache(server)
+            assert answers(server) == alone
         assert node.process.wait(LIMIT_S) == 0, node.log

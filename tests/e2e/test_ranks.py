@@ -57,8 +57,11 @@ def follower_of(engine: Engine) -> psutil.Process:
     return process
 
 
-def test_greedy_text_and_logprobs_are_those_of_one_process(tiny_uneven_model: str):
+def test_greedy_text_and_logprobs_are_those_of_one_process_and_ranks_end_with_their_engine(
+    tiny_uneven_model: str, capfd: pytest.CaptureFixture[str]
+):
     """Of three KV heads one rank has two."""
+    others = followers()
     found = []
     for options in ({}, TWO):
         with running_engine(tiny_uneven_model, dtype="float32", **options) as engine:
@@ -72,6 +75,8 @@ def test_greedy_text_and_logprobs_are_those_of_one_process(tiny_uneven_model: st
             for a, b in zip(one["meta_info"][side], two["meta_info"][side], strict=True):
                 assert a[1] == b[1]
                 assert a[0] is None or abs(a[0] - b[0]) < 2e-3
+    assert followers() == others
+    assert "leaked" not in capfd.readouterr().err  # by the kernels' library, of what outlives its process's last line
 
 
 def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(ranks: Engine, bound: Engine):
@@ -136,26 +141,17 @@ def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model
         assert ids_after_retraction(engine, prompts, sampling) == alone
 
 
-def test_quantised_and_with_hidden_states_and_ranks_end_with_their_engine(
-    tiny_model: str, capfd: pytest.CaptureFixture[str]
-):
+@pytest.mark.parametrize("parts", [TWO, STAGES], ids=["rank", "stage"])
+def test_a_quantised_rank_that_is_stopped_costs_no_token(tiny_model: str, parts: dict[str, Any]):
+    prompts = [[5 + i, 6, 7, 8, 9] for i in range(4)]
+    sampling = {"temperature": 0.9, "seed": 5, "max_new_tokens": 200, "ignore_eos": True}
     others = followers()
-    with running_engine(tiny_model, quantization="int8", **TWO) as engine:
+    with running_engine(tiny_model, quantization="int8", rank_timeout_s=1.0, **parts) as engine:
         info = engine.get_server_info()
         assert (info["kv_cache_dtype"], info["kv_cache_added_error"] <= 0.02) == ("int8", True)
         first, second = (engine.generate("Water boils at", GREEDY, return_hidden_states=True) for _ in range(2))
         assert first["output_ids"] == second["output_ids"]
         assert len(first["meta_info"]["hidden_states"]) == len(second["meta_info"]["hidden_states"])
-    assert followers() == others
-    assert "leaked" not in capfd.readouterr().err  # by the kernels' library, of what outlives its process's last line
-
-
-@pytest.mark.parametrize("parts", [TWO, STAGES], ids=["rank", "stage"])
-def test_a_rank_that_is_stopped_costs_no_token(tiny_model: str, parts: dict[str, Any]):
-    prompts = [[5 + i, 6, 7, 8, 9] for i in range(4)]
-    sampling = {"temperature": 0.9, "seed": 5, "max_new_tokens": 200, "ignore_eos": True}
-    others = followers()
-    with running_engine(tiny_model, rank_timeout_s=1.0, **parts) as engine:
         whole = [out["output_ids"] for out in engine.generate(input_ids=prompts, sampling_params=sampling)]
         [lost] = followers() - others
         begun = threading.Event()

@@ -14,7 +14,7 @@ from lora_harness import tiny_adapter
 from rank_processes import followers
 
 from headrace.api.engine import Engine
-from headrace.errors import ModelError, NotFoundError, RequestError
+from headrace.errors import NotFoundError, RequestError
 
 TWO: dict[str, Any] = {"tp_size": 2, "single_process": False, "dtype": "float32"}
 PROMPTS = [random_ids(length, seed=length) for length in (20, 3, 30)]
@@ -61,7 +61,7 @@ def test_adapters_come_and_go_while_requests_run(adapters: dict[str, str], ranks
     want = ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG, lora_path="x")["output_ids"]
     stream = ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True, lora_path="x")
     next(stream)
-    for _ in range(5):
+    for _ in range(2):
         ranks.load_lora_adapter("guest", adapters["y"])
         assert ranks.generate(input_ids=PROMPTS[1], sampling_params=GREEDY, lora_path="guest")["output_ids"]
         ranks.unload_lora_adapter("guest")
@@ -77,11 +77,6 @@ def test_what_cannot_be_read_changes_nothing(ranks: Engine, tmp_path: Path):
         ranks.unload_lora_adapter("new")
     assert ranks.lora_adapters() == ["x"]
     assert ranks.generate(input_ids=PROMPTS[0], sampling_params=GREEDY, lora_path="x")["output_ids"]
-
-
-def test_an_adapter_that_does_not_load_is_a_reason_not_to_start(tiny_model: str, tmp_path: Path):
-    with pytest.raises(ModelError, match=r"adapter 'x'.*not a folder"):
-        running_engine(tiny_model, lora_paths=f"x={tmp_path / 'absent'}", **TWO).__enter__()
 
 
 def test_after_a_rank_was_lost_adapters_are_there_again(adapters: dict[str, str], ranks: Engine):

@@ -69,11 +69,13 @@ def test_what_ranks_do_not_do_on_gpus_is_refused_by_name(options, message):
         check_can_be_split(ServerArgs(**options), model_class_for(model), config(**options))
 
 
-def test_attention_of_own_requests_is_refused_on_gpus():
+def test_attention_of_own_requests_is_refused_on_gpus_and_in_transformers_code():
     model = parse_hf_config({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
     args = ServerArgs(tp_size=2, dp_size=2, enable_dp_attention=True)
     with pytest.raises(ConfigError, match="--enable-dp-attention works on CPUs only so far, and the device is cuda"):
         check_can_be_split(args, model_class_for(model), config(tp_size=2))
+    with pytest.raises(ConfigError, match="--enable-dp-attention: this model runs through transformers' code"):
+        check_can_be_split(args, model_class_for(model, "transformers"), config(tp_size=2))
 
 
 def test_ranks_run_on_gpus_and_each_needs_one(monkeypatch):

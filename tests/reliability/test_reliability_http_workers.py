@@ -18,7 +18,7 @@ NUM_STREAMS = 12
 def workers(tiny_model: Path) -> Iterator[Server]:
     with Server(tiny_model, ("--tokenizer-worker-num", "2", "--max-restarts", "9"), keys=True) as server:
         yield server.wait_started()
-        assert server.stop() == 0
+        check_that_a_stop_lets_streams_end(server)
         assert [path.name for path in server.folder.iterdir()] == ["log"]
 
 
@@ -46,10 +46,8 @@ def answer(server: Server, i: int) -> tuple[str, list[int]]:
     return stream.last["text"], stream.last["output_ids"]
 
 
-def test_answers_are_those_of_one_process(workers: Server, tiny_model: Path):
-    with Server(tiny_model) as one:
-        one.wait_started()
-        want = [answer(one, i) for i in range(NUM_STREAMS)]
+def test_answers_are_those_of_one_process(workers: Server, server: Server):
+    want = [answer(server, i) for i in range(NUM_STREAMS)]
 
     assert each_at_once(lambda i: answer(workers, i), range(NUM_STREAMS)) == want
     state = workers.state()
@@ -96,8 +94,8 @@ def test_a_worker_that_dies_costs_its_own_streams_and_comes_back(workers: Server
     assert "HTTP worker" in workers.log()
 
 
-def test_a_stop_lets_streams_end(tiny_model: Path):
-    with Server(tiny_model, ("--tokenizer-worker-num", "2")) as server, server.wait_started().client() as client:
+def check_that_a_stop_lets_streams_end(server: Server) -> None:
+    with server.client() as client:
         server.inject("forward", "sleep", "slow", at_token=2, seconds=1.0)
         body = {"text": "slow", "rid": "slow", "sampling_params": greedy(60)}
         stream = Stream(client, "/generate", body)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from reliability_harness import START_S, Server, Stream, check_refused, greedy, is_taken, wait_until
+from reliability_harness import START_S, Server, Stream, greedy, is_taken, wait_until
 
 LONG_STEP_S = 30.0
 
@@ -39,17 +39,14 @@ def assert_nothing_is_left(server: Server) -> None:
     assert [path.name for path in server.folder.iterdir()] == ["log"]
 
 
-@pytest.mark.parametrize("victim, number", [("scheduler", signal.SIGABRT), ("detokenizer", signal.SIGKILL)])
-def test_without_recovery_a_child_that_dies_is_an_error_to_every_waiter_and_the_end(
-    tiny_model: Path, victim: str, number: signal.Signals
-):
+def test_without_recovery_a_child_that_dies_is_an_error_to_every_waiter_and_the_end(tiny_model: Path):
     with Server(tiny_model, ("--disable-recovery",)) as fresh:
         fresh.wait_started()
         with fresh.client() as client:
             streams = eight_in_flight(fresh, client, LONG_STEP_S)
-            child = next(process for process in fresh.children if victim in process.cmdline())
+            child = next(process for process in fresh.children if "detokenizer" in process.cmdline())
 
-            child.send_signal(number)
+            child.send_signal(signal.SIGABRT)
             died_s = time.monotonic()
             for stream in streams:
                 stream.join()
@@ -75,29 +72,6 @@ def test_children_do_not_outlive_their_parent(fresh: Server):
     assert fresh.wait() == -signal.SIGKILL
 
 
-def test_told_to_stop_it_drains_then_goes(fresh: Server):
-    fresh.wait_started()
-    with fresh.client() as client:
-        want = fresh.generate(client, "a", 30)["text"]
-        streams = eight_in_flight(fresh, client, 2.0)
-        fresh.popen.terminate()
-        wait_until(lambda: client.get("/ready").status_code == 503, "newcomers are not welcome")
-        refused = client.post("/generate", json={"text": "late"})
-        check_refused(refused, 503)
-        assert int(refused.headers["retry-after"]) >= 1
-        assert client.get("/health").status_code == 200
-        for stream in streams:
-            stream.join()
-
-    assert streams[0].last["text"] == want
-    for stream in streams:
-        assert stream.status == 200
-        assert stream.last["meta_info"]["finish_reason"]["type"] == "length"
-    assert fresh.wait() == 0
-    assert_nothing_is_left(fresh)
-    assert "Traceback" not in fresh.log(), fresh.log()
-
-
 def test_told_twice_it_goes_at_once(fresh: Server):
     fresh.wait_started()
     with fresh.client() as client:
@@ -110,13 +84,6 @@ def test_told_twice_it_goes_at_once(fresh: Server):
         fresh.wait(LONG_STEP_S / 2)
         for stream in streams:
             stream.join()
-    assert_nothing_is_left(fresh)
-    assert "Traceback" not in fresh.log(), fresh.log()
-
-
-def test_told_to_stop_when_idle_it_goes(fresh: Server):
-    fresh.wait_started()
-    assert fresh.stop() == 0
     assert_nothing_is_left(fresh)
     assert "Traceback" not in fresh.log(), fresh.log()
 

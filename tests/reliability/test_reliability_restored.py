@@ -9,7 +9,9 @@ import pytest
 from reliability_harness import ADMIN_KEY, START_S, Server, Stream, greedy, wait_until
 from safetensors.torch import load_file, save, save_file
 
-BODY = {"text": "The weights are", "sampling_params": greedy(12)}
+from headrace.api.engine import Engine
+
+BODY: dict[str, Any] = {"text": "The weights are", "sampling_params": greedy(12)}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,9 @@ def ids_of(reply: dict[str, Any]) -> list[int]:
 
 
 def test_weights_and_pauses_outlive_a_scheduler(tiny_model: Path, other_model: Path):
-    with Server(other_model) as server, server.wait_started().client() as client:
-        want = ids_of(client.post("/generate", json=BODY).json())
+    options: dict[str, Any] = {"single_process": True, "num_threads": 1, "max_total_tokens": 256, "log_level": "error"}
+    with Engine(model_path=str(other_model), **options) as engine:
+        want = ids_of(engine.generate(BODY["text"], BODY["sampling_params"]))
     with (
         Server(tiny_model, ("--dp-size", "2")) as server,
         server.wait_started().client() as client,
