@@ -6,7 +6,9 @@ torch's threads, which would otherwise spin between two operations: test process
 Each run has an order of its own: no verdict may depend on what ran before.
 """
 
+import atexit
 import functools
+import gc
 import hashlib
 import logging
 import os
@@ -52,6 +54,18 @@ def pytest_report_header():
 def pytest_terminal_summary(terminalreporter):
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(f"To repeat the order: {SEED}={os.environ[SEED]}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without the collector of garbage, which would look through all modules and tests again and again: they stay, a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules want to see their objects deleted
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest then keeps tests together that share a parameter of a fixture

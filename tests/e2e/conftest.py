@@ -16,10 +16,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess, serving
 
-from headrace.checkpoint.names import resolve_model
 from headrace.config.server_args import ServerArgs
 from headrace.processes.model_files import open_tokenizer
-from headrace.text.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
 _open: list[Tokenizer] = []  # engines of this process find that of their model open
 
@@ -27,7 +27,7 @@ _open: list[Tokenizer] = []  # engines of this process find that of their model 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """The tokenizer of smollm2, which the tiny model has too."""
-    return load_tokenizer(resolve_model("smollm2"))
+    return smollm2_tokenizer()
 
 
 @pytest.fixture(scope="session")

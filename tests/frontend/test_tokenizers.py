@@ -26,8 +26,9 @@ from headrace.text.tokenizers import (
     load_tokenizer,
     tokenizer_from_gguf,
 )
+from smollm2_tokenizer import smollm2_tokenizer
 
-SMOLLM2 = load_tokenizer(resolve_model("smollm2"))
+SMOLLM2 = smollm2_tokenizer()
 
 NASTY = [
     "",

@@ -8,14 +8,13 @@ import llguidance
 import numpy as np
 import pytest
 
-from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
 from headrace.grammar.source import explain, library_text
 from headrace.grammar.vocabulary import parser_limits
 from headrace.messages.grammar import GrammarKind, GrammarSpec
-from headrace.text.tokenizers import load_tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
-TOKENIZER = load_tokenizer(resolve_model("smollm2"))
+TOKENIZER = smollm2_tokenizer()
 
 
 class _Vocabulary:

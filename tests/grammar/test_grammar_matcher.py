@@ -7,16 +7,15 @@ import threading
 import numpy as np
 import pytest
 
-from headrace.checkpoint.names import resolve_model
 from headrace.errors import ExecutionError
 from headrace.grammar import matcher
 from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
 from headrace.grammar.source import library_text
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec, TokenMask
-from headrace.text.tokenizers import load_tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
-SMOLLM2 = load_tokenizer(resolve_model("smollm2"))
+SMOLLM2 = smollm2_tokenizer()
 SIZE = SMOLLM2.vocab_size + 13  # no multiple of 32
 EOS = 2
 OTHER_EOS = 0

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint.names import resolve_model
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import child_environment
 from headrace.errors import ExecutionError
@@ -23,7 +22,7 @@ from headrace.grammar.compiler import CompilePool
 from headrace.grammar.matcher import MatcherTokens
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
-from headrace.text.tokenizers import load_tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(255)] + [b"", b"<end>"], [256], [256])
 
@@ -315,7 +314,7 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def real_pool():
     """With the vocabulary of a model, and the limits of a server."""
-    smollm2 = load_tokenizer(resolve_model("smollm2"))
+    smollm2 = smollm2_tokenizer()
     pool = CompilePool(Vocabulary.of(smollm2, smollm2.vocab_size, smollm2.eos_ids), num_children=1)
     yield pool
     pool.close()

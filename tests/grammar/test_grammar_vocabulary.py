@@ -8,16 +8,16 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from headrace.checkpoint.names import resolve_model
 from headrace.errors import ConfigError
 from headrace.grammar.matcher import Matcher, MatcherTokens, Template
 from headrace.grammar.source import library_text
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
 from headrace.text.incremental import IncrementalDecoder
-from headrace.text.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
-SMOLLM2 = load_tokenizer(resolve_model("smollm2"))
+SMOLLM2 = smollm2_tokenizer()
 NUM_PADDED = 77
 SIZE = SMOLLM2.vocab_size + NUM_PADDED
 END_OF_TEXT, IM_START, IM_END = 0, 1, 2

@@ -65,11 +65,11 @@ def with_numpy(samples: np.ndarray, theirs: transformers.WhisperFeatureExtractor
     return theirs._np_extract_fbank_features(padded[None], "cpu")[0].T
 
 
-@pytest.mark.parametrize("bins", [80, 128])
-@pytest.mark.parametrize("name", SOUNDS)
+@pytest.mark.parametrize(("name", "bins"), [*((name, 128) for name in SOUNDS), ("speech", 80)])
 def test_features_are_those_of_transformers(name, bins):
+    """Of speech with every length, of other sounds with some."""
     theirs = extractor(feature_size=bins)
-    for num_samples in LENGTHS:
+    for num_samples in LENGTHS if name == "speech" else (1601, 12345, 480000):
         samples = sound(name, num_samples)
         found = log_mel(samples, audio_settings(theirs.to_dict()))
         expected = with_torch(samples, theirs)[: len(found)]
@@ -83,7 +83,7 @@ def test_features_are_those_of_transformers(name, bins):
 @pytest.mark.parametrize("name", SOUNDS)
 def test_features_are_those_of_transformers_without_torch(name):
     theirs = extractor(feature_size=128)
-    for num_samples in (1600, 33333, 480000):
+    for num_samples in (1600, 33333, 480000) if name == "speech" else (1600, 33333):
         samples = sound(name, num_samples)
         found = log_mel(samples, AudioSettings(num_mel_bins=128))
 

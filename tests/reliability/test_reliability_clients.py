@@ -81,7 +81,7 @@ def test_clients_that_leave_at_the_last_chunk_or_while_retracted(server: Server,
                     return
 
     def leave_in_between(i: int) -> None:
-        # 24 of them want ten times the KV cache: some have been retracted when they leave.
+        # 16 of them want seven times the KV cache: some have been retracted when they leave.
         with client.stream("POST", "/generate", json=BODIES["/generate"] | {"text": f"{i}", "stream": True}) as reply:
             for number, line in enumerate(reply.iter_lines()):
                 if number > 2 * (20 * i):
@@ -90,7 +90,7 @@ def test_clients_that_leave_at_the_last_chunk_or_while_retracted(server: Server,
 
     before = server.state()["num_retracted"]
     each_at_once(leave_at_the_end, range(3))
-    each_at_once(leave_in_between, range(24))
+    each_at_once(leave_in_between, range(16))
 
     wait_until(lambda: is_idle(server), "all have stopped")
     assert server.state()["num_retracted"] > before

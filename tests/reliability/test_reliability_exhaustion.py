@@ -3,23 +3,14 @@
 import contextlib
 import socket
 import threading
-from pathlib import Path
 
 import httpx
 import psutil
-import pytest
-from reliability_harness import START_S, Server, greedy, wait_until
+from reliability_harness import MAX_RUNNING, START_S, Server, greedy, wait_until
 
 NUM_DESCRIPTORS = 128
 NUM_CONNECTIONS = 300
-NUM_SHORT = 8
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path):
-    options = ("--max-running-requests", "4", "--max-total-tokens", "2048", "--chunked-prefill-size", "128")
-    with Server(tiny_model, options) as server:
-        yield server.wait_started()
+NUM_SHORT = 2 * MAX_RUNNING
 
 
 def test_a_server_without_file_descriptors_answers_again_when_there_are_some(server: Server):

@@ -1,6 +1,6 @@
 """Deaths, returns, updates, pauses, adapters and requests in random order over real processes: success means that every replica has it.
 
-HEADRACE_INTERLEAVINGS=200 plays so many seeds (6 by default), HEADRACE_INTERLEAVINGS_FROM=n begins with the n-th.
+HEADRACE_INTERLEAVINGS=200 plays so many seeds (3 by default), HEADRACE_INTERLEAVINGS_FROM=n begins with the n-th.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ for folder in ("scheduler", "frontend"):
 
 from replica_fleet import Fleet, History, play  # noqa: E402
 
-NUM_SEEDS = int(os.environ.get("HEADRACE_INTERLEAVINGS", "6"))
+NUM_SEEDS = int(os.environ.get("HEADRACE_INTERLEAVINGS", "3"))
 FIRST_SEED = int(os.environ.get("HEADRACE_INTERLEAVINGS_FROM", "0"))
 PER_FLEET = 10
 
@@ -42,8 +42,7 @@ async def test_orders_deaths_and_returns_in_random_order(fleet: Fleet, first: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-async def test_thirty_two_streams_lose_nothing_and_mix_nothing(fleet: Fleet, victim: int):
+async def test_thirty_two_streams_lose_nothing_and_mix_nothing(fleet: Fleet):
     history = History()
     for i in range(32):
         fleet.ask(history, [0, *(int(bit) for bit in f"{i:05b}")], 120, stream=True)
@@ -51,7 +50,7 @@ async def test_thirty_two_streams_lose_nothing_and_mix_nothing(fleet: Fleet, vic
     fleet.order(history, "update", lambda: fleet.update(history))
     fleet.order(history, "load", lambda: fleet.load("a"))
     await asyncio.sleep(0.05)
-    assert fleet.kill("scheduler", victim)
+    assert fleet.kill("scheduler", 1)
     fleet.order(history, "update", lambda: fleet.update(history))
     await fleet.settle(history)
     await fleet.check(history)

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from reliability_harness import START_S, Server, Stream, greedy, is_taken, wait_until
+from reliability_harness import START_S, Server, Stream, check_refused, greedy, is_taken, wait_until
 
 NUM_TOKENS = 200
 HELD_AT = 100
@@ -55,9 +55,9 @@ class Choir:
                 continue
         return None
 
-    def begin(self, held_at: int = HELD_AT) -> None:
+    def begin(self, held_at: int = HELD_AT, seconds: float = LONG_STEP_S) -> None:
         """Until all are in flight and the first waits in its long step."""
-        self.server.inject("forward", "sleep", "sings-0", at_token=held_at, seconds=LONG_STEP_S)
+        self.server.inject("forward", "sleep", "sings-0", at_token=held_at, seconds=seconds)
         self.streams = [Stream(self.client, "/generate", body_of(i), stream=i % 2 == 0) for i in range(8)]
         wait_until(lambda: all(is_taken(self.client, f"sings-{i}") for i in range(8)), "all have arrived", START_S)
         if held_at:
@@ -93,17 +93,19 @@ class Choir:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    """Told to stop when it is idle, it goes and leaves nothing, however often it has been restarted."""
+    """Told to stop it drains, however often it has been restarted."""
     with Server(tiny_model, ("--max-restarts", "50")) as server:
         yield server.wait_started()
-        server.children = server.process.children()
-        assert server.stop() == 0
-        check_nothing_is_left(server)
+        check_that_it_drains(server)
 
 
 @pytest.fixture(scope="module")
 def want(server: Server) -> list[dict[str, Any]]:
     """What the eight answer when nothing dies."""
+    return undisturbed(server)
+
+
+def undisturbed(server: Server) -> list[dict[str, Any]]:
     with server.client() as client:
         return [answer(client.post("/generate", json=body_of(i)).json()) for i in range(8)]
 
@@ -239,6 +241,24 @@ def test_a_scheduler_that_dies_compiles_grammars_again_and_goes_on(choir: Choir)
     stream.join()
     assert not stream.has_error, stream.payloads[-1]
     assert stream.last["text"] == want
+
+
+def check_that_it_drains(server: Server) -> None:
+    """Newcomers are refused, who is in flight is answered, then it goes and leaves nothing."""
+    choir = Choir(server, undisturbed(server))
+    choir.begin(seconds=5.0)
+    server.children = server.process.children()
+    server.popen.terminate()
+    wait_until(lambda: choir.client.get("/ready").status_code == 503, "newcomers are not welcome")
+    refused = choir.client.post("/generate", json={"text": "late"})
+    check_refused(refused, 503)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert choir.client.get("/health").status_code == 200
+    choir.check_answers()
+    assert server.wait() == 0
+    assert len(server.children) == 2
+    check_nothing_is_left(server)
+    choir.client.close()
 
 
 def check_nothing_is_left(server: Server) -> None:

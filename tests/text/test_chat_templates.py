@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from headrace.checkpoint.names import resolve_model
 from headrace.errors import ModelError, RequestError
 from headrace.text.chat_templates import (
     RESERVED_KWARGS,
@@ -15,9 +14,10 @@ from headrace.text.chat_templates import (
     choose_template,
     read_template_argument,
 )
-from headrace.text.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
-SMOLLM2 = load_tokenizer(resolve_model("smollm2"))
+SMOLLM2 = smollm2_tokenizer()
 CHATML = chat_template_of(SMOLLM2)
 
 # Small templates written in the manner of the families, with what they do to content.

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from headrace.checkpoint.names import resolve_model
 from headrace.text.incremental import IncrementalDecoder
-from headrace.text.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
-SMOLLM2 = load_tokenizer(resolve_model("smollm2"))
+SMOLLM2 = smollm2_tokenizer()
 
 
 def sentencepiece_like():

@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
 from headrace.text.incremental import IncrementalDecoder
 from headrace.text.stop import HoldBack, StopMatch, StopMatcher, compile_stop_patterns
-from headrace.text.tokenizers import load_tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
-TOKENIZER = load_tokenizer(resolve_model("smollm2"))
+TOKENIZER = smollm2_tokenizer()
 
 
 class Letters:

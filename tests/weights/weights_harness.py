@@ -10,8 +10,7 @@ from engines import running_engine
 from safetensors.torch import load_file
 
 from headrace.api.engine import Engine
-from headrace.checkpoint.names import resolve_model
-from headrace.text.tokenizers import load_tokenizer
+from smollm2_tokenizer import smollm2_tokenizer
 
 PROMPTS = [[1, 5, 9, 1000, 77], list(range(20, 60)), [333, 4, 8]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -42,7 +41,7 @@ def tensors_of(folder: str | Path) -> dict[str, torch.Tensor]:
 def save(folder: Path, seed: int, tied: bool, family: str = "llama", **changes: Any) -> str:
     """A random model of two layers with the tokenizer of smollm2."""
     folder.mkdir()
-    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    tokenizer = smollm2_tokenizer()
     config = transformers.AutoConfig.for_model(
         family,
         vocab_size=2048,
