@@ -31,8 +31,8 @@ for number in range(4):
     print(memory_mib())
 """
 
-MAX_GROWTH_MIB = 12
-"""Of the last two engines the one that grows less: an engine that kept its tokenizers and its vocabulary of grammars took 20. Pools of threads
+MAX_GROWTH_MIB = 6
+"""Of the last two engines the one that grows less: an engine that kept a tokenizer took 8 to 10, with its vocabulary of grammars 20. Pools of threads
 and the allocator's arenas grow at times of their own."""
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from engines import GREEDY, random_ids, running_engine
 from lora_harness import tiny_adapter
-from rank_processes import followers
+from rank_processes import follower_of
 
 from headrace.api.engine import Engine
 from headrace.errors import NotFoundError, RequestError
@@ -85,8 +85,7 @@ def test_after_a_rank_was_lost_adapters_are_there_again(adapters: dict[str, str]
     streams = [ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True, lora_path=name) for name in "xy"]
     for stream in streams:
         next(stream)
-    [lost] = followers()
-    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(follower_of(ranks).pid, signal.SIGKILL)
     assert [list(stream)[-1]["output_ids"] for stream in streams] == whole
     assert ranks.lora_adapters() == ["x", "y"]
     ranks.unload_lora_adapter("y")

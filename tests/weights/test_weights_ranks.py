@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import running_engine
-from rank_processes import followers
+from rank_processes import follower_of
 from weights_harness import GREEDY, LONG, PROMPTS, engine_of, fresh, tensors_of, tokens
 
 from headrace.api.engine import Engine
@@ -197,8 +197,7 @@ def test_after_a_rank_was_lost_the_new_weights_are_served_again(ranks, old, new,
     reader = threading.Thread(target=read)
     reader.start()
     assert begun.wait(60)
-    [lost] = followers()
-    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(follower_of(ranks).pid, signal.SIGKILL)
     reader.join(60)
     assert found == [want]
     assert served(ranks) == answers[1]
