@@ -1,5 +1,7 @@
 // Embedding lookup: rows of a bf16 or float table, as float, times a scale. The table may be the packed weight of an output
-// projection that is tied to it: blocks of 32 rows, element-major; bf16 as pairs of rows j and j + 16, or as pairs of elements of a row.
+// projection that is tied to it: blocks of 32 rows, element-major; bf16 as pairs of rows j and j + 16, or as pairs of elements of a row; or
+// blocks of a GGUF file.
+#include "gguf_blocks.h"
 #include "kernels.h"
 #include "simd.h"
 #include "threads.h"
@@ -42,6 +44,20 @@ void lookup_pairs(const EmbeddingArgs& e) {
   });
 }
 
+void lookup_blocks(const EmbeddingArgs& e) {
+  const GgufEntry* const entries = static_cast<const GgufEntry*>(e.table);
+  const int64_t grain = max_of(1, 2048 / max_of(1, e.hidden_size));
+  parallel_for(e.tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t id = id_of(e, token);
+      const GgufEntry& entry = entries[id / kPackedColumns];
+      float* const out = e.out + token * e.hidden_size;
+      read_gguf_row(entry.type(), entry.block(), id % kPackedColumns, e.hidden_size, out);
+      for (int64_t i = 0; i < e.hidden_size; ++i) out[i] *= e.scale;
+    }
+  });
+}
+
 template <class T>
 void lookup_packed(const EmbeddingArgs& e) {
   constexpr int64_t columns = 32;
@@ -68,6 +84,8 @@ void embedding(const EmbeddingArgs& e) {
       return e.table_is_bf16 ? lookup_packed<bf16>(e) : lookup_packed<float>(e);
     case TableOrder::kPairs:
       return lookup_pairs(e);
+    case TableOrder::kGguf:
+      return lookup_blocks(e);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "dispatch.h"
+#include "gguf_blocks.h"
 #include "quantized_call.h"
 #include "threads.h"
 
@@ -38,6 +39,12 @@ static inline void run_linear(const LinearWeight& w, const float* x, float* y, i
 // Tells the pool that `w` is what the linear after the next reads.
 static inline void expect(const LinearWeight& w) {
   int64_t bytes = w.n * w.k * (w.weight_is_bf16 ? 2 : 4);
+  if (w.scheme == static_cast<int>(QuantScheme::kGguf)) {
+    const GgufEntry* const first = static_cast<const GgufEntry*>(w.weight);
+    const GgufEntry* const last = first + (w.n - 1) / kPackedColumns;
+    expect_reads(first->block(), last->block() - first->block());
+    return;
+  }
   if (w.scheme >= 0) {
     const int64_t k_padded = (w.k + kQuantGroup - 1) / kQuantGroup * kQuantGroup;
     bytes = w.n * packed_block_bytes(static_cast<QuantScheme>(w.scheme), k_padded) / kPackedColumns;

@@ -231,6 +231,9 @@ void linear_quantized(const QuantizedLinearArgs& a) {
           case QuantScheme::kBf16:
             linear_by_column(a, row, rows, block, block + count);
             break;
+          case QuantScheme::kGguf:
+            linear_gguf(a, row, rows, block, block + count);
+            break;
         }
       }
       begin += count;

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -15,6 +16,7 @@
 #include "decoder.h"
 #include "dispatch.h"
 #include "encoder.h"
+#include "gguf_blocks.h"
 #include "ops.h"
 #include "layer_calls.h"
 #include "packed_plan.h"
@@ -44,6 +46,24 @@ void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, A
   run_linear_quantized(at<float>(x), x_stride, static_cast<QuantScheme>(scheme), at<void>(weight), at<float>(column_scales),
                        at<float>(bias), at<float>(y), y_stride, rows, n, k, accumulate);
 }
+
+// Rows [0, n) of k elements, as they lie in a file, to the blocks of a packed matrix that begin at `entries`, and back.
+void pack_gguf(int type, Address rows, int64_t row_bytes, int64_t n, int64_t k, Address entries) {
+  for (int64_t row = 0; row < n; row += kPackedColumns) {
+    const GgufEntry& entry = at<GgufEntry>(entries)[row / kPackedColumns];
+    pack_gguf_block(static_cast<GgufType>(type), at<uint8_t>(rows) + row * row_bytes, row_bytes, std::min(kPackedColumns, n - row), k,
+                    const_cast<uint8_t*>(entry.block()));
+  }
+}
+
+void unpack_gguf(Address entries, int64_t n, int64_t k, Address rows, int64_t row_bytes) {
+  for (int64_t row = 0; row < n; row += kPackedColumns) {
+    const GgufEntry& entry = at<GgufEntry>(entries)[row / kPackedColumns];
+    unpack_gguf_block(entry.type(), entry.block(), std::min(kPackedColumns, n - row), k, at<uint8_t>(rows) + row * row_bytes, row_bytes);
+  }
+}
+
+int64_t gguf_block_bytes(int type, int64_t k) { return gguf_format(static_cast<GgufType>(type)).block_bytes(k); }
 
 void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, int64_t rows, int64_t k, int64_t group, int64_t value_bytes,
                    bool rotated) {
@@ -257,6 +277,9 @@ NB_MODULE(_native, m) {
   m.def("linear", &linear, unlocked);
   m.def("linear_quantized", &linear_quantized, unlocked);
   m.def("quantize_rows", &quantize_rows, unlocked);
+  m.def("pack_gguf", &pack_gguf, unlocked);
+  m.def("unpack_gguf", &unpack_gguf, unlocked);
+  m.def("gguf_block_bytes", &gguf_block_bytes);
   m.def("paged_attention", &paged_attention, unlocked);
   m.def("packed_attention", &packed_attention, unlocked);
   m.def("write_kv", &write_kv, unlocked);

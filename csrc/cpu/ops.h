@@ -32,10 +32,15 @@ struct LinearArgs {
 // How rows of activations are quantised: signed bytes or words of value_bytes, and a scale for each `group` elements, a multiple of 32.
 // zero: the code of the weights that stands for 0. floats: values are bfloat16 instead, and nothing is written beside them.
 // rotated: a row is rotated first, as the weights were, in blocks of rotation_block(k) elements (rotation.h).
+// halves: of groups of 32 bytes: instead of starts the sums of their first and last 16 elements are written, see half_sums; scaled_sums are not.
 struct RowFormat {
   int64_t value_bytes, group, zero;
-  bool floats = false, rotated = false;
+  bool floats = false, rotated = false, halves = false;
 };
+
+// The sums of the first and the last 16 values of a group, at most 2,032 each, in the low and the high half of a number; and back.
+constexpr int32_t half_sums(int32_t first, int32_t last) { return static_cast<int32_t>((static_cast<uint32_t>(last) << 16) | (first & 0xffff)); }
+constexpr int32_t half_sum(int32_t sums, int half) { return half == 0 ? static_cast<int16_t>(sums & 0xffff) : sums >> 16; }
 
 // Elements of a row that are mixed: the largest power of two up to kWideGroup that divides k; 1, none, below kQuantGroup.
 constexpr int64_t rotation_block(int64_t k) {
@@ -60,12 +65,13 @@ struct QuantizeArgs {
 // kInt8, kInt4, kInt4Min: [n / 32][k / 32] records of codes, 32 half scales and (kInt4Min) 32 half minimums. kInt8Fast, kInt16: codes alone.
 // kInt8Rotated: as kInt8. It and kInt8Fast have weights that were rotated and divided by rotation_block(k), so that their products with
 // rotated rows are those of both as they were.
+// kGguf: blocks of types of GGUF files behind a table, see gguf_blocks.h; k is a multiple of 32, and there are no column scales.
 // kBf16: [k / 2][32][2] bfloat16, the weights themselves, and activations in bfloat16; see simd_bf16.h.
 // Codes of 16 bits: [k / 2][32][2] signed words, weight = scale * code. Those of a column have a norm of at most kMaxWordsNorm in each
 // kWideGroup of k, and activations one of at most kMaxWord * sqrt(kWideGroup), so that their product is below 2^31 (Cauchy and Schwarz).
 // Codes of 8 bits: [k / 4][32][4] bytes, weight = scale * (code - 128). Codes of 4 bits: [k / 8][32][4] bytes, k 8 i + j in the low
 // nibble of byte j and 8 i + 4 + j in the high one; weight = scale * (code - 8), or scale * code - minimum.
-enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3, kInt16 = 4, kBf16 = 5, kInt8Rotated = 6 };
+enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3, kInt16 = 4, kBf16 = 5, kInt8Rotated = 6, kGguf = 7 };
 
 // Of the activations of a linear layer.
 constexpr RowFormat row_format(QuantScheme scheme) {
@@ -74,11 +80,12 @@ constexpr RowFormat row_format(QuantScheme scheme) {
          : scheme == QuantScheme::kInt8Fast ? RowFormat{1, kWideGroup, 128, false, true}
          : scheme == QuantScheme::kInt8Rotated ? RowFormat{1, kQuantGroup, 128, false, true}
          : scheme == QuantScheme::kInt8     ? RowFormat{1, kQuantGroup, 128}
+         : scheme == QuantScheme::kGguf     ? RowFormat{1, kQuantGroup, 0, false, false, true}
          : scheme == QuantScheme::kInt4     ? RowFormat{1, kQuantGroup, 8}
                                             : RowFormat{1, kQuantGroup, 0};
 }
 
-// Bytes of a block of 32 columns.
+// Bytes of a block of 32 columns; of kGguf those of its entry in the table.
 constexpr int64_t packed_block_bytes(QuantScheme scheme, int64_t k_padded) {
   const int64_t scales = k_padded / kQuantGroup * 2;  // of a column
   switch (scheme) {
@@ -94,6 +101,8 @@ constexpr int64_t packed_block_bytes(QuantScheme scheme, int64_t k_padded) {
       return kPackedColumns * (k_padded / 2 + scales);
     case QuantScheme::kInt4Min:
       return kPackedColumns * (k_padded / 2 + 2 * scales);
+    case QuantScheme::kGguf:
+      return 8;
   }
   return 0;
 }
@@ -273,8 +282,8 @@ struct ActivationArgs {
   int64_t rows, size;
 };
 
-// kRows: the table is [ids][hidden_size]. The others: a packed weight, of LinearArgs or of QuantScheme::kBf16.
-enum class TableOrder : int { kRows = 0, kColumns = 1, kPairs = 2 };
+// kRows: the table is [ids][hidden_size]. The others: a packed weight, of LinearArgs, of QuantScheme::kBf16 or of kGguf.
+enum class TableOrder : int { kRows = 0, kColumns = 1, kPairs = 2, kGguf = 3 };
 
 struct EmbeddingArgs {
   const void* table;

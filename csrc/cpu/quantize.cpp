@@ -35,17 +35,15 @@ constexpr float limit_of(int16_t) { return static_cast<float>(kMaxWord); }
 HEADRACE_INLINE void store_values(int8_t* p, vi values) { store_as_bytes(p, values); }
 HEADRACE_INLINE void store_values(int16_t* p, vi values) { store_as_words(p, values); }
 
-// 32 elements; returns the lanes of their sum.
+// 32 elements; adds to the lanes of the sums of the first and the last 16.
 template <class T>
-HEADRACE_INLINE vi quantize_some(const float* x, float inverse, T* values) {
+HEADRACE_INLINE void quantize_some(const float* x, float inverse, T* values, vi (&sums)[2]) {
   const vf factor = splat(inverse);
-  vi sum = splat_int(0);
   HEADRACE_UNROLL for (int i = 0; i < kGroup; i += kLanes) {
     const vi value = to_int(mul(load(x + i), factor));
-    sum = add_int(sum, value);
+    sums[i / 16] = add_int(sums[i / 16], value);
     store_values(values + i, value);
   }
-  return sum;
 }
 
 // Calls body(element, pointer to 32 floats) for elements 0, 32, ... of `size`: zeros pad the last.
@@ -87,12 +85,16 @@ HEADRACE_INLINE float magnitude_of(const float* x, int64_t size) {
 template <class T>
 HEADRACE_INLINE void quantize_group(const QuantizeArgs& q, const float* x, int64_t size, float magnitude, T* values, int64_t place) {
   constexpr float kLimit = limit_of(T{});
-  vi sum = splat_int(0);
+  vi sums[2] = {splat_int(0), splat_int(0)};
   const float inverse = magnitude > kSmallest ? kLimit / magnitude : 0.0f;
-  for_each_32(x, size, [&](int64_t i, const float* some) { sum = add_int(sum, quantize_some(some, inverse, values + i)); });
+  for_each_32(x, size, [&](int64_t i, const float* some) { quantize_some(some, inverse, values + i, sums); });
   q.scales[place] = magnitude / kLimit;
   if (sizeof(T) == 2) return;
-  const int32_t negative_sum = -reduce_add_int(sum);
+  if (q.format.halves) {
+    q.starts[place] = half_sums(reduce_add_int(sums[0]), reduce_add_int(sums[1]));
+    return;
+  }
+  const int32_t negative_sum = -reduce_add_int(add_int(sums[0], sums[1]));
   q.starts[place] = negative_sum * static_cast<int32_t>(q.format.zero);
   q.scaled_sums[place] = q.scales[place] * static_cast<float>(negative_sum);
 }

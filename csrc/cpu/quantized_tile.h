@@ -52,6 +52,8 @@ HEADRACE_INLINE void for_row_tiles(int64_t row, int64_t rows, Body body, int64_t
 
 // Weights with one scale a column or none (kInt8Fast, kInt16, kBf16): rows [row, row + rows) by blocks [begin, end) of columns; rows <= kRowBlock.
 void linear_by_column(const QuantizedLinearArgs&, int64_t row, int64_t rows, int64_t begin, int64_t end);
+// The same of kGguf.
+void linear_gguf(const QuantizedLinearArgs&, int64_t row, int64_t rows, int64_t begin, int64_t end);
 
 }  // namespace HEADRACE_ISA
 }  // namespace headrace

@@ -1,7 +1,9 @@
 // Integer vectors of the quantised kernels: `vi`, kLanes 32-bit lanes, and the dot products of bytes into them.
 //
 // A lane takes four unsigned codes and four signed bytes: 0 .. 15 (dot_nibbles), 0 .. 255 that stand for -128 .. 127 (dot), or that
-// stand for themselves (dot_unsigned). Every way to compute that sum here is exact (no step saturates), so all instruction sets give
+// stand for themselves (dot_unsigned). dot_nibbles is exact up to codes of 127. moved_bits takes the bits of kMask of each byte after a shift to
+// the left (negative: right); look_up the byte of a table of 16 for each byte of 0 .. 15;
+// load_widened takes kLanes bytes into lanes. Every way to compute that sum here is exact (no step saturates), so all instruction sets give
 // the same integers.
 #pragma once
 #include "simd.h"
@@ -25,6 +27,18 @@ HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
 HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 HEADRACE_INLINE vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 HEADRACE_INLINE vi high_nibbles(vi a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+template <int kMask, int kShift>
+HEADRACE_INLINE vi moved_bits(vi a) {
+  if constexpr (kShift > 0) a = _mm512_slli_epi16(a, kShift);
+  if constexpr (kShift < 0) a = _mm512_srli_epi16(a, -kShift);
+  return _mm512_and_si512(a, _mm512_set1_epi8(static_cast<char>(kMask)));
+}
+HEADRACE_INLINE vi or_bits(vi a, vi b) { return _mm512_or_si512(a, b); }
+HEADRACE_INLINE vi load_widened(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+HEADRACE_INLINE vi load_widened(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+HEADRACE_INLINE vi look_up(const uint8_t* table, vi nibbles) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), nibbles);
+}
 HEADRACE_INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 HEADRACE_INLINE vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
 HEADRACE_INLINE vi magnitude_bits(vf a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
@@ -98,6 +112,18 @@ HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm256_add_epi32(a, b); }
 HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 HEADRACE_INLINE vi low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 HEADRACE_INLINE vi high_nibbles(vi a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
+template <int kMask, int kShift>
+HEADRACE_INLINE vi moved_bits(vi a) {
+  if constexpr (kShift > 0) a = _mm256_slli_epi16(a, kShift);
+  if constexpr (kShift < 0) a = _mm256_srli_epi16(a, -kShift);
+  return _mm256_and_si256(a, _mm256_set1_epi8(static_cast<char>(kMask)));
+}
+HEADRACE_INLINE vi or_bits(vi a, vi b) { return _mm256_or_si256(a, b); }
+HEADRACE_INLINE vi load_widened(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+HEADRACE_INLINE vi load_widened(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+HEADRACE_INLINE vi look_up(const uint8_t* table, vi nibbles) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), nibbles);
+}
 HEADRACE_INLINE vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 HEADRACE_INLINE vi to_int(vf a) { return _mm256_cvtps_epi32(a); }
 HEADRACE_INLINE vi magnitude_bits(vf a) { return _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)); }
@@ -159,6 +185,18 @@ HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm_add_epi32(a, b); }
 HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm_sub_epi32(a, b); }
 HEADRACE_INLINE vi low_nibbles(vi a) { return _mm_and_si128(a, _mm_set1_epi8(15)); }
 HEADRACE_INLINE vi high_nibbles(vi a) { return _mm_and_si128(_mm_srli_epi16(a, 4), _mm_set1_epi8(15)); }
+template <int kMask, int kShift>
+HEADRACE_INLINE vi moved_bits(vi a) {
+  if constexpr (kShift > 0) a = _mm_slli_epi16(a, kShift);
+  if constexpr (kShift < 0) a = _mm_srli_epi16(a, -kShift);
+  return _mm_and_si128(a, _mm_set1_epi8(static_cast<char>(kMask)));
+}
+HEADRACE_INLINE vi or_bits(vi a, vi b) { return _mm_or_si128(a, b); }
+HEADRACE_INLINE vi load_widened(const uint8_t* p) { return _mm_cvtepu8_epi32(_mm_loadu_si32(p)); }
+HEADRACE_INLINE vi load_widened(const int8_t* p) { return _mm_cvtepi8_epi32(_mm_loadu_si32(p)); }
+HEADRACE_INLINE vi look_up(const uint8_t* table, vi nibbles) {
+  return _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(table)), nibbles);
+}
 HEADRACE_INLINE vf to_float(vi a) { return _mm_cvtepi32_ps(a); }
 HEADRACE_INLINE vi to_int(vf a) { return _mm_cvtps_epi32(a); }
 HEADRACE_INLINE vi magnitude_bits(vf a) { return _mm_and_si128(_mm_castps_si128(a), _mm_set1_epi32(0x7fffffff)); }
@@ -226,6 +264,19 @@ HEADRACE_INLINE vi sub_int(vi a, vi b) { return vsubq_s32(a, b); }
 HEADRACE_INLINE vi and_bytes(vi a, uint8_t b) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(a), vdupq_n_u8(b))); }
 HEADRACE_INLINE vi low_nibbles(vi a) { return and_bytes(a, 15); }
 HEADRACE_INLINE vi high_nibbles(vi a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
+template <int kMask, int kShift>
+HEADRACE_INLINE vi moved_bits(vi a) {
+  uint8x16_t bytes = vreinterpretq_u8_s32(a);
+  if constexpr (kShift > 0) bytes = vshlq_n_u8(bytes, kShift);
+  if constexpr (kShift < 0) bytes = vshrq_n_u8(bytes, -kShift);
+  return and_bytes(vreinterpretq_s32_u8(bytes), kMask);
+}
+HEADRACE_INLINE vi or_bits(vi a, vi b) { return vorrq_s32(a, b); }
+HEADRACE_INLINE vi load_widened(const uint8_t* p) { return int32x4_t{p[0], p[1], p[2], p[3]}; }
+HEADRACE_INLINE vi load_widened(const int8_t* p) { return int32x4_t{p[0], p[1], p[2], p[3]}; }
+HEADRACE_INLINE vi look_up(const uint8_t* table, vi nibbles) {
+  return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(nibbles)));
+}
 HEADRACE_INLINE vf to_float(vi a) { return vcvtq_f32_s32(a); }
 HEADRACE_INLINE vi to_int(vf a) { return vcvtnq_s32_f32(a); }
 HEADRACE_INLINE vi magnitude_bits(vf a) { return vandq_s32(vreinterpretq_s32_f32(a), vdupq_n_s32(0x7fffffff)); }
@@ -316,6 +367,21 @@ HEADRACE_INLINE vi add_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] + b.lane[i
 HEADRACE_INLINE vi sub_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] - b.lane[i]); }
 HEADRACE_INLINE vi low_nibbles(vi a) { HEADRACE_INT_LANES(a.lane[i] & 0x0f0f0f0f); }
 HEADRACE_INLINE vi high_nibbles(vi a) { HEADRACE_INT_LANES(a.lane[i] >> 4 & 0x0f0f0f0f); }
+template <int kMask, int kShift>
+HEADRACE_INLINE vi moved_bits(vi a) {
+  constexpr uint32_t kFour = kMask * 0x01010101u;
+  HEADRACE_INT_LANES(static_cast<int32_t>((kShift > 0 ? static_cast<uint32_t>(a.lane[i]) << (kShift > 0 ? kShift : 0)
+                                                      : static_cast<uint32_t>(a.lane[i]) >> (kShift < 0 ? -kShift : 0)) &
+                                          kFour));
+}
+HEADRACE_INLINE vi or_bits(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] | b.lane[i]); }
+HEADRACE_INLINE vi load_widened(const uint8_t* p) { HEADRACE_INT_LANES(p[i]); }
+HEADRACE_INLINE vi load_widened(const int8_t* p) { HEADRACE_INT_LANES(p[i]); }
+HEADRACE_INLINE vi look_up(const uint8_t* table, vi nibbles) {
+  uint8_t codes[16];
+  for (int i = 0; i < 16; ++i) codes[i] = table[byte_of(nibbles, i)];
+  return load_bytes(codes);
+}
 HEADRACE_INLINE vf to_float(vi a) {
   vf result;
   for (int i = 0; i < 4; ++i) result.lane[i] = static_cast<float>(a.lane[i]);

@@ -3,6 +3,7 @@
 // read or write beyond it is seen. Checked here: the bits of a result do not depend on the number of threads, nor on the instruction
 // set where it has a fused multiply-add, and the pool runs every index once. That the values are right is tested in tests/kernels,
 // against torch. AMX runs as a model (amx.h). The last line has a digest of all results, to compare with that of another processor.
+#include "../gguf_blocks.h"
 #include "encoder_cases.h"
 #include "harness.h"
 
@@ -51,7 +52,7 @@ void linears() {
       }
     }
     for (const RowFormat format : {RowFormat{1, 32, 128}, RowFormat{1, 128, 8}, RowFormat{1, s.k, 0}, RowFormat{2, 128, 0}, RowFormat{2, 128, 0, true}, RowFormat{1, 128, 128, false, true},
-                                   RowFormat{1, 32, 128, false, true}}) {
+                                   RowFormat{1, 32, 128, false, true}, RowFormat{1, 32, 0, false, false, true}}) {
       same_for_any_threads("quantise rows" + shape({s.rows, s.k, format.value_bytes, format.group}), [&] {
         const int64_t num_scales = s.rows * ((s.k + format.group - 1) / format.group);
         const Buffer<uint8_t> values(s.rows * k_padded * format.value_bytes);
@@ -62,6 +63,39 @@ void linears() {
         return values.bytes();
       });
     }
+  }
+}
+
+// Matrices in blocks of GGUF files: what is packed comes back, and products and single rows.
+void ggufs() {
+  for (const GgufType type : {GgufType::kQ4_0, GgufType::kQ4_1, GgufType::kQ5_0, GgufType::kQ5_1, GgufType::kQ8_0, GgufType::kQ2_K, GgufType::kQ3_K,
+                              GgufType::kQ4_K, GgufType::kQ5_K, GgufType::kQ6_K, GgufType::kIQ4_NL, GgufType::kIQ4_XS, GgufType::kMXFP4}) {
+    const GgufFormat format = gguf_format(type);
+    const int64_t n = 40, k = 512, row_bytes = k / format.elements * format.bytes, block_bytes = format.block_bytes(k);
+    const Buffer<uint8_t> file = packed_bytes(n * row_bytes), back(n * row_bytes), packed(16 + 2 * block_bytes);
+    GgufEntry* const entries = reinterpret_cast<GgufEntry*>(packed.get());
+    for (int64_t i = 0; i < 2; ++i) {
+      entries[i] = GgufEntry::of(type, 16 + i * block_bytes - i * 8);
+      const int64_t first = i * kPackedColumns, count = std::min(kPackedColumns, n - first);
+      pack_gguf_block(type, file.get() + first * row_bytes, row_bytes, count, k, packed.get() + 16 + i * block_bytes);
+      unpack_gguf_block(type, entries[i].block(), count, k, back.get() + first * row_bytes, row_bytes);
+    }
+    expect(file.bytes() == back.bytes(), std::string(kernels().isa) + " gguf " + std::to_string(static_cast<int>(type)) + " comes back");
+    for (const int64_t rows : {1, 7, 14}) {
+      const Buffer<float> x = floats(rows * k);
+      same_for_any_threads("gguf linear" + shape({rows, static_cast<int>(type)}), [&] {
+        const Buffer<float> out(rows * n);
+        run_linear_quantized(x.get(), k, QuantScheme::kGguf, packed.get(), nullptr, nullptr, out.get(), n, rows, n, k, false);
+        return out.bytes();
+      });
+    }
+    same_for_any_threads("gguf rows" + shape({static_cast<int>(type)}), [&] {
+      const Buffer<float> out(2 * k);
+      const Buffer<int32_t> ids(2);
+      ids[0] = 39;
+      kernels().embedding({packed.get(), false, TableOrder::kGguf, ids.get(), false, out.get(), 2, k, 0.5f});
+      return out.bytes();
+    });
   }
 }
 
@@ -419,6 +453,7 @@ int run(const std::vector<std::string>& names) {
     g_random = kSeed;  // the same inputs for each
     g_repeated = 0;
     linears();
+    ggufs();
     rows();
     experts();
     attention();

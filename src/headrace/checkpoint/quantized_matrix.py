@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.checkpoint.gguf import BlockType, dequantize
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP, Scheme, codes_of
 from headrace.errors import ModelError
 
@@ -147,3 +148,44 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         minimums = torch.cat([part.minimums for part in parts if part.minimums is not None])
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     return QuantizedMatrix(parts[0].scheme, codes, scales, minimums, parts[0].group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """A matrix in the blocks of a GGUF file. blocks: uint8[n, bytes of a row], on the CPU."""
+
+    type: BlockType
+    blocks: "torch.Tensor"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.blocks.shape[0], self.blocks.shape[1] // self.type.block_bytes * self.type.block_values
+
+    def dequantize(self) -> "torch.Tensor":
+        """float32[n, k], the values of ggml bit for bit; bfloat16 of BF16."""
+        import torch
+
+        if self.type.name == "BF16":
+            return self.blocks.view(torch.bfloat16)
+        return torch.from_numpy(dequantize(self.blocks.numpy(), self.type.name))
+
+    def rows(self, begin: int, end: int) -> "BlockMatrix":
+        return replace(self, blocks=self.blocks[begin:end])
+
+    def columns(self, begin: int, end: int) -> "BlockMatrix":
+        """Columns begin .. end - 1. Raises ModelError unless they are whole blocks."""
+        size, (_, k) = self.type.block_values, self.shape
+        if begin % size or end % size:
+            raise ModelError(
+                f"{self.type.name} weights in blocks of {size} cannot be cut at columns {begin} and {end} of {k}: give another --quantization"
+            )
+        places = [column // size * self.type.block_bytes for column in (begin, end)]
+        return replace(self, blocks=self.blocks[:, places[0] : places[1]].contiguous())
+
+    def to(self, device: "torch.device") -> "BlockMatrix":
+        assert device.type == "cpu", device
+        return self
+
+
+StoredMatrix = QuantizedMatrix | BlockMatrix
+"""A matrix as a checkpoint has it."""

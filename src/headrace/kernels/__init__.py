@@ -4,13 +4,15 @@ Read first: ops.py (what an op is), registry.py (op -> implementations).
 
 - Everywhere: torch_fallback.py (the ops in plain torch), torch_quantized.py (fp8 and int4 on GPUs), drawing.py (the
   draw, defined)
-- Layouts: packing.py (of floats, experts, adapters and the KV cache), quantized_packing.py (of integers, and the way back)
+- Layouts: packing.py (of floats, experts, adapters and the KV cache), quantized_packing.py (of integers, and the way back),
+  gguf_packing.py (of blocks of GGUF files)
 - Larger than a layer's op: decoder.py and encoder.py (all layers of the common blocks)
 - Measuring: probe.py (what this machine can do at best)
 """
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.encoder import EncoderLayerSpec, EncoderSpec, FusedEncoder, rounds_attention
+from headrace.kernels.gguf_packing import pack_blocks
 from headrace.kernels.ops import (
     argmax,
     draw,

@@ -130,8 +130,8 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float = 1.0) -> torch.Tensor:
     """table[ids] * scale: ids int32 or int64 [tokens], table bfloat16 or float32 [vocab_size, size] -> [tokens, size].
 
-    table: may be the packed weight of an output projection, of floats, whose row i is the embedding of token i. ValueError for an id
-    outside the table (on CPU).
+    table: may be the packed weight of an output projection, of floats or blocks of a GGUF file, whose row i is the embedding of token i.
+    ValueError for an id outside the table (on CPU).
     """
     if isinstance(table, PackedLinear):
         return for_layout(table.layout, "embedding", ids.device.type)(ids, table, scale)

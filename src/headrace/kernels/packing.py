@@ -30,6 +30,7 @@ Layout = Literal[
     "native_int8_fast",
     "native_int4",
     "native_int4_min",
+    "native_gguf",
     "torch",
     "torch_bf16",
     "torch_int8",
@@ -62,6 +63,7 @@ QUANTIZED_LAYOUTS: dict[Layout, QuantizedLayout] = {
 QUANT_SCHEMES: dict[str, int] = {
     **{layout: quantized.kernel for layout, quantized in QUANTIZED_LAYOUTS.items()},
     "native_bf16_pairs": 5,
+    "native_gguf": 7,
 }
 """QuantScheme of csrc/cpu/ops.h, by layout: those whose products round their input."""
 
@@ -92,8 +94,9 @@ class PackedLinear:
     data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
         native_bf16_pairs: bf16[ceil(n / 32), ceil(k / 32) * 16, 32, 2], pairs of elements of a row; activations are rounded to bfloat16.
         torch: [n, k] as given (float32 on CPU). Columns and elements beyond n and k are 0. The native_int layouts: uint8,
-        `quantized_packing`; torch_int8, torch_int8_rotated, torch_int8_fast, torch_int16: float32[n, k], the weights, rotated where
-        activations are; these are rounded as ROUNDINGS says; torch_bf16: the same, to bfloat16. torch_fp8, torch_int4: of a GPU, see
+        `quantized_packing`; native_gguf: uint8, `gguf_packing`. torch_int8, torch_int8_rotated, torch_int8_fast, torch_int16: float32[n, k], the
+        weights, rotated where activations are; these are rounded as ROUNDINGS says; torch_bf16: the same, to bfloat16. torch_fp8, torch_int4: of a
+        GPU, see
         `torch_quantized`.
     bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
         n rounded up to 32 elements, a factor of each column.
@@ -117,6 +120,11 @@ class PackedLinear:
     def num_bytes(self) -> int:
         tensors = (self.data, self.bias, self.column_scales)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def itemsize(packed: PackedLinear) -> float:
+    """Bytes of a weight, those of padding and scales included."""
+    return packed.data.nbytes / (packed.n * packed.k)
 
 
 def as_native(*arguments: Any) -> list[Any]:
@@ -239,7 +247,8 @@ def pack_experts(
 
 def _row(packed: PackedLinear) -> list[int]:
     data = packed.data
-    row_bytes = data.numel() * data.element_size() // data.shape[0]
+    # Of blocks of 32 columns, or their entries in a table.
+    row_bytes = 8 if packed.layout == "native_gguf" else data.numel() * data.element_size() // data.shape[0]
     scheme = QUANT_SCHEMES.get(packed.layout, _FLOAT_FORMATS.get(packed.layout, 0))
     return as_native(data, row_bytes, scheme, packed.column_scales, packed.bias)
 

@@ -7,8 +7,9 @@ thread loads, updates or exports a model.
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, unrotated_weights
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, StoredMatrix, unrotated_weights
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, WIDE_GROUP, codes_of
+from headrace.kernels.gguf_packing import stored_parts, stored_rows
 from headrace.kernels.packing import (
     PACKED_COLUMNS,
     QUANTIZED_LAYOUTS,
@@ -164,6 +165,8 @@ def unpack_linear(packed: PackedLinear) -> torch.Tensor:
     """The weight [n, k] that was packed, as the kernels compute with it."""
     if packed.layout in QUANTIZED_LAYOUTS:
         return quantized_matrix(packed).dequantize().contiguous()
+    if packed.layout == "native_gguf":
+        return torch.cat([matrix.dequantize() for _, matrix in stored_parts(packed)])
     if packed.layout == "native_bf16":
         return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
     if packed.layout == "native_bf16_pairs":
@@ -179,13 +182,15 @@ def unpack_linear(packed: PackedLinear) -> torch.Tensor:
     return packed.data
 
 
-def packed_rows(packed: PackedLinear, rows: slice) -> torch.Tensor | QuantizedMatrix | None:
+def packed_rows(packed: PackedLinear, rows: slice) -> torch.Tensor | StoredMatrix | None:
     """Rows of the weight in a form that packs to the same bits again; None if the layout does not allow that.
 
     Integer weights are returned as codes, because rounding them again might give other codes.
     """
     if packed.layout == "torch_int4":
         return None
+    if packed.layout == "native_gguf":
+        return stored_rows(packed, rows)
     if packed.layout in QUANTIZED_LAYOUTS:
         return quantized_matrix(packed).rows(rows.start, rows.stop)
     return unpack_linear(packed)[rows]

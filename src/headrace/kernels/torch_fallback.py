@@ -172,7 +172,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
     """float32 on CPU, the table's dtype elsewhere."""
     if isinstance(table, PackedLinear):
-        if table.layout not in ("torch", "torch_bf16"):
+        if table.layout not in ("torch", "torch_bf16", "torch_int8"):
             raise ValueError(f"embedding: a table of layout {table.layout} cannot be looked up")
         table = table.data
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.shape[0]:

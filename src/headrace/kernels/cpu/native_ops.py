@@ -31,7 +31,7 @@ from headrace.kernels.torch_fallback import lora_delta
 # Its products are native if the factors are packed for these kernels; the rest is an addition.
 __all__ = ["lora_delta"]
 
-_TABLE_ORDERS = {"native_bf16": 1, "native_f32": 1, "native_bf16_pairs": 2}
+_TABLE_ORDERS = {"native_bf16": 1, "native_f32": 1, "native_bf16_pairs": 2, "native_gguf": 3}
 """TableOrder of csrc/cpu/ops.h, by layout of a packed table; 0 is that of plain rows."""
 
 

@@ -1,0 +1,267 @@
+// Linear layers over blocks of GGUF files: products of bytes in 32-bit integers, scales in float, every bit of the file.
+//
+// A run of records is unpacked first: codes to bytes, scales and minimums to floats, which is exact. Then all rows are multiplied with it.
+// Integer sums are exact, and an output is one chain of fused multiply-adds over the records 0, 1, ... (both halves of a record where they
+// have scales of their own, and its minimums), whatever the number of rows and the tile they fall in; between two runs it waits in memory. So
+// a row's bits do not depend on its batch, on chunking or on threads.
+#include <type_traits>
+#include <utility>
+
+#include "gguf_blocks.h"
+#include "quantized_tile.h"
+#include "threads.h"
+
+namespace headrace {
+namespace HEADRACE_ISA {
+namespace {
+
+constexpr int64_t kColumns = kPackedColumns;
+constexpr int64_t kGroup = kQuantGroup;
+constexpr int64_t kStepBytes = kColumns * 4;     // four elements of all columns
+constexpr int64_t kFactors = 4 * kColumns;       // floats of a record: scales of its halves, minimums of its halves, [4][32]
+constexpr int64_t kRun = 8;                      // records in a run: unpacked, they stay in the first-level cache
+
+// body(std::integral_constant<int, i>) for i = 0 .. kCount - 1.
+template <class Body, int... i>
+HEADRACE_INLINE void for_each_of(std::integer_sequence<int, i...>, Body body) {
+  (body(std::integral_constant<int, i>{}), ...);
+}
+template <int kCount, class Body>
+HEADRACE_INLINE void for_constants(Body body) {
+  for_each_of(std::make_integer_sequence<int, kCount>{}, body);
+}
+
+// The codes of a record, [8][32][4].
+template <GgufType kType>
+HEADRACE_INLINE void unpack_codes(const uint8_t* record, uint8_t* codes) {
+  constexpr GgufFormat kFormat = gguf_format(kType);
+  constexpr int64_t kVector = kLanes * 4;
+  constexpr int64_t kPairs = kFormat.planes & kNibblePlane ? kColumns * 16 : 0, kBits = kPairs + (kFormat.planes & kPairPlane ? kColumns * 8 : 0);
+  constexpr int kPairBit = kFormat.planes & kNibblePlane ? 4 : 0, kBit = kPairBit + (kFormat.planes & kPairPlane ? 2 : 0);
+  for (int64_t at = 0; at < kStepBytes; at += kVector) {
+    for_constants<8>([&](auto step) {
+      constexpr int s = decltype(step)::value;
+      vi code = splat_int(0);
+      if constexpr ((kFormat.planes & kNibblePlane) != 0) {
+        const vi both = load_bytes(record + s / 2 * kStepBytes + at);
+        code = s % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
+      }
+      if constexpr ((kFormat.planes & kPairPlane) != 0) {
+        const vi four = load_bytes(record + kPairs + s / 4 * kStepBytes + at);
+        code = or_bits(code, moved_bits<(3 << kPairBit), kPairBit - s % 4 * 2>(four));
+      }
+      if constexpr ((kFormat.planes & kBitPlane) != 0) {
+        code = or_bits(code, moved_bits<(1 << kBit), kBit - s>(load_bytes(record + kBits + at)));
+      }
+      if constexpr (kType == GgufType::kIQ4_NL || kType == GgufType::kIQ4_XS) code = look_up(kIq4Codes, code);
+      if constexpr (kType == GgufType::kMXFP4) code = look_up(kMxfp4Codes, code);
+      store_bytes(codes + s * kStepBytes + at, code);
+    });
+  }
+}
+
+HEADRACE_INLINE void halves_to_floats(const uint8_t* halves, float* floats) {
+  HEADRACE_UNROLL for (int64_t i = 0; i < kColumns; i += kLanes) store(floats + i, load_half(reinterpret_cast<const uint16_t*>(halves) + i));
+}
+
+// kLanes scales: the factor of 256 elements times numbers of at most 8 bits, which is exact.
+HEADRACE_INLINE void store_scaled(float* to, const float* factor, vi numbers) { store(to, mul(load(factor), to_float(numbers))); }
+
+// d, d_min: the head as floats, [32] each.
+template <GgufType kType>
+HEADRACE_INLINE void unpack_scales(const uint8_t* scales, const float* d, const float* d_min, float* factors) {
+  constexpr ScaleKind kScales = gguf_format(kType).scales;
+  float* const second = factors + kColumns;
+  float* const minimums = factors + 2 * kColumns;
+  if constexpr (kScales == ScaleKind::kHalf || kScales == ScaleKind::kHalfMinimum) {
+    halves_to_floats(scales, factors);
+    if constexpr (kScales == ScaleKind::kHalfMinimum) {  // in the file they are added
+      halves_to_floats(scales + 2 * kColumns, minimums);
+      HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) store(minimums + c, sub(splat(0.0f), load(minimums + c)));
+    }
+  } else if constexpr (kScales == ScaleKind::kSixBits) {
+    HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) {
+      const vi low = load_widened(scales + c), both = load_widened(scales + kColumns + c % 16);
+      const vi upper = c < 16 ? low_nibbles(both) : high_nibbles(both);
+      const vi one = or_bits(low_nibbles(low), moved_bits<0x30, 4>(upper)), other = or_bits(high_nibbles(low), moved_bits<0x30, 2>(upper));
+      if constexpr (gguf_format(kType).minimum) {
+        store_scaled(factors + c, d + c, one);
+        store_scaled(minimums + c, d_min + c, other);
+      } else {
+        store_scaled(factors + c, d + c, sub_int(one, splat_int(32)));
+        store_scaled(second + c, d + c, sub_int(other, splat_int(32)));
+      }
+    }
+  } else if constexpr (kScales == ScaleKind::kSixBitsOne) {
+    constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0fu, kPairs = 0x0303030303030303u;
+    uint64_t low[2], upper, numbers[4];
+    memcpy(low, scales, 16);
+    memcpy(&upper, scales + 16, 8);
+    HEADRACE_UNROLL for (int i = 0; i < 4; ++i) numbers[i] = (low[i % 2] >> i / 2 * 4 & kNibbles) | (upper >> 2 * i & kPairs) << 4;
+    HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) {
+      store_scaled(factors + c, d + c, sub_int(load_widened(reinterpret_cast<const uint8_t*>(numbers) + c), splat_int(32)));
+    }
+  } else if constexpr (kScales == ScaleKind::kNibbles) {
+    HEADRACE_UNROLL for (int64_t i = 0; i < 2 * kColumns; i += kLanes) {
+      const vi both = load_widened(scales + i);
+      store_scaled(factors + i, d + i % kColumns, low_nibbles(both));
+      store_scaled(minimums + i, d_min + i % kColumns, high_nibbles(both));
+    }
+  } else if constexpr (kScales == ScaleKind::kBytes) {
+    HEADRACE_UNROLL for (int64_t i = 0; i < 2 * kColumns; i += kLanes) {
+      store_scaled(factors + i, d + i % kColumns, load_widened(reinterpret_cast<const int8_t*>(scales) + i));
+    }
+  } else {
+    for (int64_t c = 0; c < kColumns; ++c) {  // 2^(e - 128), below 2 a subnormal number
+      const uint32_t e = scales[c], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+      memcpy(factors + c, &bits, 4);
+    }
+  }
+}
+
+// Unpacked records [begin, end) of a block.
+struct Run {
+  uint8_t* codes;   // [][8][32][4]
+  float* factors;   // [][4][32]
+  int64_t begin, end;
+};
+
+template <GgufType kType>
+void unpack(const uint8_t* block, const Run& run) {
+  constexpr GgufFormat kFormat = gguf_format(kType);
+  float d[kColumns] = {}, d_min[kColumns] = {};
+  for (int64_t g = run.begin; g < run.end; ++g) {
+    const uint8_t* const record = block + kFormat.record_at(g);
+    for (int64_t line = 0; line < kFormat.record_bytes(); line += 64) prefetch(record + kAheadBytes + line);
+    if constexpr (kFormat.head_bytes() != 0) {
+      if (g % kGgufHeadGroups == 0) {
+        halves_to_floats(record - kFormat.head_bytes(), d);
+        if constexpr (kFormat.minimum) halves_to_floats(record - kFormat.head_bytes() + 2 * kColumns, d_min);
+      }
+    }
+    if constexpr (kFormat.planes != kWholePlane) unpack_codes<kType>(record, run.codes + (g - run.begin) * kGroup * kColumns);
+    unpack_scales<kType>(record + kFormat.code_bytes(), d, d_min, run.factors + (g - run.begin) * kFactors);
+  }
+}
+
+// What a kind of block asks of the products.
+template <bool kWideCodes, bool kHalvesOfRecord, bool kMinimums>
+struct Kind {
+  static constexpr bool kWide = kWideCodes, kMinimum = kMinimums;
+  static constexpr int kHalves = kHalvesOfRecord ? 2 : 1;
+};
+
+// The codes of a run as a tile reads them: unpacked, or those of whole bytes in the records themselves.
+struct Codes {
+  const uint8_t* first;
+  int64_t stride;  // from a record to the next
+};
+
+// R rows x 2 units through a run. `partial`: their chains, [R] rows of kColumns.
+template <class K, int R>
+void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes& codes, const Run& run, int zero, int unit, float* partial) {
+  constexpr int C = 2, kSteps = 8 / K::kHalves;
+  const int64_t groups = a.k_padded / kGroup;
+  const int8_t* const x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
+  vf result[R][C];
+  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+      result[r][c] = run.begin == 0 ? splat(0.0f) : load(partial + r * kColumns + (unit + c) * kLanes);
+    }
+  }
+  for (int64_t g = run.begin; g < run.end; ++g) {
+    const uint8_t* const record = codes.first + (g - run.begin) * codes.stride + unit * kLanes * 4;
+    const float* const factors = run.factors + (g - run.begin) * kFactors + unit * kLanes;
+    HEADRACE_UNROLL for (int half = 0; half < K::kHalves; ++half) {
+      vi sum[R][C];
+      int32_t x_sums[R];
+      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+        const int32_t sums = a.x.starts[(row + r) * groups + g];
+        x_sums[r] = K::kHalves == 2 ? half_sum(sums, half) : half_sum(sums, 0) + half_sum(sums, 1);
+        const vi start = K::kWide ? start_of_bytes(-128 * x_sums[r]) : K::kMinimum ? splat_int(0) : splat_int(-zero * x_sums[r]);
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
+      }
+      HEADRACE_UNROLL for (int i = 0; i < kSteps; ++i) {
+        const int step = half * kSteps + i;
+        const uint8_t* const place = record + step * kStepBytes;
+        if constexpr (K::kWide) {
+          Bytes weights[C];
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_weights(place + c * kLanes * 4);
+          HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+            const vi values = splat_bytes(x + r * a.k_padded + g * kGroup + step * 4);
+            HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot(sum[r][c], weights[c], values);
+          }
+        } else {
+          vi weights[C];
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_bytes(place + c * kLanes * 4);
+          HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+            const vi values = splat_bytes(x + r * a.k_padded + g * kGroup + step * 4);
+            HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_nibbles(sum[r][c], weights[c], values);
+          }
+        }
+      }
+      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+        const float x_scale = a.x.scales[(row + r) * groups + g];
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+          const vf scale = load(factors + half * kColumns + c * kLanes);
+          result[r][c] = fma(to_float(sum[r][c]), mul(scale, splat(x_scale)), result[r][c]);
+          if constexpr (K::kMinimum) {
+            const vf minimum = load(factors + (2 + half) * kColumns + c * kLanes);
+            result[r][c] = fma(minimum, splat(x_scale * static_cast<float>(-x_sums[r])), result[r][c]);
+          }
+        }
+      }
+    }
+  }
+  if (run.end == groups) return finish<R, C>(a, row, column + unit * kLanes, result);
+  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) store(partial + r * kColumns + (unit + c) * kLanes, result[r][c]);
+  }
+}
+
+template <class K>
+void tiles(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const Codes& codes, const Run& run, int zero, float* partial) {
+  for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
+    for (int unit = 0; unit < kUnitsOfBlock; unit += 2) {
+#define HEADRACE_TILE(R)                                                                                                           \
+  case R:                                                                                                                          \
+    if constexpr (R <= kTile) tile<K, R>(a, first, column, codes, run, zero, unit, partial + (first - row) * kColumns);            \
+    break;
+      switch (count) { HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6) }
+#undef HEADRACE_TILE
+    }
+  });
+}
+
+template <GgufType kType>
+void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const uint8_t* block, Run run, float* partial) {
+  constexpr GgufFormat kFormat = gguf_format(kType);
+  constexpr bool kInPlace = kFormat.planes == kWholePlane;
+  const int64_t groups = a.k_padded / kGroup;
+  for (run.begin = 0; run.begin < groups; run.begin = run.end) {
+    run.end = min_of(run.begin + kRun, groups);
+    unpack<kType>(block, run);
+    const Codes codes = kInPlace ? Codes{block + kFormat.record_at(run.begin), kFormat.record_bytes()} : Codes{run.codes, kGroup * kColumns};
+    tiles<Kind<kFormat.wide, kFormat.halves, kFormat.minimum>>(a, row, rows, column, codes, run, kFormat.zero, partial);
+  }
+}
+
+}  // namespace
+
+void linear_gguf(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  constexpr int64_t kCodeBytes = kRun * kGroup * kColumns, kFactorBytes = kRun * kFactors * 4;
+  uint8_t* const codes = static_cast<uint8_t*>(
+      thread_scratch(static_cast<size_t>(kCodeBytes + kFactorBytes + kRowBlock * kColumns * 4), Scratch::kWeights));
+  float* const factors = reinterpret_cast<float*>(codes + kCodeBytes);
+  const Run run = {codes, factors, 0, 0};
+  float* const partial = factors + kRun * kFactors;
+  const GgufEntry* const entries = reinterpret_cast<const GgufEntry*>(a.weight);
+  for (int64_t index = begin; index < end; ++index) {
+#define HEADRACE_CALL(name) multiply<GgufType::name>(a, row, rows, index * kColumns, entries[index].block(), run, partial)
+    HEADRACE_FOR_GGUF_TYPE(entries[index].type(), HEADRACE_CALL)
+#undef HEADRACE_CALL
+  }
+}
+
+}  // namespace HEADRACE_ISA
+}  // namespace headrace

@@ -1,0 +1,79 @@
+"""Matrices in the blocks of GGUF files in the order in which the native kernels read them, and back; every bit is kept.
+
+Owns the table in front of the blocks (csrc/cpu/gguf_blocks.h); the order within a block is the kernels' own. Runs in whatever thread loads, updates
+or exports a model.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+
+from headrace.checkpoint.gguf import BLOCK_TYPES, BlockType
+from headrace.checkpoint.quantized_matrix import BlockMatrix
+from headrace.kernels import cpu
+from headrace.kernels.packing import PACKED_COLUMNS, PackedLinear, as_native, check_bias, padded_bias
+from headrace.kernels.registry import runs_native
+
+ENTRY_BYTES = 8
+"""Of the table: bytes from an entry to its block, times 256, plus the number of the type."""
+_NUMBERS = {block.name: number for number, block in BLOCK_TYPES.items()}
+
+
+def pack_blocks(parts: Sequence[BlockMatrix], bias: torch.Tensor | None) -> PackedLinear:
+    """Prepare the rows of all parts, whose rows have one length, for `ops.linear`, which rounds its input to 8 bits in groups of 32.
+
+    native_gguf: uint8, an entry for each 32 rows, then their blocks. Without the native kernels the weights in float32. ValueError where the
+    rows of a part, but for the last, do not fill blocks.
+    """
+    k, sizes = parts[0].shape[1], [part.shape[0] for part in parts]
+    n = sum(sizes)
+    check_bias(bias, n)
+    if any(part.shape[1] != k for part in parts) or any(size % PACKED_COLUMNS for size in sizes[:-1]):
+        raise ValueError(f"pack_blocks: parts of {[part.shape for part in parts]} do not make one matrix")
+    native = cpu.load() if runs_native("cpu") else None
+    if native is None:
+        weights = torch.cat([part.dequantize() for part in parts])
+        return PackedLinear(n, k, "torch_int8", weights, None if bias is None else bias.to(torch.float32))
+    counts = [-(-size // PACKED_COLUMNS) for size in sizes]
+    block_bytes = [native.gguf_block_bytes(_NUMBERS[part.type.name], k) for part in parts]
+    table_bytes = -(-ENTRY_BYTES * sum(counts) // 64) * 64  # the blocks begin on a cache line
+    data = torch.empty(table_bytes + sum(map(int.__mul__, counts, block_bytes)), dtype=torch.uint8)
+    entries = data[: ENTRY_BYTES * sum(counts)].view(torch.int64)
+    first, at = 0, table_bytes
+    for part, count, size in zip(parts, counts, block_bytes, strict=True):
+        index = torch.arange(first, first + count)
+        offsets = at + size * torch.arange(count) - ENTRY_BYTES * index
+        entries[first : first + count] = offsets * 256 + _NUMBERS[part.type.name]
+        rows = part.blocks.contiguous()
+        address = as_native(entries[first:])[0]
+        native.pack_gguf(*as_native(_NUMBERS[part.type.name], rows, rows.shape[1], rows.shape[0], k), address)
+        first, at = first + count, at + size * count
+    return PackedLinear(n, k, "native_gguf", data, padded_bias(bias, n))
+
+
+def stored_parts(packed: PackedLinear) -> Iterator[tuple[slice, BlockMatrix]]:
+    """The matrix as it was packed, in runs of rows that have one type."""
+    native = cpu.load()
+    assert native is not None, packed.layout
+    entries = packed.data[: ENTRY_BYTES * -(-packed.n // PACKED_COLUMNS)].view(torch.int64)
+    types, counts = torch.unique_consecutive(entries & 255, return_counts=True)
+    ends = list(accumulate(counts.tolist()))
+    for number, count, end in zip(types.tolist(), counts.tolist(), ends, strict=True):
+        begin, kind = (end - count) * PACKED_COLUMNS, BLOCK_TYPES[number]
+        rows = slice(begin, min(end * PACKED_COLUMNS, packed.n))
+        blocks = torch.empty(rows.stop - begin, row_bytes(kind, packed.k), dtype=torch.uint8)
+        native.unpack_gguf(*as_native(entries[end - count :], len(blocks), packed.k, blocks, blocks.shape[1]))
+        yield rows, BlockMatrix(kind, blocks)
+
+
+def stored_rows(packed: PackedLinear, rows: slice) -> BlockMatrix:
+    """Rows that were packed as one part."""
+    for place, matrix in stored_parts(packed):
+        if place.start <= rows.start and rows.stop <= place.stop:
+            return matrix.rows(rows.start - place.start, rows.stop - place.start)
+    raise ValueError(f"rows {rows.start} to {rows.stop} have several types")
+
+
+def row_bytes(kind: BlockType, k: int) -> int:
+    return k // kind.block_values * kind.block_bytes
