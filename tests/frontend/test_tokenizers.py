@@ -428,6 +428,8 @@ def test_a_word_that_is_a_token_is_taken_whole_by_kinds_that_do_so(tmp_path):
         ("deepseek-coder", "it's 12\n ();x 世界b", ["it", "'", "s", " ", "1", "2", "\n", " ();", "x", " ", "世界", "b"]),
         ("deepseek-llm", "it's 12 ();世界b。x", ["it", "'", "s", " ", "1", "2", " ();", "世界", "b", "。", "x"]),
         ("minerva-7b", "it's 123 x", ["it", "'s", " ", "1", "2", "3", " x"]),
+        ("falcon", "it's $12345 x", ["it", "'", "s", " ", "$", "123", "45", " x"]),
+        ("qwen35", "x\u030ca 12", ["x\u030ca", " ", "1", "2"]),
         ("viking", "it's, 12 x", ["it's", ",", " ", "1", "2", " x"]),
     ],
 )  # fmt: skip
@@ -445,6 +447,26 @@ def test_each_kind_of_gguf_cuts_words_its_own_way(tmp_path, pre, text, pieces):
     tokenizer = load_tokenizer(byte_pairs_gguf(tmp_path / "bpe.gguf", pre, vocab, merges))
 
     assert [tokenizer.decode([index]) for index in tokenizer.encode(text)] == pieces
+
+
+def test_gemma_4_merges_characters_and_falls_back_to_bytes(tmp_path):
+    """Runs of newlines are merged apart; a merge may have a space of its own."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "\n", "\n\n"]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_types([2, *[6] * 256, *[1] * 7])
+    writer.add_token_merges(["▁ a", "a b", "\n \n"])
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+
+    ids = tokenizer.encode("a ab\n\né")
+
+    assert [tokens[index] for index in ids] == ["a", "▁a", "b", "\n\n", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "a ab\n\né"
 
 
 def test_a_merge_outside_the_vocabulary_is_refused(tmp_path):

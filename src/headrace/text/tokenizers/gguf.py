@@ -1,5 +1,6 @@
 """A tokenizer from the metadata of a GGUF file."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,10 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _SEED_SPLIT = _QWEN2_SPLIT.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_QWEN35_SPLIT = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
+)
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
@@ -62,6 +67,8 @@ _KINDS: dict[str, _Kind] = {
     ),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _Kind((_LLAMA3_SPLIT,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Kind((_QWEN2_SPLIT,), nfc=True)),
+    "qwen35": _Kind((_QWEN35_SPLIT,), nfc=True),
+    "falcon": _Kind((r"[\p{P}$+<=>^~|`]+", _GPT2_SPLIT, "[0-9][0-9][0-9]")),
     **dict.fromkeys(("megrez", "stablelm2"), _Kind((_QWEN2_SPLIT,))),
     "seed-coder": _Kind((_SEED_SPLIT,)),
     "tekken": _Kind((_TEKKEN_SPLIT,), whole_words=True, begins=True),
@@ -96,10 +103,14 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         backend = _byte_level_bpe(file, tokens)
     elif kind == "llama":
         backend = _sentencepiece_bpe(file, tokens, types)
+    elif kind == "gemma4":
+        backend = _byte_fallback_bpe(file, tokens)
     elif kind == "bert":
         return _word_piece(file, tokens, types)
     else:
-        raise ModelError(f"{file.path.name}: tokenizer kind {kind!r} is not supported; known: bert, gpt2, llama")
+        raise ModelError(
+            f"{file.path.name}: tokenizer kind {kind!r} is not supported; known: bert, gemma4, gpt2, llama"
+        )
     backend.add_tokens(
         [
             AddedToken(token, normalized=False, special=entry in (_CONTROL, _UNKNOWN))
@@ -110,7 +121,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     bos, eos = _gguf_id(file, tokens, "bos"), _gguf_id(file, tokens, "eos")
     add_bos = file.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
-        add_bos = kind == "llama" or _kind_of(file).begins
+        add_bos = kind in ("llama", "gemma4") or _kind_of(file).begins
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
     if (add_bos and bos is not None) or (add_eos and eos is not None):
         frame_texts(backend, bos if add_bos else None, eos if add_eos else None)
@@ -177,15 +188,7 @@ def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     """GPT-2's byte pairs with the merges of the file."""
     kind = _kind_of(file)
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges: list[tuple[str, str]] = []
-    for merge in file.listed("tokenizer.ggml.merges", str):
-        left, _, right = merge.partition(" ")
-        # The library aborts on such a merge instead of raising.
-        if left not in vocab or right not in vocab or left + right not in vocab:
-            raise ModelError(
-                f"{file.path.name}: tokenizer merge {merge!r} does not consist of tokens of the vocabulary"
-            )
-        merges.append((left, right))
+    merges = _merges(file, vocab)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
@@ -195,6 +198,34 @@ def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _merges(file: GgufFile, vocab: Container[str]) -> list[tuple[str, str]]:
+    merges: list[tuple[str, str]] = []
+    for merge in file.listed("tokenizer.ggml.merges", str):
+        cut = merge.find(" ", 1)  # a token may begin with a space
+        left, right = merge[:cut], merge[cut + 1 :]
+        # The library aborts on such a merge instead of raising.
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ModelError(
+                f"{file.path.name}: tokenizer merge {merge!r} does not consist of tokens of the vocabulary"
+            )
+        merges.append((left, right))
+    return merges
+
+
+def _byte_fallback_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Gemma 4's: merges over characters, runs of newlines apart, and bytes for what is no token."""
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unknown = _gguf_id(file, tokens, "unknown")
+    unk_token = None if unknown is None else tokens[unknown]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=_merges(file, vocab), unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("\\n+"), behavior="isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 
