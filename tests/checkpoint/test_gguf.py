@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize
+from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize, gguf_of
 from headrace.checkpoint.gguf_checkpoint import precision_of
 from headrace.errors import ModelError
 
@@ -100,13 +100,61 @@ def test_metadata_and_tensors_are_read_back(small):
     assert file.raw("b.weight").shape == (1, 64)
 
 
-def test_a_part_of_a_model_is_refused(tmp_path):
-    path = write_gguf(
-        tmp_path / "m-00001-of-00002.gguf", {"w.weight": np.ones((2, 32), np.float32)}, {"split.count": 2}
-    )
+def write_parts(folder, changes=None, stem="m"):
+    """A file in three parts, as llama-gguf-split writes it; changes: metadata of a part by its number from 0."""
+    tensors = [{"a.weight": np.full((2, 32), 1.0, np.float32)}, {"b.weight": np.full((2, 32), 2.0, np.float32)}, {}]
+    tensors[2] = {"c.weight": np.full((1, 32), 3.0, np.float32), "d.weight": np.full(32, 4.0, np.float32)}
+    for number, own in enumerate(tensors):
+        metadata = {"split.no": number, "split.count": 3, "split.tensors.count": 4} | (changes or {}).get(number, {})
+        write_gguf(folder / f"{stem}-{number + 1:05}-of-00003.gguf", own, metadata)
+    return folder / f"{stem}-00001-of-00003.gguf"
 
-    with pytest.raises(ModelError, match="one of 2 parts of a model; merge them"):
-        GgufFile(path)
+
+def test_a_file_in_parts_is_one_file(tmp_path):
+    file = GgufFile(write_parts(tmp_path))
+
+    assert list(file.tensors) == ["a.weight", "b.weight", "c.weight", "d.weight"]
+    assert [float(file.dequantize(name).max()) for name in file.tensors] == [1.0, 2.0, 3.0, 4.0]
+    assert [part.path.name for part in file.parts] == [f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    assert len(file.mapped_memory()) == 3
+    assert gguf_of(tmp_path) == file.path
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({1: {"split.no": 2}}, r"00002-of-00003\.gguf is not .* says that it is another one of 3 parts"),
+        ({2: {"split.count": 2}}, "another one of 3 parts"),
+        ({0: {"split.tensors.count": 5}}, "its parts have 4 tensors, and it says 5"),
+        ({0: {"split.count": 4}}, "one of 4 parts of a model, which are called"),
+        ({0: {"split.count": 2**31}}, "expected a number of parts"),
+        ({0: {"split.no": 1}}, r"not the first of 3 parts; name m-00001-of-00003\.gguf"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes, why, tmp_path):
+    with pytest.raises(ModelError, match=why):
+        GgufFile(write_parts(tmp_path, changes))
+
+
+def test_a_part_alone_or_without_its_neighbour_is_refused(tmp_path):
+    first = write_parts(tmp_path)
+    with pytest.raises(ModelError, match=r"not the first of 3 parts; name m-00001-of-00003\.gguf"):
+        GgufFile(tmp_path / "m-00002-of-00003.gguf")
+    (tmp_path / "m-00003-of-00003.gguf").unlink()
+    with pytest.raises(ModelError, match=r"of its 3 parts m-00003-of-00003\.gguf is missing"):
+        GgufFile(first)
+    first.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ModelError, match=r"one of 3 parts of a model, which are called NAME-00001-of-00003\.gguf"):
+        GgufFile(tmp_path / "renamed.gguf")
+
+
+def test_a_tensor_in_two_parts_is_refused(tmp_path):
+    first = write_parts(tmp_path)
+    metadata = {"split.no": 1, "split.count": 3, "split.tensors.count": 4}
+    write_gguf(tmp_path / "m-00002-of-00003.gguf", {"a.weight": np.ones(32, np.float32)}, metadata)
+
+    with pytest.raises(ModelError, match=r"tensor a\.weight is in another part, too"):
+        GgufFile(first)
 
 
 def test_every_truncation_is_refused(small, tmp_path):

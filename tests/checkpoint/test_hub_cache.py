@@ -171,6 +171,7 @@ def test_a_repository_may_lie_on_another_disk(cache, tmp_path):
         ("q4_k_m", "M-7B-Q4_K_M.gguf"),
         ("M-7B-IQ4_XS.gguf", "M-7B-IQ4_XS.gguf"),
         ("Q8_0", "big/M-7B.Q8_0.gguf"),
+        ("BF16", "BF16/M-BF16-00001-of-00002.gguf"),
     ],
 )
 def test_a_gguf_file_is_chosen_by_its_quantisation(wanted, found):
@@ -180,6 +181,8 @@ def test_a_gguf_file_is_chosen_by_its_quantisation(wanted, found):
         "M-7B-IQ4_XS.gguf",
         "big/M-7B.Q8_0.gguf",
         "mmproj-Q8_0.gguf",
+        "BF16/M-BF16-00001-of-00002.gguf",
+        "BF16/M-BF16-00002-of-00002.gguf",
         "a.md",
     ]
 
@@ -189,10 +192,12 @@ def test_a_gguf_file_is_chosen_by_its_quantisation(wanted, found):
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        (None, r"has 2 GGUF files; name one as org/m:FILE or org/m:Q4_K_M: M-Q4_K_M\.gguf, M-Q8_0\.gguf"),
-        ("Q5_0", r"no GGUF file Q5_0; its GGUF files: M-Q4_K_M\.gguf, M-Q8_0\.gguf"),
+        (
+            None,
+            r"has 3 GGUF files; name one as org/m:FILE or org/m:Q4_K_M: M-BF16-00001-of-00002\.gguf, M-Q4_K_M\.gguf, M-Q8_0\.gguf",
+        ),
+        ("Q5_0", r"no GGUF file Q5_0; its GGUF files: M-BF16-00001-of-00002\.gguf, M-Q4_K_M\.gguf, M-Q8_0\.gguf"),
         ("Q4", "no GGUF file Q4"),
-        ("BF16", "one of several parts"),
     ],
 )
 def test_a_choice_that_is_not_clear_lists_the_files(wanted, why):

@@ -16,7 +16,7 @@ from hub_stand_in import git_sha1, running_hub
 from safetensors.torch import save
 
 from headrace.checkpoint import hub_download
-from headrace.checkpoint.hub_cache import HubName
+from headrace.checkpoint.hub_cache import HubName, list_cached
 from headrace.checkpoint.hub_download import pull_from_hub
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
@@ -371,6 +371,23 @@ def test_a_gguf_file_is_chosen_and_stays_when_another_joins_it(hub):
     assert eight.read_bytes() == b"GGUF eight"
     assert resolve_model("org/tiny-GGUF:Q4_0").read_bytes() == b"GGUF four"
     assert hub.downloads() == ["tiny-Q8_0.gguf"]
+
+
+def test_all_parts_of_a_gguf_file_are_downloaded(hub):
+    parts = {f"Q8/tiny-Q8_0-{number:05}-of-00003.gguf": b"GGUF %d" % number for number in (1, 2, 3)}
+    hub.repos["org/tiny-GGUF"] = {"tiny-Q4_0.gguf": b"GGUF", **parts}
+
+    first, _ = pull("org/tiny-GGUF:Q8_0")
+
+    assert first.name == "tiny-Q8_0-00001-of-00003.gguf"
+    assert [file.read_bytes() for file in sorted(first.parent.iterdir())] == list(parts.values())
+    assert [(model.name, model.num_bytes) for model in list_cached()] == [("org/tiny-GGUF", 18)]
+    (first.parent / "tiny-Q8_0-00002-of-00003.gguf").unlink()
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf of org/tiny-GGUF is not whole"):
+        resolve_model("org/tiny-GGUF:Q8_0")
+    del hub.repos["org/tiny-GGUF"]["Q8/tiny-Q8_0-00003-of-00003.gguf"]
+    with pytest.raises(ModelError, match=r"lacks Q8/tiny-Q8_0-00003-of-00003\.gguf, one of the 3 parts"):
+        pull("org/tiny-GGUF:Q8_0")
 
 
 def test_a_revision_is_kept_under_its_name(one_file):

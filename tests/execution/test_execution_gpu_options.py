@@ -32,6 +32,7 @@ AMPERE = dataclasses.replace(HOPPER, cuda_capability=(8, 0))
 LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+GGUF = {"quant_method": "gguf"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 QUANTISED = (FakeBackend("graphs", 16, captures=True),)
 SIMPLE = (FakeBackend("simple"),)
@@ -152,6 +153,10 @@ def test_graphs_take_their_room_from_the_kv_cache():
         (HOPPER, {"quantization_config": GPTQ, "torch_dtype": "float16"}, {}, "none"),
         (HOPPER, {"quantization_config": GPTQ, "torch_dtype": "float16"}, {"dtype": "bfloat16"}, "int4"),
         (HOPPER, {"quantization_config": FP8, "model_type": "qwen3_moe"}, {}, "none"),
+        (HOPPER, {"quantization_config": GGUF}, {"quantization": "gguf"}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf", "disable_native_kernels": True}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf"}, "gguf"),
+        (LAPTOP, {"quantization_config": GGUF}, {"quantization": "int4"}, "int4"),
     ],
 )
 def test_weights_are_served_in_the_format_that_the_device_has(facts, model, options, want):
@@ -171,6 +176,8 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
         (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
         (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
         (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "already quantised"),
+        (LAPTOP, {}, {"quantization": "gguf"}, "no GGUF file with quantised matrices"),
+        (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "gguf"}, "no GGUF file with quantised matrices"),
         (
             HOPPER,
             {},

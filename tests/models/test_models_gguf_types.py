@@ -1,5 +1,6 @@
 """Models whose matrices have each of ggml's types: the logits are those of transformers with the gguf library's values."""
 
+import itertools
 from pathlib import Path
 
 import gguf
@@ -9,8 +10,10 @@ import torch
 import transformers
 from model_harness import open_runner, random_tokens
 
-from headrace.checkpoint.gguf import BLOCK_TYPES
+from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile
 from headrace.checkpoint.source import open_checkpoint
+from headrace.errors import ModelError
+from headrace.kernels import cpu
 
 # float32 on both sides, sums in another order: differences of 1e-5 at logits of order 5.
 TOLERANCE = 2e-4
@@ -39,10 +42,10 @@ def blocks_of(kind: gguf.GGMLQuantizationType) -> np.ndarray:
     return kept
 
 
-def save_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> dict[str, torch.Tensor]:
-    """Write a qwen2 model of one layer, and give its tensors by GGUF name, dequantised by the library."""
+def save_gguf(path: Path, *kinds: gguf.GGMLQuantizationType) -> dict[str, torch.Tensor]:
+    """Write a qwen2 model of one layer, and give its tensors by GGUF name, dequantised by the library. kinds: of the matrices in turn."""
     rng = np.random.default_rng(4)
-    pool, (block_values, _) = blocks_of(kind), gguf.GGML_QUANT_SIZES[kind]
+    pools = {kind: blocks_of(kind) for kind in kinds}
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(1)
     writer.add_context_length(160)
@@ -52,7 +55,8 @@ def save_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> dict[str, torch.Te
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-6)
     values: dict[str, np.ndarray] = {}
-    for name, (rows, columns) in MATRICES.items():
+    for (name, (rows, columns)), kind in zip(MATRICES.items(), itertools.cycle(kinds)):
+        pool, block_values = pools[kind], gguf.GGML_QUANT_SIZES[kind][0]
         data = pool[rng.integers(0, len(pool), rows * columns // block_values)].reshape(rows, -1)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
         values[f"{name}.weight"] = gguf.quants.dequantize(data, kind)
@@ -99,6 +103,81 @@ def test_a_model_of_each_type_has_the_logits_of_its_dequantised_twin(block, tmp_
     want = transformers_logits(values)
     assert want.std() > 0.1  # not all the same
     torch.testing.assert_close(got, want, atol=TOLERANCE * float(want.abs().max()), rtol=TOLERANCE)
+
+
+def check_in_own_bits(path: Path, values: dict[str, torch.Tensor]) -> None:
+    """Logits with activations in 8 bits, whole and in chunks, and the tensors read back."""
+    runner = open_runner(path, "torch_native", quantization="gguf")
+    got = runner.chunks(0, PROMPT, [])
+
+    want = transformers_logits(values)
+    assert float((got - want).norm() / want.norm()) < 0.05
+    assert torch.equal(runner.chunks(1, PROMPT, [7, 12]), got)
+    for weight in runner.model.weights():
+        if weight.name.endswith(
+            ("q_proj.weight", "v_proj.weight", "up_proj.weight", "down_proj.weight", "embed_tokens.weight")
+        ):
+            assert torch.equal(weight.read(), values[GGUF_NAMES[weight.name.split(".")[-2]]]), weight.name
+
+
+GGUF_NAMES = {
+    "embed_tokens": "token_embd.weight",
+    **{f"{part}_proj": f"blk.0.attn_{part}.weight" for part in "qkv"},
+    **{f"{part}_proj": f"blk.0.ffn_{part}.weight" for part in ("gate", "up", "down")},
+}
+SCALES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2],
+    "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
+}  # fmt: skip
+"""Places of the float16 scales in a block, of ggml-common.h."""
+OWN_BITS = [*SCALES, "MXFP4"]
+needs_native = pytest.mark.skipif(bool(cpu.why_not()), reason=cpu.why_not())
+
+
+@needs_native
+@pytest.mark.parametrize("name", OWN_BITS)
+def test_a_file_in_its_own_bits_has_the_logits_of_its_values(name, tmp_path):
+    values = save_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType[name])
+
+    check_in_own_bits(tmp_path / "model.gguf", values)
+
+
+@pytest.mark.parametrize("name", OWN_BITS)
+def test_scales_that_are_no_numbers_and_matrices_of_zeros_are_refused(name, tmp_path):
+    path = tmp_path / "model.gguf"
+    save_gguf(path, gguf.GGMLQuantizationType[name])
+    tensor, whole = GgufFile(path).tensors["blk.0.attn_q.weight"], path.read_bytes()
+    begin, end = tensor.offset, tensor.offset + tensor.num_bytes
+    places = [0] if name == "MXFP4" else SCALES[name]
+    not_a_number = b"\xff" if name == "MXFP4" else np.float16("nan").tobytes()
+    for content, why in (
+        *(
+            (whole[: begin + at] + not_a_number + whole[begin + at + len(not_a_number) :], "contains NaN")
+            for at in places
+        ),
+        (whole[:begin] + bytes(end - begin) + whole[end:], "is zero-filled"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=why):
+            open_checkpoint(path).blocks("model.layers.0.self_attn.q_proj.weight")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Q6_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
+        ("Q3_K", "IQ2_S", "Q5_0"),
+        ("IQ3_XXS",),
+        ("Q4_K", "F16", "Q8_0", "BF16"),
+    ],
+    ids="-".join,
+)
+def test_a_file_that_mixes_types_within_a_product(names, tmp_path):
+    """Types without a kernel, and floats, make their product one of floats."""
+    values = save_gguf(tmp_path / "model.gguf", *(gguf.GGMLQuantizationType[name] for name in names))
+
+    check_in_own_bits(tmp_path / "model.gguf", values)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

@@ -194,7 +194,7 @@ class ServerOptions(TypedDict, total=False):
     speculative_num_draft_tokens: int
     speculative_shared_tokens: int
     speculative_draft_model_path: str | None
-    speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"]
+    speculative_draft_model_quantization: Literal["auto", "none", "gguf", "int16", "int8", "int8-fast", "int4", "fp8"]
     allow_auto_truncate: bool
     enable_cache_report: bool
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"]
@@ -202,7 +202,7 @@ class ServerOptions(TypedDict, total=False):
     num_threads: int | None
     numa_bind: bool
     activations: Literal["auto", "float32", "bfloat16"]
-    quantization: Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
+    quantization: Literal["auto", "none", "gguf", "int16", "int8", "int8-fast", "int4", "fp8"]
     disable_cuda_graph: bool
     cuda_graph_bs: str
     cuda_graph_max_bs: int | None

@@ -370,13 +370,19 @@ class _Work:
         vocabulary = (config.vocab_size, config.hidden_size)
         weights = list(model.weights())
         matrices = [weight.shape for weight in weights if len(weight.shape) > 1 and weight.shape != vocabulary]
-        # A tied table that is not quantised is the projection's own weight.
-        shared = config.tie_word_embeddings and config.quantization is None and info.quantization == "none"
-        lookup_bytes = 0 if shared else math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
+        # A tied table that has no codes is the projection's own weight.
+        scheme = FORMATS[cast(Scheme, info.quantization)]
+        shared = config.tie_word_embeddings and scheme.is_a_table and (scheme.blocks or config.quantization is None)
+        table = next((weight for weight in weights if weight.shape == vocabulary), None)
+        if shared:
+            lookup_bytes = 0
+        elif scheme.blocks and table is not None:
+            lookup_bytes = round(table.num_bytes)
+        else:
+            lookup_bytes = math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
         products = "float" if info.activations == "float32" else "bf16"
         if any(weight.load_quantized is not None for weight in weights):
-            rounding = FORMATS[cast(Scheme, info.quantization)].activations
-            products = "word" if rounding is not None and rounding.bits == 16 else "byte"
+            products = "word" if scheme.activations is not None and scheme.activations.bits == 16 else "byte"
         return cls(
             layer_parameters=sum(math.prod(shape) for shape in matrices),
             head_parameters=math.prod(vocabulary),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.checkpoint.gguf import Bytes, is_gguf
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -86,6 +86,10 @@ class Checkpoint(ABC):
     def quantized(self, name: str) -> QuantizedMatrix | None:
         """A matrix as it is stored, if kernels can compute with this format; None for any other tensor. Raises ModelError if its scales are not
         finite, or if it contains only zeros."""
+        return None
+
+    def blocks(self, name: str) -> BlockMatrix | None:
+        """A matrix in the blocks of a GGUF file that kernels can compute with; None for any other tensor. Raises as `quantized`."""
         return None
 
     @abstractmethod

@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +22,16 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
 }
+
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+
+
+def gguf_parts(name: str) -> list[str]:
+    """The names of all parts of the GGUF file that has a part of this name, as llama-gguf-split gives them; of another file its own."""
+    found = _PART.fullmatch(name)
+    if found is None or int(found[2]) < 1:
+        return [name]
+    return [f"{found[1]}-{number:05}-of-{found[2]}.gguf" for number in range(1, int(found[2]) + 1)]
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.files import map_regular, open_regular
+from headrace.checkpoint.files import gguf_parts, map_regular, open_regular
 from headrace.errors import ModelError
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ Floats = npt.NDArray[np.float32]
 
 _DEQUANT_CHUNK_BYTES = 1 << 20  # of blocks at a time: the temporaries stay in cache
 _MAX_ARRAY_DEPTH = 4
+_MAX_PARTS = 99_999
 
 # metadata value type -> struct format; 8 is a string, 9 an array
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -95,11 +96,17 @@ class _Array:
 
 
 class GgufFile:
-    """One open GGUF file. version; alignment in bytes; tensors by their GGUF names in the order of the index."""
+    """One open GGUF file, or the parts of one. version; alignment in bytes; tensors by their GGUF names in the order of the index. others: the
+    parts after the first, whose tensors are here, too; metadata are those of the first."""
 
-    def __init__(self, path: Path) -> None:
-        """Map the file and read header, metadata keys and tensor index. Raises ModelError if any of it is invalid."""
+    def __init__(self, path: Path, is_part: bool = False) -> None:
+        """Map the file and read header, metadata keys and tensor index. Raises ModelError if any of it is invalid, or a part is missing.
+
+        is_part: without the other parts.
+        """
         self.path = path
+        self.others: tuple[GgufFile, ...] = ()
+        self._part_of: dict[str, GgufFile] = {}
         self._map = map_regular(path, mmap.ACCESS_READ)
         self._size = len(self._map)
         self._values: dict[str, Any] = {}
@@ -111,6 +118,40 @@ class GgufFile:
             raise self._broken("it ends inside the header") from None
         except UnicodeDecodeError:
             raise self._broken("a name in the header is not UTF-8") from None
+        if not is_part and self._split("split.count", 1) > 1:
+            self._open_others()
+
+    def _split(self, key: str, default: int) -> int:
+        value = self._values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_PARTS:
+            raise self._broken(f"metadata key {key} is {value!r:.80}; expected a number of parts")
+        return value
+
+    def _open_others(self) -> None:
+        names, count = gguf_parts(self.path.name), self._split("split.count", 1)
+        if len(names) != count:
+            raise self._broken(
+                f"it is one of {count} parts of a model, which are called NAME-00001-of-{count:05}.gguf and so on"
+            )
+        if self.path.name != names[0] or self._split("split.no", 0) != 0:
+            raise self._broken(f"it is not the first of {count} parts; name {names[0]}")
+        others = []
+        for number, name in enumerate(names[1:], 1):
+            path = self.path.with_name(name)
+            if not path.exists():
+                raise self._broken(f"of its {count} parts {path.name} is missing")
+            part = GgufFile(path, is_part=True)
+            if (part._split("split.no", 0), part._split("split.count", 1)) != (number, count):
+                raise part._broken(f"it says that it is another one of {count} parts")
+            others.append(part)
+            for tensor in part.tensors.values():
+                if tensor.name in self.tensors:
+                    raise part._broken(f"tensor {tensor.name} is in another part, too")
+                self.tensors[tensor.name], self._part_of[tensor.name] = tensor, part
+        self.others = tuple(others)
+        total = self._values.get("split.tensors.count", len(self.tensors))
+        if total != len(self.tensors):
+            raise self._broken(f"its parts have {len(self.tensors)} tensors, and it says {total!r:.20}")
 
     # --- metadata
 
@@ -166,15 +207,20 @@ class GgufFile:
         flattened; a vector is one row."""
         tensor = self.tensors[name]
         rows = math.prod(tensor.shape[:-1])
-        flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        data = self._part_of.get(name, self)._map
+        flat: Bytes = np.frombuffer(data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         return flat.reshape(rows, tensor.num_bytes // rows)
 
     @property
-    def mapped_memory(self) -> Bytes:
-        return np.frombuffer(self._map, dtype=np.uint8)
+    def parts(self) -> "tuple[GgufFile, ...]":
+        return (self, *self.others)
+
+    def mapped_memory(self) -> list[Bytes]:
+        return [np.frombuffer(part._map, dtype=np.uint8) for part in self.parts]
 
     def release(self) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED)
+        for part in self.parts:
+            part._map.madvise(mmap.MADV_DONTNEED)
 
     def dequantize(self, name: str) -> Floats:
         tensor = self.tensors[name]
@@ -214,9 +260,6 @@ class GgufFile:
         for _ in range(num_keys):
             key = self._take_string()
             self._values[key] = self._take_value(self._take("I"), key)
-        parts = self._values.get("split.count", 1)
-        if isinstance(parts, int) and parts > 1:
-            raise self._broken(f"it is one of {parts} parts of a model; merge them with: llama-gguf-split --merge")
         self.alignment: int = self._values.get("general.alignment", 32)
         if not isinstance(self.alignment, int) or self.alignment <= 0 or self.alignment % 8:
             raise self._broken(f"general.alignment is {self.alignment!r}; expected a multiple of 8")
@@ -330,12 +373,16 @@ def is_gguf(path: Path) -> bool:
 def gguf_of(folder: Path) -> Path | None:
     """The GGUF file of a folder; None if there is none, or if the folder has a config.json and safetensors.
 
-    Files for other parts of a model (`mmproj-*.gguf`, which sees images) do not count. Raises ModelError listing them if
-    there are several.
+    Files for other parts of a model (`mmproj-*.gguf`, which sees images) do not count; of a file in parts it is the first.
+    Raises ModelError listing them if there are several.
     """
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return None
-    found = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
+    found = sorted(
+        file
+        for file in folder.glob("*.gguf")
+        if not file.name.startswith("mmproj") and file.name == gguf_parts(file.name)[0]
+    )
     if len(found) > 1:
         listed = ", ".join(file.name for file in found[:20])
         raise ModelError(f"{folder.name} holds {len(found)} GGUF files; name one of them: {listed}")

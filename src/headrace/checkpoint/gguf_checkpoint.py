@@ -4,6 +4,7 @@ Block layouts: the `block_*` structs of ggml-common.h. Runs in the process that 
 """
 
 import math
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,12 @@ import msgspec
 import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf import Bytes, GgufFile, dequantize, half, k_scales
+from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, dequantize, half, k_scales
 from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, map_tensors
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.sampling_defaults import from_gguf
-from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme
+from headrace.checkpoint.weight_formats import GGUF_METHOD, KERNEL_GROUP, Scheme
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -68,6 +69,13 @@ def quantized_matrix(type_name: str, rows: Bytes, shape: tuple[int, ...]) -> Qua
     )
 
 
+_SCALES: dict[str, tuple[int, ...]] = {
+    "F32": (), "F16": (), "BF16": (), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
+}  # fmt: skip
+"""Types in whose bits the kernels compute, and the places of the float16 scales in a block."""
+
+
 _FILE_TYPES: dict[object, str] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L",
     14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
@@ -86,6 +94,7 @@ class GgufCheckpoint(Checkpoint):
         self.file = GgufFile(path)
         super().__init__(path, config_of(self.file))
         self._sources = map_tensors(self.file)
+        self.notes = (f"tensors of the file: {types_of(self.file)}",)
 
     @property
     def total_bytes(self) -> int:
@@ -99,10 +108,10 @@ class GgufCheckpoint(Checkpoint):
         return precision_of(self.file)
 
     def files(self) -> list[Path]:
-        return [self.path]
+        return [part.path for part in self.file.parts]
 
     def mapped_memory(self) -> list[Bytes]:
-        return [self.file.mapped_memory]
+        return self.file.mapped_memory()
 
     def tensor_names(self) -> list[str]:
         return list(self._sources)
@@ -128,6 +137,37 @@ class GgufCheckpoint(Checkpoint):
             return None
         matrix = quantized_matrix(self.file.tensors[source.gguf_name].type.name, self._rows(source), source.shape)
         return None if matrix is None else self._check_matrix(name, matrix)
+
+    def blocks(self, name: str) -> BlockMatrix | None:
+        import torch
+
+        source = self._source(name)
+        kind = self.file.tensors[source.gguf_name].type
+        if len(source.shape) != 2 or source.subtract_one or kind.name not in _SCALES:
+            return None
+        rows = np.ascontiguousarray(self._rows(source))
+        self._check_blocks(name, rows, kind)
+        with warnings.catch_warnings():  # of an array that cannot be written, which nobody does
+            warnings.simplefilter("ignore", UserWarning)
+            return BlockMatrix(kind, torch.from_numpy(rows))
+
+    def _check_blocks(self, name: str, rows: Bytes, kind: BlockType) -> None:
+        blocks = rows.reshape(-1, kind.block_bytes)
+        scales = [half(blocks, at) for at in _SCALES[kind.name]]
+        if kind.block_values == 1:
+            values = dequantize(rows[:1], kind.name), dequantize(rows, kind.name)
+            is_finite, is_zero = bool(np.isfinite(values[1]).all()), not values[0].any() and not values[1].any()
+        elif kind.name == "MXFP4":  # of a power of two beyond 2^124 the largest weights are infinite
+            is_finite, is_zero = bool((blocks[:, 0] <= 252).all()), not rows.any()
+        else:
+            is_finite, is_zero = (
+                all(np.isfinite(scale).all() for scale in scales),
+                not any(scale.any() for scale in scales),
+            )
+        if not is_finite:
+            raise ModelError(f"{self.file_of(name)}: tensor {name} contains NaN or infinity")
+        if is_zero:
+            raise ModelError(f"{self.file_of(name)}: tensor {name} {list(self.shape(name))} is zero-filled")
 
     def release(self) -> None:
         self.file.release()
@@ -161,9 +201,25 @@ def precision_of(file: GgufFile) -> str:
     return max(counts, key=counts.__getitem__, default="")
 
 
+def types_of(file: GgufFile) -> str:
+    """How many tensors have which type, and their size; the types that are converted to floats last."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.type.name] += 1
+        sizes[tensor.type.name] += tensor.num_bytes
+    names = sorted(counts, key=lambda name: (name not in _SCALES, -sizes[name]))
+    return ", ".join(
+        f"{counts[name]} {name} ({sizes[name] / 2**20:.1f} MiB{'' if name in _SCALES else ', dequantised'})"
+        for name in names
+    )
+
+
 def config_of(file: GgufFile) -> ModelConfig:
     general = {key: file.get(key) for key in file.metadata_keys() if key.startswith("general.")}
+    has_blocks = any(tensor.type.block_values > 1 and tensor.type.name in _SCALES for tensor in file.tensors.values())
     return msgspec.structs.replace(
         parse_hf_config(hf_config(file), origin=file.path.name),
         sampling_defaults=from_gguf(general, file.path.name),
+        quantization={"quant_method": GGUF_METHOD} if has_blocks else None,
     )

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from headrace.checkpoint.files import open_regular, read_json_object
+from headrace.checkpoint.files import gguf_parts, open_regular, read_json_object
 from headrace.errors import ModelError
 
 _REFERENCE = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w. /-]+))?", re.ASCII
 )
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 # What ends a name that can only be a path.
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _MAX_REF_BYTES = 256
@@ -115,7 +114,7 @@ def choose_gguf(files: Iterable[str], wanted: str | None, repo: str) -> str:
     """The GGUF file that `wanted` means: its name, or a word of its name (`Q4_K_M`); None means the only file.
 
     files: names in the repository, of which others than GGUF models are skipped. Raises ModelError listing them if none
-    or several fit, and for models that are split into several files.
+    or several fit. Of a file in parts it is the first.
     """
     models = sorted(file for file in files if is_gguf_model(file))
     if wanted is None:
@@ -125,30 +124,18 @@ def choose_gguf(files: Iterable[str], wanted: str | None, repo: str) -> str:
     else:
         word = re.compile(rf"(?:^|[-._/]){re.escape(wanted.removesuffix('.gguf').lower())}(?:$|[-.])")
         fitting = [file for file in models if word.search(file.removesuffix(".gguf").lower())]
-    whole = [file for file in fitting if not _is_part(file)]
-    if len(whole) == 1:
-        return whole[0]
-    if fitting and not whole:
-        raise ModelError(
-            f"{fitting[0]} of {repo} is one of several parts of a model; parts are not read, merge them with: llama-gguf-split --merge"
-        )
-    listed = (
-        ", ".join(PurePosixPath(file).name for file in whole or [file for file in models if not _is_part(file)])
-        or "none"
-    )
-    if not whole:
+    if len(fitting) == 1:
+        return fitting[0]
+    listed = ", ".join(PurePosixPath(file).name for file in fitting or models) or "none"
+    if not fitting:
         raise ModelError(f"{repo} has no GGUF file {wanted}; its GGUF files: {listed}")
-    raise ModelError(f"{repo} has {len(whole)} GGUF files; name one as {repo}:FILE or {repo}:Q4_K_M: {listed}")
-
-
-def _is_part(file: str) -> bool:
-    return _SPLIT.search(file.removesuffix(".gguf")) is not None
+    raise ModelError(f"{repo} has {len(fitting)} GGUF files; name one as {repo}:FILE or {repo}:Q4_K_M: {listed}")
 
 
 def is_gguf_model(file: str) -> bool:
-    """Whether the name is that of a GGUF language model, and not of another part (`mmproj`, which sees images)."""
+    """Whether the name is that of a GGUF language model or its first part, and not of another part (`mmproj`, which sees images)."""
     name = PurePosixPath(file).name
-    return name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix"))
+    return name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix")) and name == gguf_parts(name)[0]
 
 
 def list_cached() -> list[CachedModel]:
@@ -195,7 +182,7 @@ def _models_of(folder: Path) -> list[CachedModel]:
         CachedModel(
             name.repo if len(ggufs) == 1 else f"{name.repo}:{PurePosixPath(file).name}",
             "GGUF",
-            sizes[file],
+            sum(sizes.get(part, 0) for part in gguf_parts(file)),
             snapshot.name,
             snapshot / file,
         )
@@ -212,7 +199,7 @@ def _model_in(snapshot: Path, name: HubName) -> Path:
             chosen = choose_gguf(files, name.file, name.repo)
         except ModelError as error:
             raise ModelError(f"in the Hugging Face cache, {error.message}; headrace pull brings others") from None
-        _check_inside(snapshot, [chosen], name)
+        _check_inside(snapshot, gguf_parts(chosen), name)
         return snapshot / chosen
     _check_inside(snapshot, files, name)
     if not has_weights and "config.json" not in files:

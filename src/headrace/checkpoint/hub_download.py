@@ -26,7 +26,7 @@ import msgspec
 from huggingface_hub import get_token, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
-from headrace.checkpoint.files import read_json_object
+from headrace.checkpoint.files import gguf_parts, read_json_object
 from headrace.checkpoint.hub_cache import COMMIT, HubName, cache_folder, choose_gguf, find_model, is_gguf_model
 from headrace.checkpoint.huggingface import INDEX_NAME
 from headrace.errors import ModelError
@@ -214,7 +214,7 @@ class _Pull:
             self._link(file)
         for file in files:
             # GGUF files of earlier pulls: still there at a newer revision, if they have not changed.
-            if is_gguf_model(file.name) and _size(self._blobs / file.digest) == file.num_bytes:
+            if file.name.endswith(".gguf") and _size(self._blobs / file.digest) == file.num_bytes:
                 self._link(file)
         if not COMMIT.fullmatch(self._name.revision):
             _write(self._name.folder / "refs" / self._name.revision, self._commit)
@@ -396,7 +396,10 @@ def needed_files(files: list[HubFile], name: HubName, indexed: Iterable[str] | N
         pickled = any(file.endswith(_PICKLED) for file in by_name)
         hint = "; its pickled weights are never downloaded, convert them to safetensors" if pickled else ""
         raise ModelError(f"{name.repo} has neither safetensors nor GGUF files{hint}")
-    return [by_name[choose_gguf(by_name, name.file, name.repo)]]
+    parts = gguf_parts(choose_gguf(by_name, name.file, name.repo))
+    if missing := [part for part in parts if part not in by_name]:
+        raise ModelError(f"{name.repo} lacks {missing[0]}, one of the {len(parts)} parts of {parts[0]}")
+    return [by_name[part] for part in parts]
 
 
 def _file(sibling: _Sibling) -> HubFile | None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
@@ -64,5 +66,5 @@ def dummy_checkpoint(path: Path | str) -> DummyCheckpoint:
     """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file."""
     path = Path(path)
     if path.is_file() and is_gguf(path):
-        return DummyCheckpoint(path, config_of(GgufFile(path)))
+        return DummyCheckpoint(path, msgspec.structs.replace(config_of(GgufFile(path)), quantization=None))
     return DummyCheckpoint(path, load_model_config(path))

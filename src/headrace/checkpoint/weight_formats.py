@@ -8,10 +8,12 @@ from typing import Any, Literal, get_args
 
 from headrace.errors import ModelError
 
-Quantization = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
-"""The name of a weight format that `--quantization` takes."""
+Quantization = Literal["auto", "none", "gguf", "int16", "int8", "int8-fast", "int4", "fp8"]
+"""What `--quantization` takes: the name of a weight format, or auto, that of the checkpoint; GGUF files are dequantised."""
 
-Scheme = Literal[Quantization, "bfloat16", "int8-rotated"]  # the name of a weight format
+Scheme = Literal[
+    "none", "gguf", "int16", "int8", "int8-fast", "int4", "fp8", "bfloat16", "int8-rotated"
+]  # the name of a weight format
 StoredScheme = Literal["int8", "int4"]  # the name of a format in which `headrace quantize` writes checkpoints
 STORED: tuple[StoredScheme, ...] = get_args(StoredScheme)
 """Every format in which `headrace quantize` writes checkpoints."""
@@ -80,7 +82,9 @@ class FormatNeeds:
 class FormatFacts:
     """One weight format: how linear layers keep their weights, and how they round their input.
 
-    codes: None if weights stay floats. activations: None if the input is not rounded to integers (bfloat16 rounds it to bfloat16).
+    codes: None if weights stay floats. blocks: matrices are kept in the blocks of their GGUF file, and their products round activations to 8
+        bits; other tensors stay floats.
+    activations: None if the input is not rounded to integers (bfloat16 rounds it to bfloat16).
     bytes_per_weight: of a packed weight with its share of the scales; None = the bytes of the model's dtype.
     error: upper bound of norm(rounded - weights) / norm(weights) for normally distributed weights.
     on_cpu: it runs on CPU. gpu: what it requires on a GPU; None = it does not run on GPUs.
@@ -94,6 +98,7 @@ class FormatFacts:
 
     name: Scheme
     codes: Codes | None = None
+    blocks: bool = False
     activations: Rounding | None = None
     bytes_per_weight: float | None = None
     error: float = 0.0
@@ -112,8 +117,13 @@ class FormatFacts:
         return self.bytes_per_weight is not None
 
     @property
+    def keeps_stored(self) -> bool:
+        """Whether stored matrices may be used as they are stored."""
+        return self.codes is not None or self.blocks
+
+    @property
     def is_a_table(self) -> bool:
-        """Whether a packed weight has rows that an embedding can look up: floats, as they were."""
+        """Whether a packed weight has rows that an embedding can look up: as they were."""
         return self.codes is None and self.on_cpu
 
     def itemsize(self, dtype_bytes: int) -> float:
@@ -146,6 +156,7 @@ _BYTES = Rounding(8, KERNEL_GROUP)
 _FORMATS: tuple[FormatFacts, ...] = (
     FormatFacts("none", gpu=GpuKernel(experts=True)),
     FormatFacts("bfloat16", bytes_per_weight=2.0, error=0.003, option="--activations"),
+    FormatFacts("gguf", blocks=True, kv_cache="int8", note="a GGUF file in its own bits"),
     FormatFacts(
         "int16",
         codes=Codes(16, "int16", 0, scale_per_row=True, max_norm=MAX_WORDS_NORM),
@@ -222,7 +233,7 @@ def names_on_gpus() -> list[Scheme]:
 
 
 def help_text() -> str:
-    on_cpu = [f"{name} ({FORMATS[name].note})" if FORMATS[name].note else name for name in names_on_cpu()]
+    on_cpu = [f"{name} ({FORMATS[name].note})" if FORMATS[name].note else name for name in ("gguf", *names_on_cpu())]
     return f"On CPU: {', '.join(on_cpu[:-1])} or {on_cpu[-1]}; on a GPU: {' or '.join(names_on_gpus())}."
 
 
@@ -231,6 +242,8 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 OWN_METHOD = "headrace"
+GGUF_METHOD = "gguf"
+"""`quant_method` of the config that a GGUF file with quantised matrices is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +253,7 @@ class StoredSettings:
     block: of fp8, (rows, columns) of the weights that share a scale; (0, 0) = all of a matrix do.
     """
 
-    method: Literal["headrace", "gptq", "awq", "fp8"]
+    method: Literal["headrace", "gguf", "gptq", "awq", "fp8"]
     scheme: Scheme
     group_size: int
     zero_offset: int = 0
@@ -262,6 +275,8 @@ def stored_settings(quantization: dict[str, Any] | None) -> StoredSettings | Non
                 f"a headrace checkpoint of scheme {scheme} with groups of {group_size} is not known to this version"
             )
         return StoredSettings("headrace", scheme, KERNEL_GROUP)
+    if method == GGUF_METHOD:
+        return StoredSettings("gguf", "gguf", KERNEL_GROUP)
     if method == "fp8":
         return _fp8_settings(quantization)
     if method not in ("gptq", "awq"):

@@ -86,7 +86,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Values of options of ours, by field, as others write them."""
 
-CHECKPOINT_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors")
+CHECKPOINT_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors")
 """Values of --quantization that say what a checkpoint is: accepted, since checkpoints are served in the format that they have."""
 
 LISTS: Mapping[str, str] = {

@@ -125,6 +125,10 @@ class Config:
         return "bfloat16" if is_rounded else self.quantization
 
 
+_LEAST_OF_BLOCKS = 84 / 256
+"""Bytes of a weight in Q2_K."""
+
+
 def most_running(args: ServerArgs) -> int:
     return args.max_running_requests or DEFAULT_RUNNING
 
@@ -224,7 +228,12 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     _activations(args, device, dtype, quantization, facts, [])
     _check_compile(args, device, quantization, deterministic=False)
     _kv_cache_dtype(args, device, dtype)
-    weight_bytes = least_weight_bytes(model, FORMATS[quantization].itemsize(4 if dtype == "float32" else 2))
+    least = (
+        _LEAST_OF_BLOCKS
+        if FORMATS[quantization].blocks
+        else FORMATS[quantization].itemsize(4 if dtype == "float32" else 2)
+    )
+    weight_bytes = least_weight_bytes(model, least)
     if model.encoder is None:
         _check_memory(args, model, weight_bytes, memory_bytes)
 
@@ -334,22 +343,36 @@ def _quantization(
     args: ServerArgs, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts, decisions: list[str]
 ) -> Scheme:
     stored = stored_scheme(model.quantization)
-    asked = FORMATS[args.quantization].quantizes
+    asked: Scheme | None = None
+    if args.quantization != "auto" and args.quantization != "none":
+        asked = args.quantization
+    if FORMATS[stored].blocks and asked != stored:
+        stored = "none"  # a GGUF file is dequantised, and rounded again
     needs = FormatNeeds(device, dtype, facts.cuda_capability, model.moe is not None)
-    refusal = FORMATS[args.quantization if asked else stored].reason_against(needs)
-    if refusal and asked:
-        raise ConfigError(f"--quantization {args.quantization}: {refusal}")
+    refusal = FORMATS[asked or stored].reason_against(needs)
+    if asked is not None and FORMATS[asked].blocks and not refusal:
+        refusal = _reason_against_blocks(args, facts, stored)
+    if refusal and asked not in (None, stored):
+        raise ConfigError(f"--quantization {asked}: {refusal}")
     if refusal:
         decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
         return "none"
-    if not FORMATS[stored].quantizes:
-        return args.quantization
-    if asked and args.quantization != stored:
+    if stored == "none":
+        return asked or "none"
+    if asked and asked != stored:
         raise ConfigError(
-            f"--quantization {args.quantization}: the checkpoint is already quantised, to {stored}; leave the option out"
+            f"--quantization {asked}: the checkpoint is already quantised, to {stored}; leave the option out"
         )
     decisions.append(f"quantization {stored}: that of the checkpoint")
     return stored
+
+
+def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme) -> str:
+    if not FORMATS[stored].blocks:
+        return "the checkpoint is no GGUF file with quantised matrices; leave the option out"
+    if not facts.native_kernels or args.disable_native_kernels:
+        return "their products need the native kernels"
+    return ""
 
 
 def _activations(

@@ -409,8 +409,8 @@ class ServerOptions:
     speculative_draft_model_path: str | None = _memory(
         None, "The draft model, which has the same vocabulary, or the EAGLE-3 head.", FILLED
     )
-    speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"] = (
-        _memory("auto", "As --quantization, of the draft model; auto: the same.")
+    speculative_draft_model_quantization: Quantization = _memory(  # noqa: RUF009, it gives a field
+        "auto", "As --quantization, of the draft model; auto: the same."
     )
     allow_auto_truncate: bool = _memory(False, "Cut too long prompts at their end, and limits of output to the room.")
     enable_cache_report: bool = _memory(True, "Report the number of cached prompt tokens in the usage of replies.")
@@ -434,8 +434,9 @@ class ServerOptions:
         "float32 rounds nothing. See docs/quantization.md.",
     )
     quantization: Quantization = _kernels(  # noqa: RUF009, it gives a field
-        "none",
-        f"Quantise the linear layers at load. {help_text()} Quantised checkpoints are served as they are. See docs/quantization.md.",
+        "auto",
+        f"Quantise the linear layers at load. {help_text()} auto: as the checkpoint is, but for GGUF files, which are "
+        "dequantised. See docs/quantization.md.",
     )
     disable_cuda_graph: bool = _kernels(
         False, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."

@@ -105,7 +105,7 @@ def quantize_checkpoint(
     Raises ModelError for a model that is already quantised, except in a GGUF file.
     """
     config = checkpoint.config
-    if config.quantization is not None:
+    if config.quantization is not None and checkpoint.kind != "gguf":
         raise ModelError(f"{checkpoint.path.name} is already quantised; quantise the original model")
     placement = Placement(torch.device("cpu"), torch.float32, max(len(window) for window in windows), "none")
     spec = model_class_for(config)

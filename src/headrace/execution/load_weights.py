@@ -16,7 +16,7 @@ import torch
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import StoredMatrix
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ModelError
 from headrace.execution.memory import available_bytes
@@ -172,7 +172,7 @@ def _load(weight: Weight | None, checkpoint: Checkpoint, name: str, quantization
     matrix = _as_stored(weight, checkpoint, name, quantization)
     if weight is not None and weight.load_quantized is not None and matrix is not None:
         weight.load_quantized(matrix)
-        return matrix.codes.numel() * 4  # in float32
+        return math.prod(matrix.shape) * 4  # in float32
     tensor = checkpoint.checked_tensor(name, check_finite=True)
     if weight is not None:
         weight.load(tensor)
@@ -195,13 +195,14 @@ def _leave_files(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
             keeper.restore(own)
 
 
-def _as_stored(
-    weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme
-) -> QuantizedMatrix | None:
+def _as_stored(weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme) -> StoredMatrix | None:
     """The matrix `name` as it is stored, if `quantization` can use its format; else None."""
-    takes = FORMATS[quantization].takes
-    if weight is None or weight.load_quantized is None or not takes:
+    facts = FORMATS[quantization]
+    takes = facts.takes
+    if weight is None or weight.load_quantized is None or not (takes or facts.blocks):
         return None
+    if facts.blocks:
+        return checkpoint.blocks(name)
     matrix = checkpoint.quantized(name)
     return matrix if matrix is not None and matrix.scheme in takes else None
 

@@ -1,15 +1,17 @@
 """Token embedding. Runs in the thread that runs the model."""
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import BlockMatrix, StoredMatrix
 from headrace.distributed.base import length
+from headrace.kernels import PackedLinear
+from headrace.kernels.packing import itemsize
 from headrace.layers.linear import Linear
-from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
+from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight, fields_of
 
 VOCABULARY_UNIT = 64  # ids in a unit of `vocabulary_part`: ranks' parts end where the kernels' blocks of columns do
 
@@ -18,7 +20,8 @@ class Embedding:
     """table[ids] * scale. Each rank has the rows of some ids, and the sum over the ranks is the output.
 
     tied: the output projection that shares this table. A lookup then reads the projection's packed weight, and there is no table.
-    If the projection is quantised, there is a table in the weights' dtype: it costs memory but no time, since a lookup reads only one row.
+    If the projection has codes, there is a table in the weights' dtype: it costs memory but no time, since a lookup reads only one row.
+    A table in the blocks of a GGUF file stays in them.
     """
 
     def __init__(
@@ -30,11 +33,12 @@ class Embedding:
         self._tied = tied
         self._own = vocabulary_part(vocab_size, placement)
         self._shared = tied if placement.head.format.facts.is_a_table else None
-        self._table: torch.Tensor
+        self._table: torch.Tensor | PackedLinear | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int[tokens] -> [tokens, size] in the compute dtype, a fresh tensor."""
         table = self._table if self._shared is None else self._shared.packed
+        assert table is not None, "not loaded"
         group = self._placement.shard.group
         if group is None:
             return kernels.embedding(ids, table, self._scale)
@@ -53,28 +57,40 @@ class Embedding:
             self._shape,
             self._load,
             self._read,
-            itemsize=(self._placement.weight_dtype.itemsize if own else 0) + (0 if head is None else head.itemsize),
-            load_quantized=self._load_quantized if head is not None and head.load_quantized is not None else None,
+            itemsize=(self._itemsize if own else 0) + (0 if head is None else head.itemsize),
+            load_quantized=self._load_stored if self._takes_stored(head) else None,
             keepers=own if self._tied is None else (*own, self._tied),
             part="weight" if head is None else head.part,
             own=(self._own,),
             tied_name="" if head is None else head.name,
         )
 
+    @property
+    def _itemsize(self) -> float:
+        return itemsize(self._table) if isinstance(self._table, PackedLinear) else self._placement.weight_dtype.itemsize
+
+    def _takes_stored(self, head: Weight | None) -> bool:
+        return self._placement.format.facts.blocks if head is None else head.load_quantized is not None
+
     def kept(self) -> Kept:
-        return {"table": self._table}
+        assert self._table is not None, "not loaded"
+        return fields_of(self._table) if isinstance(self._table, PackedLinear) else {"table": self._table}
 
     def restore(self, kept: Kept) -> None:
-        self._table = cast(torch.Tensor, kept["table"])
+        self._table = cast(torch.Tensor, kept["table"]) if "table" in kept else PackedLinear(**cast(Any, kept))
 
     def staged(self, parts: Parts) -> Kept:
         (tensor,) = parts.values()
-        assert isinstance(tensor, torch.Tensor), "a quantised table"
+        if not isinstance(tensor, torch.Tensor):
+            tensor = tensor.dequantize()
         table = tensor[self._own].to(device=self._placement.device, dtype=self._placement.weight_dtype, copy=True)
         return {"table": table.contiguous()}
 
     def _read(self) -> torch.Tensor:
         if self._shared is None:
+            assert self._table is not None, "not loaded"
+            if isinstance(self._table, PackedLinear):
+                return kernels.unpack_linear(self._table).to(self._placement.weight_dtype)
             return self._table
         return kernels.unpack_linear(self._shared.packed).to(self._placement.weight_dtype)
 
@@ -84,12 +100,17 @@ class Embedding:
         if self._tied is not None:
             next(self._tied.weights("")).load(tensor)
 
-    def _load_quantized(self, matrix: QuantizedMatrix) -> None:
-        assert self._tied is not None, "a table without an output projection loads floats"
-        self._table = self._placement.place(matrix.rows(self._own.start, self._own.stop).dequantize())
-        load = next(self._tied.weights("")).load_quantized
-        assert load is not None, self._placement
-        load(matrix)
+    def _load_stored(self, matrix: StoredMatrix) -> None:
+        if self._shared is None:
+            own = matrix.rows(self._own.start, self._own.stop)
+            if isinstance(own, BlockMatrix) and own.type.block_values > 1:
+                self._table = kernels.pack_blocks([own], None)
+            else:
+                self._table = self._placement.place(own.dequantize())
+        if self._tied is not None:
+            load = next(self._tied.weights("")).load_quantized
+            assert load is not None, self._placement
+            load(matrix)
 
 
 def vocabulary_part(vocab_size: int, placement: Placement) -> slice:

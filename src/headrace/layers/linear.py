@@ -5,7 +5,7 @@ Runs in the thread that runs the model; parts are loaded in any thread, and othe
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import StoredMatrix
 from headrace.distributed.base import length
 from headrace.errors import ModelError
 from headrace.kernels import LoraFactors, LoraRows, PackedLinear
+from headrace.kernels.packing import itemsize
 from headrace.layers.quantization.base import Part, stack_floats
-from headrace.layers.weight import Kept, Parts, Placement, Weight
+from headrace.layers.weight import Kept, Parts, Placement, Weight, fields_of
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Linear:
         self._parts: dict[str, Part] = {}
         self._parts_lock = threading.Lock()
         self._packed: PackedLinear
+        self._is_packed = False
         self.observer: Callable[[torch.Tensor], None] | None = None
         self.adapters: LinearAdapters | None = None
 
@@ -92,6 +94,13 @@ class Linear:
         if self._group is not None:
             self._group.all_reduce(y)
         return y
+
+    @property
+    def _itemsize(self) -> float:
+        facts = self._placement.format.facts
+        if facts.blocks and self._is_packed:  # a file has many types
+            return itemsize(self._packed)
+        return facts.itemsize(self._placement.weight_dtype.itemsize)
 
     @property
     def num_outputs(self) -> int:
@@ -115,8 +124,8 @@ class Linear:
                 shape,
                 load,
                 partial(self._read_weight, name),
-                itemsize=self._placement.format.facts.itemsize(self._placement.weight_dtype.itemsize),
-                load_quantized=load if self._placement.format.facts.codes is not None else None,
+                itemsize=self._itemsize,
+                load_quantized=load if self._placement.format.facts.keeps_stored else None,
                 layer=self,
                 keepers=(self,),
                 part=f"{name}.weight",
@@ -136,10 +145,10 @@ class Linear:
                 )
 
     def kept(self) -> Kept:
-        return {field.name: getattr(self._packed, field.name) for field in fields(self._packed)}
+        return fields_of(self._packed)
 
     def restore(self, kept: Kept) -> None:
-        self._packed = PackedLinear(**cast(Any, kept))
+        self._packed, self._is_packed = PackedLinear(**cast(Any, kept)), True
 
     def staged(self, parts: Parts) -> Kept:
         """See `Keeper`: the whole stack, in which projections that are not in `parts` stay the same, bit for bit."""
@@ -150,7 +159,7 @@ class Linear:
             if name in self._biased and f"{name}.bias" not in whole:
                 whole[f"{name}.bias"] = self._read_bias(name)
         packed = self._pack(whole)
-        kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
+        kept = dict(fields_of(packed))
         given = {tensor.untyped_storage().data_ptr() for tensor in parts.values() if isinstance(tensor, torch.Tensor)}
         if packed.data.untyped_storage().data_ptr() in given:
             # Nothing had to be converted, so the tensor, or this rank's rows of it, was kept unchanged.
@@ -159,7 +168,7 @@ class Linear:
 
     def _placed(self, part: str, tensor: Part) -> Part:
         tensor = self._own(part, tensor)
-        if isinstance(tensor, QuantizedMatrix):
+        if isinstance(tensor, StoredMatrix):
             return tensor.to(self._placement.device)
         # A weight that will be quantised is not rounded to bfloat16 first.
         if self._placement.format.facts.quantizes and tensor.dim() == 2:
@@ -171,7 +180,7 @@ class Linear:
             return tensor
         name, _, kind = part.rpartition(".")
         rows, inputs = self._rows[name], self._inputs
-        if isinstance(tensor, QuantizedMatrix):
+        if isinstance(tensor, StoredMatrix):
             return tensor.rows(rows.start, rows.stop).columns(inputs.start, inputs.stop)
         if kind == "weight":
             return tensor[rows, inputs].contiguous()
@@ -186,7 +195,7 @@ class Linear:
             if len(self._parts) < len(self.outputs) + len(self._biased):
                 return
             parts, self._parts = self._parts, {}
-        self._packed = self._pack(parts)
+        self._packed, self._is_packed = self._pack(parts), True
 
     def _pack(self, parts: Mapping[str, Part]) -> PackedLinear:
         weights = [parts[f"{name}.weight"] for name in self.outputs]

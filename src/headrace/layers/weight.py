@@ -2,19 +2,24 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal, Protocol, cast
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import StoredMatrix
 from headrace.checkpoint.weight_formats import Scheme
 from headrace.distributed.base import ALL_LAYERS, WHOLE, Shard, Stage, length
+from headrace.kernels.packing import PackedLinear
 from headrace.layers.quantization import WeightFormat, weight_format
 
 Kept = Mapping[str, torch.Tensor | int | str | None]  # the converted weights that a layer keeps, by field
-Parts = Mapping[str, torch.Tensor | QuantizedMatrix]  # new tensors of one layer, by `Weight.part`
+Parts = Mapping[str, torch.Tensor | StoredMatrix]  # new tensors of one layer, by `Weight.part`
+
+
+def fields_of(packed: PackedLinear) -> Kept:
+    return {field.name: getattr(packed, field.name) for field in fields(packed)}
 
 
 class Keeper(Protocol):
@@ -60,7 +65,7 @@ class Weight:
     read: Callable[[], torch.Tensor]
     init: Literal["normal", "ones", "zeros"] = "normal"
     itemsize: float = 4
-    load_quantized: Callable[[QuantizedMatrix], None] | None = None
+    load_quantized: Callable[[StoredMatrix], None] | None = None
     layer: Observable | None = None
     keepers: tuple[Keeper, ...] = ()
     part: str = ""

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix, stack
 from headrace.checkpoint.weight_formats import FINEST_STORED, FORMATS, FormatFacts, Scheme
 from headrace.kernels import PackedLinear
 
@@ -18,7 +18,7 @@ from headrace.kernels import PackedLinear
 _CHUNK_ELEMENTS = 1 << 18
 _ROWS_ON_A_GPU = 4096
 
-Part = torch.Tensor | QuantizedMatrix  # rows of a weight, or a bias, as they are loaded
+Part = torch.Tensor | QuantizedMatrix | BlockMatrix  # rows of a weight, or a bias, as they are loaded
 Calibrator = Callable[[torch.Tensor, torch.Tensor], QuantizedMatrix]
 """Rounds a weight float32[n, k] so that its products change least for the inputs seen: the second argument is the sum of x x^T over those
 inputs, float32[k, k]. k is a multiple of 32."""
@@ -63,7 +63,10 @@ class IntegerFormat(WeightFormat):
         target = self.facts.rounds_to or self.name
         stored = {part.scheme for part in parts if isinstance(part, QuantizedMatrix)}
         rounding = integer_format(target) if stored <= {target} else self
-        matrices = [part if isinstance(part, QuantizedMatrix) else rounding.quantize(part) for part in parts]
+        matrices = []
+        for part in parts:
+            assert not isinstance(part, BlockMatrix), "blocks of a file in another format"
+            matrices.append(part if isinstance(part, QuantizedMatrix) else rounding.quantize(part))
         if len({matrix.scheme for matrix in matrices}) > 1:
             finest = integer_format(FINEST_STORED)
             matrices = [

@@ -6,9 +6,10 @@ from typing import ClassVar
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, rotated_weights
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix, rotated_weights
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP, Scheme
 from headrace.kernels import PackedLinear
+from headrace.kernels.packing import PACKED_COLUMNS
 from headrace.kernels.torch_quantized import fp8_per_row, pack_fp8, why_not_fp8
 from headrace.layers.quantization import gptq
 from headrace.layers.quantization.base import Calibrator, IntegerFormat, Part, WeightFormat, register, stack_floats
@@ -51,6 +52,22 @@ class Fp8(WeightFormat):
         if why_not_fp8(*weight.shape):
             return kernels.pack_linear(weight.to(dtype), bias)
         return pack_fp8(weight, bias, fp8_per_row(weight.device))
+
+
+@register
+class Gguf(WeightFormat):
+    """gguf: every matrix in the bits in which its GGUF file has it. Parts of one product may have different types, but not blocks and floats: then
+    all are floats, in the model's dtype as in `none` where a part was no block."""
+
+    name = "gguf"
+
+    def pack(self, parts: Sequence[Part], bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        blocks = [part for part in parts if isinstance(part, BlockMatrix)]
+        fill_blocks = all(part.shape[0] % PACKED_COLUMNS == 0 for part in parts[:-1])
+        if fill_blocks and len(blocks) == len(parts) and all(part.type.block_values > 1 for part in blocks):
+            return kernels.pack_blocks(blocks, bias)
+        weight = torch.cat([part if isinstance(part, torch.Tensor) else part.dequantize() for part in parts])
+        return kernels.pack_linear(weight if len(blocks) == len(parts) else weight.to(dtype), bias)
 
 
 _ROUNDING = WIDE_GROUP**0.5 / 2  # what rounding to nearest adds to the norm of a group, at most
