@@ -192,8 +192,16 @@ HEADRACE_INLINE vi moved_bits(vi a) {
   return _mm_and_si128(a, _mm_set1_epi8(static_cast<char>(kMask)));
 }
 HEADRACE_INLINE vi or_bits(vi a, vi b) { return _mm_or_si128(a, b); }
-HEADRACE_INLINE vi load_widened(const uint8_t* p) { return _mm_cvtepu8_epi32(_mm_loadu_si32(p)); }
-HEADRACE_INLINE vi load_widened(const int8_t* p) { return _mm_cvtepi8_epi32(_mm_loadu_si32(p)); }
+HEADRACE_INLINE vi load_widened(const uint8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return _mm_cvtepu8_epi32(_mm_cvtsi32_si128(four));
+}
+HEADRACE_INLINE vi load_widened(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return _mm_cvtepi8_epi32(_mm_cvtsi32_si128(four));
+}
 HEADRACE_INLINE vi look_up(const uint8_t* table, vi nibbles) {
   return _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(table)), nibbles);
 }

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.checkpoint.source import open_checkpoint
+from headrace.checkpoint.weight_formats import GGUF_METHOD
 from headrace.config.resolve import DeviceFacts, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
@@ -32,7 +33,7 @@ AMPERE = dataclasses.replace(HOPPER, cuda_capability=(8, 0))
 LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-GGUF = {"quant_method": "gguf"}
+GGUF = {"quant_method": GGUF_METHOD}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 QUANTISED = (FakeBackend("graphs", 16, captures=True),)
 SIMPLE = (FakeBackend("simple"),)
@@ -176,8 +177,8 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
         (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
         (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
         (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "already quantised"),
-        (LAPTOP, {}, {"quantization": "gguf"}, "no GGUF file with quantised matrices"),
-        (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "gguf"}, "no GGUF file with quantised matrices"),
+        (LAPTOP, {}, {"quantization": "gguf"}, "no GGUF file"),
+        (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "gguf"}, "no GGUF file"),
         (
             HOPPER,
             {},

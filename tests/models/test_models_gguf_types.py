@@ -12,6 +12,8 @@ from model_harness import open_runner, random_tokens
 
 from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile
 from headrace.checkpoint.source import open_checkpoint
+from headrace.checkpoint.weight_formats import GGUF_METHOD
+from headrace.config.resolve import override_model
 from headrace.errors import ModelError
 from headrace.kernels import cpu
 
@@ -140,6 +142,32 @@ def test_a_file_in_its_own_bits_has_the_logits_of_its_values(name, tmp_path):
     values = save_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType[name])
 
     check_in_own_bits(tmp_path / "model.gguf", values)
+
+
+@needs_native
+def test_an_update_of_one_projection_leaves_its_neighbours_as_they_were(tmp_path):
+    values = save_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q5_K)
+    model = open_runner(tmp_path / "model.gguf", "torch_native", quantization="gguf").model
+    weights = {weight.name.split(".")[-2]: weight for weight in model.weights() if weight.name.endswith("proj.weight")}
+    new = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    [keeper] = weights["q_proj"].keepers
+    keeper.restore(keeper.staged({weights["q_proj"].part: new}))
+
+    assert torch.equal(weights["q_proj"].read(), new)
+    for name in ("k_proj", "v_proj"):
+        assert torch.equal(weights[name].read(), values[GGUF_NAMES[name]]), name
+
+
+def test_overrides_leave_the_format_of_the_file(tmp_path):
+    save_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
+    config = open_checkpoint(tmp_path / "model.gguf").config
+
+    assert (
+        override_model(config, '{"rope_theta": 1000000.0}').quantization
+        == config.quantization
+        == {"quant_method": GGUF_METHOD}
+    )
 
 
 @pytest.mark.parametrize("name", OWN_BITS)

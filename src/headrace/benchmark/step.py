@@ -372,7 +372,7 @@ class _Work:
         matrices = [weight.shape for weight in weights if len(weight.shape) > 1 and weight.shape != vocabulary]
         # A tied table that has no codes is the projection's own weight.
         scheme = FORMATS[cast(Scheme, info.quantization)]
-        shared = config.tie_word_embeddings and scheme.is_a_table and (scheme.blocks or config.quantization is None)
+        shared = config.tie_word_embeddings and scheme.is_a_table
         table = next((weight for weight in weights if weight.shape == vocabulary), None)
         if shared:
             lookup_bytes = 0

@@ -23,7 +23,12 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
+
+
+def first_part(name: str) -> str:
+    """The name of the first part of the GGUF file that has a part of this name; of another file its own."""
+    return _PART.sub(r"\1-00001-of-\2.gguf", name)
 
 
 def gguf_parts(name: str) -> list[str]:

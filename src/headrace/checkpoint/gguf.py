@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.files import gguf_parts, map_regular, open_regular
+from headrace.checkpoint.files import first_part, gguf_parts, map_regular, open_regular
 from headrace.errors import ModelError
 
 T = TypeVar("T")
@@ -381,7 +381,7 @@ def gguf_of(folder: Path) -> Path | None:
     found = sorted(
         file
         for file in folder.glob("*.gguf")
-        if not file.name.startswith("mmproj") and file.name == gguf_parts(file.name)[0]
+        if not file.name.startswith("mmproj") and file.name == first_part(file.name)
     )
     if len(found) > 1:
         listed = ", ".join(file.name for file in found[:20])

@@ -4,7 +4,6 @@ Block layouts: the `block_*` structs of ggml-common.h. Runs in the process that 
 """
 
 import math
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,18 +144,18 @@ class GgufCheckpoint(Checkpoint):
         kind = self.file.tensors[source.gguf_name].type
         if len(source.shape) != 2 or source.subtract_one or kind.name not in _SCALES:
             return None
-        rows = np.ascontiguousarray(self._rows(source))
+        rows = np.array(
+            self._rows(source)
+        )  # a copy: the file may change, and torch warns of memory that cannot be written
         self._check_blocks(name, rows, kind)
-        with warnings.catch_warnings():  # of an array that cannot be written, which nobody does
-            warnings.simplefilter("ignore", UserWarning)
-            return BlockMatrix(kind, torch.from_numpy(rows))
+        return BlockMatrix(kind, torch.from_numpy(rows))
 
     def _check_blocks(self, name: str, rows: Bytes, kind: BlockType) -> None:
         blocks = rows.reshape(-1, kind.block_bytes)
         scales = [half(blocks, at) for at in _SCALES[kind.name]]
         if kind.block_values == 1:
-            values = dequantize(rows[:1], kind.name), dequantize(rows, kind.name)
-            is_finite, is_zero = bool(np.isfinite(values[1]).all()), not values[0].any() and not values[1].any()
+            values = dequantize(rows, kind.name)
+            is_finite, is_zero = bool(np.isfinite(values).all()), not values.any()
         elif kind.name == "MXFP4":  # of a power of two beyond 2^124 the largest weights are infinite
             is_finite, is_zero = bool((blocks[:, 0] <= 252).all()), not rows.any()
         else:
@@ -217,9 +216,8 @@ def types_of(file: GgufFile) -> str:
 
 def config_of(file: GgufFile) -> ModelConfig:
     general = {key: file.get(key) for key in file.metadata_keys() if key.startswith("general.")}
-    has_blocks = any(tensor.type.block_values > 1 and tensor.type.name in _SCALES for tensor in file.tensors.values())
     return msgspec.structs.replace(
         parse_hf_config(hf_config(file), origin=file.path.name),
         sampling_defaults=from_gguf(general, file.path.name),
-        quantization={"quant_method": GGUF_METHOD} if has_blocks else None,
+        quantization={"quant_method": GGUF_METHOD},
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from headrace.checkpoint.files import gguf_parts, open_regular, read_json_object
+from headrace.checkpoint.files import first_part, gguf_parts, open_regular, read_json_object
 from headrace.errors import ModelError
 
 _REFERENCE = re.compile(
@@ -124,8 +124,9 @@ def choose_gguf(files: Iterable[str], wanted: str | None, repo: str) -> str:
     else:
         word = re.compile(rf"(?:^|[-._/]){re.escape(wanted.removesuffix('.gguf').lower())}(?:$|[-.])")
         fitting = [file for file in models if word.search(file.removesuffix(".gguf").lower())]
-    if len(fitting) == 1:
-        return fitting[0]
+    whole = [file for file in fitting if gguf_parts(file) == [file]]
+    if len(fitting) == 1 or len(whole) == 1:
+        return (whole or fitting)[0]
     listed = ", ".join(PurePosixPath(file).name for file in fitting or models) or "none"
     if not fitting:
         raise ModelError(f"{repo} has no GGUF file {wanted}; its GGUF files: {listed}")
@@ -135,7 +136,7 @@ def choose_gguf(files: Iterable[str], wanted: str | None, repo: str) -> str:
 def is_gguf_model(file: str) -> bool:
     """Whether the name is that of a GGUF language model or its first part, and not of another part (`mmproj`, which sees images)."""
     name = PurePosixPath(file).name
-    return name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix")) and name == gguf_parts(name)[0]
+    return name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix")) and name == first_part(name)
 
 
 def list_cached() -> list[CachedModel]:

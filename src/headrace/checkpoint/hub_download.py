@@ -212,9 +212,10 @@ class _Pull:
             self._fetch(file)
         for file in needed:
             self._link(file)
-        for file in files:
-            # GGUF files of earlier pulls: still there at a newer revision, if they have not changed.
-            if file.name.endswith(".gguf") and _size(self._blobs / file.digest) == file.num_bytes:
+        here = {file.name: file for file in files if _size(self._blobs / file.digest) == file.num_bytes}
+        for name, file in here.items():
+            # GGUF files of earlier pulls: still there at a newer revision, if they have not changed, with all their parts.
+            if name.endswith(".gguf") and all(part in here for part in gguf_parts(name)):
                 self._link(file)
         if not COMMIT.fullmatch(self._name.revision):
             _write(self._name.folder / "refs" / self._name.revision, self._commit)

@@ -22,6 +22,7 @@ FINEST_STORED: StoredScheme = "int8"
 """The most exact of them. When the parts of one product are stored in different formats, all of them are converted to it."""
 
 KERNEL_GROUP = 32  # elements that share a scale in the kernels; a checkpoint's groups are multiples of it
+BLOCK_OF_FILES = 256  # elements of a row in the largest blocks of GGUF files
 WIDE_GROUP = 128  # elements of a row of activations that share a scale where weights have one scale a row
 MAX_WORDS_NORM = 23170
 """Of 128 weights as 16-bit integers: sqrt(sum of squares). Sums of their products with activations fit 32 bits."""
@@ -242,8 +243,8 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 OWN_METHOD = "headrace"
-GGUF_METHOD = "gguf"
-"""`quant_method` of the config that a GGUF file with quantised matrices is given."""
+GGUF_METHOD = "headrace-gguf"
+"""`quant_method` of the config that a GGUF file is given; no folder has it."""
 
 
 @dataclass(frozen=True, slots=True)

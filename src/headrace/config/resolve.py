@@ -301,6 +301,7 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
         audio=model.audio,
         audio_unsupported_reason=model.audio_unsupported_reason,
         around=model.around,
+        quantization=changed.quantization or model.quantization,
     )
 
 
@@ -352,7 +353,7 @@ def _quantization(
     refusal = FORMATS[asked or stored].reason_against(needs)
     if asked is not None and FORMATS[asked].blocks and not refusal:
         refusal = _reason_against_blocks(args, facts, stored)
-    if refusal and asked not in (None, stored):
+    if refusal and asked is not None and not (FORMATS[asked].blocks and asked == stored):
         raise ConfigError(f"--quantization {asked}: {refusal}")
     if refusal:
         decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
@@ -369,7 +370,7 @@ def _quantization(
 
 def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme) -> str:
     if not FORMATS[stored].blocks:
-        return "the checkpoint is no GGUF file with quantised matrices; leave the option out"
+        return "the checkpoint is no GGUF file; leave the option out"
     if not facts.native_kernels or args.disable_native_kernels:
         return "their products need the native kernels"
     return ""

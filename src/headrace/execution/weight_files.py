@@ -233,7 +233,7 @@ class WeightSaver:
                 f"path must be the name of a new folder below --save-dir (letters, digits, '.', '_', '-'), got {name[:100]!r}",
                 "path",
             )
-        if FORMATS[self._quantization].quantizes:
+        if FORMATS[self._quantization].quantizes or FORMATS[self._quantization].blocks:
             raise RequestError(
                 f"weights that were quantised to {self._quantization} when they were loaded cannot be saved: quantising what is read "
                 "back would not give the same; `headrace quantize` makes a quantised checkpoint"

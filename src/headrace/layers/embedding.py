@@ -105,6 +105,8 @@ class Embedding:
             own = matrix.rows(self._own.start, self._own.stop)
             if isinstance(own, BlockMatrix) and own.type.block_values > 1:
                 self._table = kernels.pack_blocks([own], None)
+            elif isinstance(own, BlockMatrix):
+                self._table = own.dequantize().contiguous()
             else:
                 self._table = self._placement.place(own.dequantize())
         if self._tied is not None:

@@ -17,7 +17,7 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig
-from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP
+from headrace.checkpoint.weight_formats import BLOCK_OF_FILES, KERNEL_GROUP, WIDE_GROUP
 from headrace.errors import ModelError
 from headrace.kernels import PackedExperts
 from headrace.kernels.encoder import Activation
@@ -117,7 +117,8 @@ class GatedMlp:
 def _own_part(intermediate_size: int, placement: Placement) -> slice:
     """The part of the layer that this rank computes: whole blocks of what formats scale or rotate together, if there are enough of them."""
     shard = placement.shard
-    unit = next((size for size in (WIDE_GROUP, KERNEL_GROUP) if intermediate_size >= size * shard.size), 1)
+    units = (BLOCK_OF_FILES, WIDE_GROUP, KERNEL_GROUP) if placement.format.facts.blocks else (WIDE_GROUP, KERNEL_GROUP)
+    unit = next((size for size in units if intermediate_size >= size * shard.size), 1)
     return shard.part(intermediate_size, unit)
 
 

@@ -57,7 +57,7 @@ class Fp8(WeightFormat):
 @register
 class Gguf(WeightFormat):
     """gguf: every matrix in the bits in which its GGUF file has it. Parts of one product may have different types, but not blocks and floats: then
-    all are floats, in the model's dtype as in `none` where a part was no block."""
+    all are float32, and none is rounded. Tensors alone are in the model's dtype, as in `none`."""
 
     name = "gguf"
 
@@ -67,7 +67,7 @@ class Gguf(WeightFormat):
         if fill_blocks and len(blocks) == len(parts) and all(part.type.block_values > 1 for part in blocks):
             return kernels.pack_blocks(blocks, bias)
         weight = torch.cat([part if isinstance(part, torch.Tensor) else part.dequantize() for part in parts])
-        return kernels.pack_linear(weight if len(blocks) == len(parts) else weight.to(dtype), bias)
+        return kernels.pack_linear(weight if blocks else weight.to(dtype), bias)
 
 
 _ROUNDING = WIDE_GROUP**0.5 / 2  # what rounding to nearest adds to the norm of a group, at most
