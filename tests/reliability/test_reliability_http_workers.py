@@ -34,6 +34,12 @@ def http_workers(server: Server) -> list[psutil.Process]:
     return [child for child in live if "http" in child.cmdline()]
 
 
+def prompt_tokens_line(client: httpx.Client) -> str:
+    """The line of /metrics that counts the prompt tokens of all requests."""
+    (line,) = (line for line in client.get("/metrics").text.splitlines() if "prompt_tokens_total{" in line)
+    return line
+
+
 def body_of(i: int) -> dict[str, Any]:
     return {"text": f"Verse {i} begins: ", "sampling_params": greedy(40), "stream": i % 2 == 0}
 
@@ -66,13 +72,7 @@ def test_rids_keys_and_control_are_one_for_all_workers(workers: Server, clients:
     held.join(START_S)
 
     assert held.last["meta_info"]["finish_reason"]["type"] == "abort"
-    tokens = {
-        line
-        for client in clients
-        for line in client.get("/metrics").text.splitlines()
-        if "prompt_tokens_total{" in line
-    }
-    assert len(tokens) == 1
+    assert len({prompt_tokens_line(client) for client in clients}) == 1
 
 
 def test_a_worker_that_dies_costs_its_own_streams_and_comes_back(workers: Server, clients: list[httpx.Client]):
@@ -82,11 +82,15 @@ def test_a_worker_that_dies_costs_its_own_streams_and_comes_back(workers: Server
         for i, client in enumerate(clients)
     ]
     assert all(stream.began.wait(START_S) for stream in held)
+    counted = prompt_tokens_line(workers.admin)
 
     http_workers(workers)[0].send_signal(signal.SIGKILL)
     for stream in held:
         stream.join(START_S)
-    wait_until(lambda: len(http_workers(workers)) == 2, "another worker has begun", START_S)
+    wait_until(lambda: "HTTP worker 0 process is back" in workers.log(), "another worker serves", START_S)
+    assert len(http_workers(workers)) == 2
+    with workers.client() as client:
+        assert prompt_tokens_line(client) == counted, "it asks the engine for no warm-up of its own"
 
     wait_until(lambda: workers.state()["num_running"] == 0, "what the dead one had is aborted", START_S)
     assert workers.generate(clients[0], "after", 3)["meta_info"]["completion_tokens"] == 3

@@ -110,7 +110,7 @@ class HttpWorkers:
 
     def _start(self, slot: int) -> ChildProcess:
         number = next(self._numbers)
-        args = self._args if slot == 0 else dataclasses.replace(self._args, warmups="", skip_server_warmup=True)
+        args = self._args if number == 0 else dataclasses.replace(self._args, warmups="", skip_server_warmup=True)
         start = HttpWorkerStart(number, slot, self._listening.fileno(), self._manager.ready)
         child = ChildProcess("http", args, self._ports, index=slot, source=number, http=start)
         sender = self._channels.sender("to_worker", slot)
