@@ -131,7 +131,13 @@ def load_model_config(path: Path) -> ModelConfig:
     file = path / "config.json" if path.is_dir() else path
     generation_file = file.with_name("generation_config.json")
     generation = read_json_object(generation_file) if generation_file.is_file() else {}
-    return parse_hf_config(read_json_object(file), generation, origin=file.name)
+    config = read_json_object(file)
+    modelopt_file = file.with_name("hf_quant_config.json")
+    if "quantization_config" not in config and modelopt_file.is_file():
+        stated = read_json_object(modelopt_file).get("quantization")
+        if isinstance(stated, dict):
+            config["quantization_config"] = {"quant_method": "modelopt", **stated}
+    return parse_hf_config(config, generation, origin=file.name)
 
 
 def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:

@@ -150,6 +150,17 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     return QuantizedMatrix(parts[0].scheme, codes, scales, minimums, parts[0].group_size)
 
 
+def in_one_grid(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix] | None:
+    """The same weights in one scheme: as they are, or symmetric ones of fewer bits in the most that any has. None if that is not exact."""
+    widest = max(parts, key=lambda part: codes_of(part.scheme).bits).scheme
+    if all(part.scheme == widest for part in parts):
+        return list(parts)
+    grid = codes_of(widest)
+    if grid.scale_per_row or grid.rotated or any(part.minimums is not None for part in parts):
+        return None
+    return [replace(part, scheme=widest, codes=part.codes + (grid.zero - codes_of(part.scheme).zero)) for part in parts]
+
+
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
     """A matrix in the blocks of a GGUF file. blocks: uint8[n, bytes of a row], on the CPU."""

@@ -18,6 +18,7 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
+from headrace.checkpoint.quantized_formats import keeps_codes
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
@@ -100,6 +101,7 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_experts=deals,
         whole_attention=args.enable_dp_attention,
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
+        keeps_floats=checkpoint.kind != "dummy" and keeps_codes(model_config.quantization, config.quantization),
     )
     stored = checkpoint.file_format, checkpoint.stored_precision, fingerprint
     setup = Setup(args, model_config, pooling, spec, config, placement, *stored)
