@@ -51,27 +51,6 @@ class FakeDownload:
         return self._values.numpy()
 
 
-class FakeEvent:
-    def __init__(self, device: "FakeDevice") -> None:
-        self._device = device
-
-    def is_done(self) -> bool:
-        return not self._device.is_computing()
-
-
-class FakeGraph:
-    def __init__(self, run: Callable[[], None], device: "FakeDevice") -> None:
-        self._device = device
-        with device.capturing():
-            run()  # to warm up
-            self._work = CapturedWork(run)
-
-    def replay(self) -> None:
-        self._device.num_replays += 1
-        with self._device.capturing():
-            self._work.run()
-
-
 class FakeDevice:
     """`Device` on the CPU. A graph does what was captured: it raises if that depends on the host, or on memory that is another now. is_computing:
     what events are told."""
@@ -100,13 +79,22 @@ class FakeDevice:
         assert not self._is_capturing
         return FakeDownload(values, self)
 
-    def record(self) -> FakeEvent:
+    def record(self) -> Callable[[], bool]:
         assert not self._is_capturing
-        return FakeEvent(self)
+        return lambda: not self.is_computing()
 
-    def capture(self, run: Callable[[], None]) -> FakeGraph:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.num_captures += 1
-        return FakeGraph(run, self)
+        with self.capturing():
+            run()  # to warm up
+            work = CapturedWork(run)
+
+        def replay() -> None:
+            self.num_replays += 1
+            with self.capturing():
+                work.run()
+
+        return replay
 
 
 class Elsewhere(FakeDevice):

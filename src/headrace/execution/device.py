@@ -1,7 +1,7 @@
 """What the runner needs from a GPU besides arithmetic: asynchronous copies, events, captured graphs.
 
-Owns the interface (`Device`, `Download`, `Event`, `Graph`) and its CUDA implementation, also one for the leader of several ranks; that of the tests
-runs on the CPU. Does not own what is copied or captured. Used by the thread that runs the steps.
+Owns the interface (`Device`, `Download`) and its CUDA implementation, also one for the leader of several ranks; that of the tests runs on the CPU.
+Does not own what is copied or captured. Used by the thread that runs the steps.
 
     compute stream   inputs n | layers, sample n | inputs n+1 | layers, sample n+1 | ...
     copy stream                                  | ids of n -> host
@@ -33,20 +33,6 @@ class Download(Protocol):
         """Wait for the values, as they were when the download was queued."""
 
 
-class Event(Protocol):
-    """A point in the queue."""
-
-    def is_done(self) -> bool:
-        """Whether the work queued before it is done. Does not wait."""
-
-
-class Graph(Protocol):
-    """Captured work."""
-
-    def replay(self) -> None:
-        """Queue it again, on the same memory."""
-
-
 class Device(Protocol):
     """A device that works asynchronously. Work is queued in order; only `Download.wait` waits."""
 
@@ -56,11 +42,12 @@ class Device(Protocol):
     def download(self, values: torch.Tensor) -> Download:
         """Queue a copy of int64 `values` to the host, after the work queued so far. `values` must not be written afterwards."""
 
-    def record(self) -> Event:
-        """The end of the work queued so far."""
+    def record(self) -> Callable[[], bool]:
+        """What tells, without waiting, whether the work queued so far is done."""
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Run `run` to warm up, then capture what it queues. All graphs share one memory pool: capture the largest first."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run `run` to warm up, then capture what it queues; what queues that again, on the same memory. All graphs share one memory pool: capture
+        the largest first."""
 
 
 def upload_parts(device: Device, parts: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
@@ -85,14 +72,6 @@ class _CudaDownload:
     def wait(self) -> npt.NDArray[np.int64]:
         self._done.synchronize()
         return self._host.numpy()
-
-
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def is_done(self) -> bool:
-        return self._event.query()
 
 
 class CudaDevice:
@@ -122,12 +101,12 @@ class CudaDevice:
         values.record_stream(self._copies)
         return _CudaDownload(host, done)
 
-    def record(self) -> Event:
+    def record(self) -> Callable[[], bool]:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return _CudaEvent(event)
+        return event.query
 
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """See `Device`. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""
         # Libraries and kernels initialise in their first run, with calls that cannot be captured.
         side, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
@@ -139,7 +118,7 @@ class CudaDevice:
         # Other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
-        return graph
+        return graph.replay
 
 
 _SHORTEST_NAP_S = 20e-6
@@ -166,7 +145,7 @@ class WatchedDevice:
 
     def settle(self) -> None:
         """Wait for what is queued, so that reading values does not wait for other ranks any more. Raises ExecutionError like `download`."""
-        self.wait_for(self.record().is_done)
+        self.wait_for(self.record())
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done`. Raises ExecutionError."""
