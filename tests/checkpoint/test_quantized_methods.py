@@ -1,6 +1,8 @@
 """Every format of quantised safetensors reads as the weights of its published formula, or is refused naming the tensor."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -118,3 +120,13 @@ def test_any_value_in_a_config_makes_a_format_or_one_short_line(name):
             refusal = ""
         assert "\n" not in refusal
         assert len(refusal) < 400
+
+
+def test_a_config_is_read_without_torch():
+    code = (
+        "import json, sys; from headrace.checkpoint.quantized_formats import stored_format\n"
+        "print([stored_format(config).scheme for config in json.loads(sys.argv[1])], 'torch' in sys.modules)"
+    )
+    configs = json.dumps([METHODS[name].config for name in ("gptq-4", "ct-fp8", "bnb-nf4")])
+    ran = subprocess.run([sys.executable, "-c", code, configs], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "['int4', 'fp8', 'none'] False"
