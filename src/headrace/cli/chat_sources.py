@@ -130,7 +130,6 @@ class EngineChat:
         self._engine.shutdown()
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
-        """See ChatSource."""
         options: dict[str, Any] = {"return_progress": True, **_as_options(self.sampling)}
         stream = self._engine.chat(messages, tools=tools or None, stream=True, json_schema=json_schema, **options)
         try:
@@ -149,7 +148,6 @@ class ServerChat:
         self.name = self._first_model() if model is None else self._asked_about(model)
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
-        """See ChatSource."""
         body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
