@@ -10,6 +10,7 @@ Does not own what is copied or captured. Used by the thread that runs the steps.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,14 +24,13 @@ ALIGNMENT = 64
 """Alignment of each part of a shared upload, in bytes. Kernels are compiled for aligned addresses."""
 
 
-class Download(Protocol):
-    """A tensor on its way to the host."""
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A tensor on its way to the host. is_done: whether the values are there, without waiting. wait: for them, as they were when the download was
+    queued."""
 
-    def is_done(self) -> bool:
-        """Whether the values are there. Does not wait."""
-
-    def wait(self) -> npt.NDArray[np.int64]:
-        """Wait for the values, as they were when the download was queued."""
+    is_done: Callable[[], bool]
+    wait: Callable[[], npt.NDArray[np.int64]]
 
 
 class Device(Protocol):
@@ -61,19 +61,6 @@ def upload_parts(device: Device, parts: Sequence[npt.NDArray[np.generic]]) -> li
     return [whole[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
 
 
-class _CudaDownload:
-    def __init__(self, host: torch.Tensor, done: torch.cuda.Event) -> None:
-        self._host = host
-        self._done = done
-
-    def is_done(self) -> bool:
-        return self._done.query()
-
-    def wait(self) -> npt.NDArray[np.int64]:
-        self._done.synchronize()
-        return self._host.numpy()
-
-
 class CudaDevice:
     """`Device` over torch's CUDA streams.
 
@@ -99,7 +86,12 @@ class CudaDevice:
             done.record(self._copies)
         # Its memory must not be reused by later work of the compute stream before the copy is done.
         values.record_stream(self._copies)
-        return _CudaDownload(host, done)
+
+        def wait() -> npt.NDArray[np.int64]:
+            done.synchronize()
+            return host.numpy()
+
+        return Download(done.query, wait)
 
     def record(self) -> Callable[[], bool]:
         event = torch.cuda.Event()
@@ -141,7 +133,13 @@ class WatchedDevice:
 
     def download(self, values: torch.Tensor) -> Download:
         """See `Device`. Its `wait` raises ExecutionError when the other ranks do not do their part."""
-        return _WatchedDownload(self._device.download(values), self)
+        download = self._device.download(values)
+
+        def wait() -> npt.NDArray[np.int64]:
+            self.wait_for(download.is_done)
+            return download.wait()
+
+        return Download(download.is_done, wait)
 
     def settle(self) -> None:
         """Wait for what is queued, so that reading values does not wait for other ranks any more. Raises ExecutionError like `download`."""
@@ -162,14 +160,3 @@ class WatchedDevice:
         except ExecutionError as error:
             self._on_broken(error.message)
             raise
-
-
-class _WatchedDownload:
-    def __init__(self, download: Download, device: WatchedDevice) -> None:
-        self._download = download
-        self._device = device
-        self.is_done = download.is_done
-
-    def wait(self) -> npt.NDArray[np.int64]:
-        self._device.wait_for(self._download.is_done)
-        return self._download.wait()

@@ -8,7 +8,7 @@ Transferable Visual Models From Natural Language Supervision" (CLIP, 2021); X. Z
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from headrace.kernels.encoder import why_not
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import ACTIVATIONS, FUNCTIONS
 from headrace.layers.norm import LayerNorm, RMSNorm
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import NamedLayer, Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
 from headrace.models.tower_parts import Table, in_precision, patch_layer, patches_of
@@ -424,16 +424,11 @@ class TowerEncoder:
         return self.tower.fuse(native)
 
 
-class ProjectionLayer(Protocol):
-    def weights(self, name: str, /) -> Iterator[Weight]:
-        """Its tensors, whose names begin so."""
-
-
 class ProjectedEncoder(TowerEncoder):
     """A `MediaEncoder` whose rows are made of what a vision tower gives for each tile, and projected to the size of the text model.
 
     rows_of: [tiles, patches, size of the tower] -> [rows of all tiles, size that is projected]. project: [rows, size] -> [rows, hidden_size of the
-    text model], by `layers`, which have tensors of these names. sees_ahead: see `MediaEncoder`.
+    text model], by `layers`. sees_ahead: see `MediaEncoder`.
     """
 
     def __init__(
@@ -441,7 +436,7 @@ class ProjectedEncoder(TowerEncoder):
         vision: ClipVision,
         rows_of: Callable[[torch.Tensor], torch.Tensor],
         project: Callable[[torch.Tensor], torch.Tensor],
-        layers: Sequence[tuple[ProjectionLayer, str]],
+        layers: Sequence[NamedLayer],
         sees_ahead: bool = False,
     ) -> None:
         self._vision, self.tower = vision, vision.tower
@@ -456,5 +451,5 @@ class ProjectedEncoder(TowerEncoder):
 
     def weights(self) -> Iterator[Weight]:
         yield from self._vision.weights()
-        for layer, name in self._layers:
-            yield from layer.weights(name)
+        for layer, prefix in self._layers:
+            yield from layer.weights(prefix)
