@@ -247,7 +247,7 @@ def bnb_4bit(kind: str, *, nested: bool):
         blocks = -(-n * k // size)
         scales = torch.rand(blocks, generator=generator).add_(0.5).div_(k**0.5)
         state: dict[str, Any] = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16", "shape": [n, k]}
-        parts = {"weight.absmax": scales, "weight.quant_map": table}
+        parts = {"weight.absmax": scales, "weight.quant_map": table.clone()}
         if nested:
             map8, codes8 = torch.rand(256, generator=generator), draw(generator, 0, 256, blocks)
             nested_scales = torch.rand(-(-blocks // 256), generator=generator).div_(k**0.5)

@@ -186,6 +186,16 @@ def test_our_own_layout_reads_back_what_was_written(tmp_path, kind):
     assert torch.equal(got.dequantize(), matrix.dequantize())
 
 
+def test_columns_cut_large_groups_exactly_and_small_ones_never():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (4, 192), generator=generator, dtype=torch.uint8)
+    scales, minimums = torch.rand(2, 4, 3, generator=generator).unbind()
+    matrix = QuantizedMatrix("int4", codes, scales, minimums, 64)
+    assert torch.equal(matrix.columns(32, 160).dequantize(), matrix.dequantize()[:, 32:160])
+    with pytest.raises(ModelError, match="groups of 64 cannot be cut at columns 48 and 192"):
+        matrix.columns(48, 192)
+
+
 def test_scales_too_small_for_half_precision_are_stored_in_single():
     codes = torch.zeros(4, 32, dtype=torch.uint8)
     tensors = own_tensors(QuantizedMatrix("int8", codes, torch.full((4, 1), 1e-6), None, 32))

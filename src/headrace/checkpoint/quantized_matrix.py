@@ -101,13 +101,16 @@ class QuantizedMatrix:
         return replace(self, codes=self.codes[begin:end], scales=self.scales[begin:end], minimums=minimums)
 
     def columns(self, begin: int, end: int) -> "QuantizedMatrix":
-        """Columns begin .. end - 1. Both are multiples of group_size, or the ends of the matrix. Raises ModelError if they are not."""
+        """Columns begin .. end - 1. Both are multiples of KERNEL_GROUP, or the ends of the matrix; groups that they cut are made smaller. Raises
+        ModelError if they are not."""
         size, k = self.group_size, self.codes.shape[1]
         if (begin, end) == (0, k):
             return self
         if size == k:
             return replace(self, codes=self.codes[:, begin:end], group_size=end - begin)
         if begin % size or (end % size and end != k):
+            if size % KERNEL_GROUP == 0 and begin % KERNEL_GROUP == 0 and (end % KERNEL_GROUP == 0 or end == k):
+                return self.regrouped(KERNEL_GROUP).columns(begin, end)
             raise ModelError(f"weights in groups of {size} cannot be cut at columns {begin} and {end}")
         groups = slice(begin // size, -(-end // size))
         minimums = None if self.minimums is None else self.minimums[:, groups]
