@@ -179,11 +179,16 @@ def float8(per: str = "matrix", scale: str = "weight_scale"):
     def make(n: int, k: int, generator: torch.Generator) -> Layer:
         values = torch.randn(n, k, generator=generator).to(torch.float8_e4m3fn)
         shape = {"matrix": (), "row": (n, 1), "rows": (n,), "block": (-(-n // 48), -(-k // 32)), "group": (n, k // 16)}
-        shape |= {"four": (-(-n // 16), 1, -(-k // 16), 1), "mx": (n, k // 32)}
+        shape |= {"power blocks": (), "four": (-(-n // 16), 1, -(-k // 16), 1), "mx": (n, k // 32)}
         scales = torch.rand(shape[per], generator=generator).add_(0.5).div_(k**0.5)
-        if per == "mx":
-            exponents = draw(generator, 120, 125, n, k // 32)
-            by_element, scales = spread(2.0 ** (exponents - 127), k), exponents.to(torch.uint8)
+        if per in ("mx", "power blocks"):
+            exponents = draw(generator, 120, 125, *((n, k // 32) if per == "mx" else (-(-n // 48), -(-k // 32))))
+            by_element, scales = 2.0 ** (exponents - 127), exponents.to(torch.uint8)
+            if per == "mx":
+                by_element = spread(by_element, k)
+            else:
+                by_element = by_element[torch.arange(n) // 48][:, torch.arange(k) // 32]
+                scales = scales.view(torch.float8_e8m0fnu)
         elif per in ("block", "four"):
             rows, columns = (48, 32) if per == "block" else (16, 16)
             flat = scales.reshape(-(-n // rows), -(-k // columns))
@@ -409,6 +414,7 @@ METHODS: dict[str, Method] = {
     ),
     "fp8": Method(method("fp8", activation_scheme="static"), float8()),
     "fp8-blocks": Method(method("fp8", weight_block_size=[48, 32]), float8("block", "weight_scale_inv")),
+    "fp8-power-blocks": Method(method("fp8", weight_block_size=[48, 32]), float8("power blocks", "weight_scale_inv")),
     "fbgemm-fp8": Method(method("fbgemm_fp8"), float8("row")),
     "modelopt-fp8": Method(method("modelopt", quant_algo="FP8"), float8()),
     "modelopt-fp8-rows": Method(method("modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), float8("rows")),

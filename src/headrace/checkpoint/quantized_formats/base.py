@@ -84,6 +84,8 @@ class Parts:
 
 FLOATS = ("F32", "F16", "BF16")
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
+POWERS = ("U8", "F8_E8M0")
+"""Scales that are powers of two."""
 
 
 class QuantizedFormat(ABC):
@@ -222,10 +224,10 @@ def doubled_fp4(packed: "torch.Tensor") -> "torch.Tensor":
     return values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
 
 
-def powers_of_two(parts: Parts, suffix: str, shape: tuple[int, int]) -> "torch.Tensor":
+def power_scales(parts: Parts, suffix: str, *shapes: tuple[int, ...]) -> "torch.Tensor":
     """Scales in E8M0, 2^(code - 127), as float32; NaN for 255, as the format says."""
     import torch
 
-    codes = parts.tensor(suffix, ("U8", "F8_E8M0"), shape).view(torch.uint8)
-    values = torch.ldexp(torch.ones(shape), codes.to(torch.int32) - 127)
+    codes = parts.tensor(suffix, POWERS, *shapes).view(torch.uint8)
+    values = torch.ldexp(torch.ones(codes.shape), codes.to(torch.int32) - 127)
     return values.masked_fill_(codes == 255, torch.nan)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from headrace.checkpoint.quantized_formats.base import (
     FLOAT8,
     FLOATS,
+    POWERS,
     Parts,
     doubled_fp4,
     integers,
-    powers_of_two,
+    power_scales,
 )
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP
@@ -82,20 +83,20 @@ def by_group(parts: Parts, suffix: str, n: int, k: int, dtypes: tuple[str, ...] 
 
 
 def _float8(parts: Parts, weight: str, scale: str, block: tuple[int, int]) -> "torch.Tensor":
-    values = parts.tensor(weight, FLOAT8).float()
-    if parts.dtype(scale) in ("U8", "F8_E8M0"):
-        n, k = parts.matrix_shape(weight)
-        return values.mul_(powers_of_two(parts, scale, (n, k // _MX_GROUP)).repeat_interleave(_MX_GROUP, dim=1))
+    values, are_powers = parts.tensor(weight, FLOAT8).float(), parts.dtype(scale) in POWERS
+    read = power_scales if are_powers else Parts.floats
     if block[0]:
         n, k = parts.matrix_shape(weight)
         rows, columns = block
         blocks = (-(-n // rows), -(-k // columns))
-        scales = parts.floats(scale, blocks, (blocks[0], 1, blocks[1], 1)).reshape(blocks)
+        scales = read(parts, scale, blocks, (blocks[0], 1, blocks[1], 1)).reshape(blocks)
         return values.mul_(scales.repeat_interleave(rows, dim=0)[:n].repeat_interleave(columns, dim=1)[:, :k])
-    if parts.tensor(scale, FLOATS).numel() == 1:
+    if not are_powers and parts.tensor(scale, FLOATS).numel() == 1:
         return values.mul_(parts.floats(scale).reshape(()))
     n, k = parts.matrix_shape(weight)
-    scales = by_group(parts, scale, n, k)
+    scales = read(parts, scale, (n, k // _MX_GROUP)) if are_powers else by_group(parts, scale, n, k)
+    if k % scales.shape[1]:
+        raise parts.fault(scale, f"does not divide rows of {k} into groups")
     return values.mul_(scales.repeat_interleave(k // scales.shape[1], dim=1))
 
 
@@ -105,10 +106,10 @@ def _fp4(parts: Parts, weight: str, scale: str) -> "QuantizedMatrix | torch.Tens
 
     n, k = scaled_shape(parts, weight)
     doubled = doubled_fp4(parts.tensor(weight, ("U8",)))
-    if parts.dtype(scale) in ("U8", "F8_E8M0"):
+    if parts.dtype(scale) in POWERS:
         if k % _MX_GROUP:
             raise parts.fault(weight, f"has rows of {k}, which groups of {_MX_GROUP} do not divide")
-        scales = powers_of_two(parts, scale, (n, k // _MX_GROUP)) * 0.5
+        scales = power_scales(parts, scale, (n, k // _MX_GROUP)) * 0.5
         return integers(doubled.view(torch.uint8) ^ 128, 8, scales, 128, KERNEL_GROUP)
     if k % _NV_GROUP:
         raise parts.fault(weight, f"has rows of {k}, which groups of {_NV_GROUP} do not divide")
