@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
 
 from quantised_layers import METHODS, Layer
 
+from headrace import kernels
 from headrace.checkpoint.quantized_formats import keeps_codes, stored_format
 from headrace.checkpoint.source import open_checkpoint
 from headrace.config.server_args import ServerArgs
@@ -66,10 +67,10 @@ def write_model(base: Path, folder: Path, name: str) -> Layer:
     return layer
 
 
-def load(folder: Path, scheme: Any, shard: Shard | None = None):
+def load(folder: Path, scheme: Any, shard: Shard | None = None, dtype: torch.dtype = torch.float32):
     checkpoint = open_checkpoint(folder)
     keeps = keeps_codes(checkpoint.config.quantization, scheme)
-    placement = Placement(torch.device("cpu"), torch.float32, CONTEXT, scheme, shard or Shard(), keeps_floats=keeps)
+    placement = Placement(torch.device("cpu"), dtype, CONTEXT, scheme, shard or Shard(), keeps_floats=keeps)
     return load_model(checkpoint, model_class_for(checkpoint.config), placement)
 
 
@@ -110,6 +111,28 @@ def test_two_ranks_have_the_weights_of_one_process(base, tmp_path, name):
             # What is kept is what one process keeps; a row that is cut rounds the scales of its parts alone.
             whole = want[weight.name][weight.own]
             assert torch.allclose(weight.read(), whole, rtol=2**-10, atol=1e-7), weight.name
+
+
+@pytest.mark.parametrize("name", ["ct-4", "ct-int8"])
+def test_an_update_of_a_projection_in_floats_leaves_the_others_as_they_are(base, tmp_path, name):
+    write_model(base, tmp_path, name)
+    model = load(tmp_path / "stored", on_cpu(name), dtype=torch.bfloat16)
+    weights = {weight.name: weight for weight in model.weights()}
+    k_proj = weights["model.layers.0.self_attn.k_proj.weight"]
+    before = kernels.unpack_linear(k_proj.layer.packed)
+    new = torch.randn(k_proj.shape, generator=torch.Generator().manual_seed(4))
+
+    k_proj.layer.restore(k_proj.layer.staged({k_proj.part: new}))
+
+    after, columns = kernels.unpack_linear(k_proj.layer.packed), k_proj.layer.columns("k_proj")
+    assert torch.equal(after[: columns.start], before[: columns.start])
+    assert torch.equal(after[columns.stop :], before[columns.stop :])
+    assert torch.allclose(after[columns].float(), new, rtol=2**-8)
+    # A projection in codes takes codes again.
+    up_proj = weights["model.layers.0.mlp.up_proj.weight"]
+    layout = up_proj.layer.packed.layout
+    up_proj.layer.restore(up_proj.layer.staged({up_proj.part: torch.randn(up_proj.shape)}))
+    assert up_proj.layer.packed.layout.removesuffix("_min") == layout.removesuffix("_min")
 
 
 @pytest.mark.parametrize(

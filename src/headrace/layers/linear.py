@@ -159,7 +159,8 @@ class Linear:
                 whole[f"{name}.weight"] = self._present_weight(name)
             if name in self._biased and f"{name}.bias" not in whole:
                 whole[f"{name}.bias"] = self._read_bias(name)
-        packed = self._pack(whole, self._placement.keeps_floats and self._packed.layout in FLOAT_LAYOUTS)
+        in_floats = self._placement.keeps_floats and self._packed.layout in FLOAT_LAYOUTS
+        packed = self._pack(whole, self._packed.data.dtype) if in_floats else self._pack(whole)
         kept = dict(fields_of(packed))
         given = {tensor.untyped_storage().data_ptr() for tensor in parts.values() if isinstance(tensor, torch.Tensor)}
         if packed.data.untyped_storage().data_ptr() in given:
@@ -196,19 +197,20 @@ class Linear:
             if len(self._parts) < len(self.outputs) + len(self._biased):
                 return
             parts, self._parts = self._parts, {}
-        self._packed, self._is_packed = self._pack(parts, self._placement.keeps_floats), True
+        dtype = self._placement.weight_dtype if self._placement.keeps_floats else None
+        self._packed, self._is_packed = self._pack(parts, dtype), True
 
-    def _pack(self, parts: Mapping[str, Part], keeps_floats: bool) -> PackedLinear:
+    def _pack(self, parts: Mapping[str, Part], floats: torch.dtype | None = None) -> PackedLinear:
+        """floats: the dtype of parts that are to stay floats; None = they are rounded to the format."""
         weights = [parts[f"{name}.weight"] for name in self.outputs]
         bias = None
         if self._biased:
             sizes = self.outputs.items()
             biases = [parts.get(f"{name}.bias", self._placement.place(torch.zeros(size))) for name, size in sizes]
             bias = stack_floats(biases)
-        dtype = self._placement.weight_dtype
-        if keeps_floats:
-            return pack_as_stored(self._placement.format, weights, bias, dtype)
-        return self._placement.format.pack(weights, bias, dtype)
+        if floats is not None:
+            return pack_as_stored(self._placement.format, weights, bias, floats)
+        return self._placement.format.pack(weights, bias, self._placement.weight_dtype)
 
     def _present_weight(self, name: str) -> Part:
         """A projection exactly as it is kept."""

@@ -221,7 +221,13 @@ def doubled_fp4(packed: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     values = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)], dtype=torch.int8)
-    return values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
+    codes = torch.arange(256)
+    return looked_up(packed, torch.stack((values[codes & 15], values[codes >> 4]), dim=1)).flatten(-2)
+
+
+def looked_up(packed: "torch.Tensor", pairs: "torch.Tensor") -> "torch.Tensor":
+    """[..., 2], the two values of each byte. packed: uint8[...]. pairs: [256, 2]."""
+    return pairs.index_select(0, packed.reshape(-1).int()).reshape(*packed.shape, 2)
 
 
 def power_scales(parts: Parts, suffix: str, *shapes: tuple[int, ...]) -> "torch.Tensor":

@@ -4,7 +4,7 @@ https://github.com/bitsandbytes-foundation/bitsandbytes stores them in safetenso
 import json
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat, integers
+from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat, integers, looked_up
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.errors import ModelError
 
@@ -59,8 +59,9 @@ class BitsAndBytesFormat(QuantizedFormat):
             raise parts.fault("weight", f"has {packed.numel()} bytes, expected {-(-n * k // 2)}")
         values = parts.floats("weight.quant_map", (16,))
         scales = self._scales(parts, state, n * k)
-        codes = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)[: n * k]
-        return _by_block(values[codes.long()], scales, _block(parts, state, "blocksize")).reshape(n, k)
+        codes = torch.arange(256)
+        weights = looked_up(packed, torch.stack((values[codes >> 4], values[codes & 15]), dim=1)).reshape(-1)[: n * k]
+        return _by_block(weights, scales, _block(parts, state, "blocksize")).reshape(n, k)
 
     def _scales(self, parts: Parts, state: dict[str, Any], count: int) -> "torch.Tensor":
         blocks = -(-count // _block(parts, state, "blocksize"))
