@@ -10,7 +10,7 @@ from test_gguf import write_gguf
 
 from headrace.checkpoint.files import best_mmprojs
 from headrace.checkpoint.gguf import GgufFile
-from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint, open_mmproj
+from headrace.checkpoint.source import dummy_checkpoint, media_files, open_checkpoint
 from headrace.errors import ModelError
 
 SIZE, TOWER = 64, 32
@@ -102,13 +102,13 @@ def test_a_file_of_any_name_and_place_is_taken_if_it_is_named(tmp_path: Path):
     text_alone = open_checkpoint(path, "none")
     assert text_alone.files() == [path]
     assert text_alone.config.media is None
-    assert open_mmproj(path, "none") is None
+    assert media_files(path, "none") is None
 
 
 def test_what_the_file_says_reaches_the_processor_and_the_config(tmp_path: Path):
     encoder(tmp_path, "mmproj.gguf", {"clip.use_gelu": True})
 
-    found = open_mmproj(text_model(tmp_path))
+    found = media_files(text_model(tmp_path))
 
     assert found is not None
     assert found.config["image_token_index"] == 2

@@ -381,7 +381,7 @@ class Engine(Methods):
         info = describe_server(manager.args, self._running.ready, manager.adapters.names, states)
         model = self.get_model_info()
         now = {name: model[name] for name in ("model_path", "weight_version")}
-        return info | now | manager.settings.changed_options()
+        return info | now | self._calls.result(manager.settings.changed_options())
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine is alive; with `generate`, whether it generates a token."""

@@ -249,7 +249,7 @@ def config_of(file: GgufFile, mmproj: str = AUTO) -> tuple[ModelConfig, Mmproj |
     """The config of a model, with that of the vision encoder in another file (`find_mmproj`), which is the second."""
     text = hf_config(file)
     encoder, reason = (None, "") if text["model_type"] in encoders() else find_mmproj(file.path, mmproj, file, text)
-    config = parse_hf_config(text if encoder is None else encoder.config, origin=file.path.name)
+    config = parse_hf_config(text if encoder is None else encoder.described.config, origin=file.path.name)
     if mmproj not in (AUTO, NONE) and encoder is None:
         raise ModelError(f"--mmproj {mmproj}: {file.path.name} is no model that generates text")
     general = {key: file.get(key) for key in file.metadata_keys() if key.startswith("general.")}

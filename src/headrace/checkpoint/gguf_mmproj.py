@@ -18,7 +18,7 @@ from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, GgufTensor, deq
 from headrace.checkpoint.gguf_names import hf_row_order
 from headrace.checkpoint.model_config import read_media
 from headrace.checkpoint.preprocessor_config import image_settings
-from headrace.checkpoint.projector import Projector, VisionKeys
+from headrace.checkpoint.projector import MediaFiles, Projector, VisionKeys
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class EncoderSource:
 class Mmproj(Mapping[str, EncoderSource]):
     """A vision encoder's file beside that of a text model: its tensors by Hugging Face's names.
 
-    config: of both, as config.json has it. processor: preprocessor_config.json. has_tokens: see `VisionKeys`.
+    described: with the text model. has_tokens: see `VisionKeys`.
     """
 
     def __init__(self, path: Path, text: GgufFile, text_config: dict[str, Any]) -> None:
@@ -75,14 +75,13 @@ class Mmproj(Mapping[str, EncoderSource]):
                 f"{path.name} is of another model than {text.path.name}: it gives {given} elements for each token, and the text model takes {taken}"
             )
         tied = {"tie_word_embeddings": text_config["tie_word_embeddings"]}
-        self.config: dict[str, Any] = own.config(keys) | tied | {"text_config": text_config}
-        self.processor = own.processor(keys)
+        self.described = MediaFiles(own.config(keys) | tied | {"text_config": text_config}, own.processor(keys))
         self.has_tokens = keys.has_tokens
-        media, reason = read_media(self.config, origin=path.name)
+        media, reason = read_media(self.described.config, origin=path.name)
         if media is None:
             raise ModelError(f"{path.name}: {reason}")
         try:
-            image_settings(self.processor)
+            image_settings(self.described.processor)
         except ModelError as error:
             raise ModelError(f"{path.name}: {error.message}") from None
         self._sources = _sources(file, own, keys)

@@ -6,7 +6,7 @@ torch; files are opened by `gguf_mmproj.py`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headrace.errors import ModelError
 
@@ -37,6 +37,13 @@ def clip_names(prefix: str) -> dict[str, str]:
         "v.pre_ln": f"{prefix}pre_layrnorm",
         "v.post_ln": f"{prefix}post_layernorm",
     }
+
+
+class MediaFiles(NamedTuple):
+    """Of a model with images whose checkpoint is no folder: what its config.json and its preprocessor_config.json would be."""
+
+    config: dict[str, Any]
+    processor: dict[str, Any]
 
 
 class VisionKeys:

@@ -8,9 +8,10 @@ import msgspec
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
-from headrace.checkpoint.gguf_mmproj import AUTO, NONE, Mmproj
+from headrace.checkpoint.gguf_mmproj import AUTO, NONE
 from headrace.checkpoint.huggingface import Fp8Checkpoint, HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
+from headrace.checkpoint.projector import MediaFiles
 from headrace.checkpoint.quantized_formats import stored_format
 from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
@@ -73,6 +74,9 @@ def dummy_checkpoint(path: Path | str, mmproj: str = AUTO) -> DummyCheckpoint:
     return DummyCheckpoint(path, load_model_config(path))
 
 
-def open_mmproj(path: Path, mmproj: str = AUTO) -> Mmproj | None:
-    """The vision encoder of a model whose text model is a GGUF file; None if it has none, or is a folder."""
-    return config_of(GgufFile(path), mmproj)[1] if path.is_file() and is_gguf(path) else None
+def media_files(path: Path, mmproj: str = AUTO) -> MediaFiles | None:
+    """Of a GGUF file with a vision encoder in another one; else None."""
+    if not path.is_file() or not is_gguf(path):
+        return None
+    _, encoder = config_of(GgufFile(path), mmproj)
+    return None if encoder is None else encoder.described

@@ -19,7 +19,6 @@ from typing import ParamSpec, TypeVar
 
 from headrace.checkpoint.families import vision
 from headrace.checkpoint.files import read_json_object
-from headrace.checkpoint.gguf_mmproj import Mmproj
 from headrace.checkpoint.media_config import AudioConfig
 from headrace.checkpoint.media_tokens import ItemFacts, Vocabulary
 from headrace.checkpoint.model_config import read_audio, read_media
@@ -31,6 +30,7 @@ from headrace.checkpoint.preprocessor_config import (
     read_video_settings,
     video_settings,
 )
+from headrace.checkpoint.projector import MediaFiles
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
 from headrace.config.web import MediaArgs
@@ -332,11 +332,11 @@ def make_loader(
     tokenizer: Vocabulary,
     args: MediaArgs,
     reasons: Mapping[MediaKind, str] | None = None,
-    mmproj: Mmproj | None = None,
+    files: MediaFiles | None = None,
 ) -> MediaLoader:
-    """The loader of a checkpoint. reasons: why it does not take other kinds of media. mmproj: of a GGUF file, which is no folder. Raises ModelError,
+    """The loader of a checkpoint. reasons: why it does not take other kinds of media. files: of a GGUF file, which is no folder. Raises ModelError,
     with the reason why none are served."""
-    config = read_json_object(folder / "config.json") if mmproj is None else mmproj.config
+    config = read_json_object(folder / "config.json") if files is None else files.config
     audio, audio_unsupported_reason = read_audio(config)
     if audio is not None:
         family = make_audio_family(audio, tokenizer, reasons or {})
@@ -356,12 +356,12 @@ def make_loader(
         try:
             videos = (
                 read_video_settings(folder, own.video_processor)
-                if mmproj is None
-                else video_settings(mmproj.processor, own.video_processor)
+                if files is None
+                else video_settings(files.processor, own.video_processor)
             )
         except ModelError as error:
             why[MediaKind.VIDEO] = error.message
-    images = read_image_settings(folder, own.image_processor) if mmproj is None else image_settings(mmproj.processor)
+    images = read_image_settings(folder, own.image_processor) if files is None else image_settings(files.processor)
     family, images = make_family(media, images, tokenizer, config, why, videos)
     images = bounded(images, args.max_patches)
     if videos is None:

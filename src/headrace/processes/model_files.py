@@ -127,12 +127,12 @@ def open_media(
     by_options = unsupported_by_options(args, pooling is not None)
     if by_options:
         return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, by_options)))
-    from headrace.checkpoint.source import open_mmproj
+    from headrace.checkpoint.source import media_files
     from headrace.multimodal.loader import make_loader
 
     path = resolve_model(args.model_path)
     try:
-        loader = make_loader(path, tokenizer, limits, reasons, open_mmproj(path, args.mmproj))
+        loader = make_loader(path, tokenizer, limits, reasons, media_files(path, args.mmproj))
     except ModelError as error:
         logger.warning("the model's media are not supported: %s", error.message)
         return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, error.message)))

@@ -8,7 +8,6 @@ scheduler is not started again by its parent, but all nodes end.
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -18,7 +17,7 @@ from headrace.distributed.base import Group
 from headrace.errors import ExecutionError
 from headrace.log import get_logger
 from headrace.messages.channel import Ports
-from headrace.processes.child import ChildProcess
+from headrace.processes.child import ChildProcess, stop_all
 from headrace.processes.handshake import OnProgress
 from headrace.processes.numa import Binding
 from headrace.processes.rank_groups import descriptors_of, joined, starts_here
@@ -75,9 +74,7 @@ class Ranks:
         self._stopping.set()
         if error is not None:
             self._group.break_up("the leader ends")
-        deadline = time.monotonic() + STOP_S
-        for follower in self._followers:
-            follower.stop(max(0.0, deadline - time.monotonic()))
+        stop_all(self._followers, STOP_S)
         self._ends.close()
 
     def checked(self, on_progress: OnProgress) -> OnProgress:
