@@ -10,7 +10,8 @@ from test_gguf import write_gguf
 
 from headrace.checkpoint.files import best_mmprojs
 from headrace.checkpoint.gguf import GgufFile
-from headrace.checkpoint.source import dummy_checkpoint, media_files, open_checkpoint
+from headrace.checkpoint.gguf_mmproj import AUTO, media_files
+from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.errors import ModelError
 
 SIZE, TOWER = 64, 32
@@ -108,7 +109,7 @@ def test_a_file_of_any_name_and_place_is_taken_if_it_is_named(tmp_path: Path):
 def test_what_the_file_says_reaches_the_processor_and_the_config(tmp_path: Path):
     encoder(tmp_path, "mmproj.gguf", {"clip.use_gelu": True})
 
-    found = media_files(text_model(tmp_path))
+    found = media_files(text_model(tmp_path), AUTO)
 
     assert found is not None
     assert found.config["image_token_index"] == 2

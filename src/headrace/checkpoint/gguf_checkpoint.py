@@ -12,9 +12,7 @@ import msgspec
 import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.families import encoders
 from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, dequantize, half, k_scales
-from headrace.checkpoint.gguf_mmproj import AUTO, NONE, Mmproj, find_mmproj
 from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, map_tensors
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
@@ -87,27 +85,21 @@ _FILE_TYPES: dict[object, str] = {
 
 
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file, with the vision encoder that is in another one. `file` gives its metadata (tokenizer, chat template). mmproj: see
-    `find_mmproj`."""
+    """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
 
     kind = "gguf"
 
-    def __init__(self, path: Path, mmproj: str = AUTO) -> None:
+    def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
-        config, self.encoder = config_of(self.file, mmproj)
-        super().__init__(path, config)
+        super().__init__(path, config_of(self.file))
         self._sources = map_tensors(self.file)
         self.notes = (f"tensors of the file: {types_of(self.file)}",)
-        if self.encoder is not None:
-            self.notes += (f"vision encoder: {self.encoder.file.path.name} ({self.encoder.types})",)
-        elif config.vision_unsupported_reason:
-            self.notes += (f"vision encoder: none, {config.vision_unsupported_reason}",)
 
     @property
     def total_bytes(self) -> int:
         return sum(
-            math.prod(self.shape(name)) * (2 if self._type(name).name in ("F16", "BF16") else 4)
-            for name in self.tensor_names()
+            math.prod(source.shape) * (2 if self.file.tensors[source.gguf_name].type.name in ("F16", "BF16") else 4)
+            for source in self._sources.values()
         )
 
     @property
@@ -115,25 +107,22 @@ class GgufCheckpoint(Checkpoint):
         return precision_of(self.file)
 
     def files(self) -> list[Path]:
-        return [part.path for part in (*self.file.parts, *self._encoder_file())]
+        return [part.path for part in self.file.parts]
 
     def mapped_memory(self) -> list[Bytes]:
-        return [memory for file in (self.file, *self._encoder_file()) for memory in file.mapped_memory()]
+        return self.file.mapped_memory()
 
     def tensor_names(self) -> list[str]:
-        return [*self._sources, *(self.encoder or {})]
+        return list(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        encoder = self._encoder_of(name)
-        return self._source(name).shape if encoder is None else encoder[name].shape
+        return self._source(name).shape
 
     def tensor(self, name: str) -> "torch.Tensor":
         import torch
 
-        if (encoder := self._encoder_of(name)) is not None:
-            return encoder.tensor(name)
         source = self._source(name)
-        rows, kind = self._rows(source), self._type(name).name
+        rows, kind = self._rows(source), self.file.tensors[source.gguf_name].type.name
         if kind in ("F16", "BF16"):
             dtype = torch.float16 if kind == "F16" else torch.bfloat16
             tensor = torch.from_numpy(np.array(rows)).view(dtype).reshape(source.shape)
@@ -142,26 +131,22 @@ class GgufCheckpoint(Checkpoint):
         return tensor.sub_(1) if source.subtract_one else tensor
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        if self._encoder_of(name) is not None:
-            return None
         source = self._source(name)
         if len(source.shape) != 2 or source.subtract_one:
             return None
-        matrix = quantized_matrix(self._type(name).name, self._rows(source), source.shape)
+        matrix = quantized_matrix(self.file.tensors[source.gguf_name].type.name, self._rows(source), source.shape)
         return None if matrix is None else self._check_matrix(name, matrix)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         import torch
 
-        encoder, kind = self._encoder_of(name), self._type(name)
-        if encoder is not None:
-            rows = encoder.rows(name)
-        else:
-            source = self._source(name)
-            rows = self._rows(source) if len(source.shape) == 2 and not source.subtract_one else None
-        if rows is None or kind.name not in _SCALES:
+        source = self._source(name)
+        kind = self.file.tensors[source.gguf_name].type
+        if len(source.shape) != 2 or source.subtract_one or kind.name not in _SCALES:
             return None
-        rows = np.array(rows)  # a copy: the file may change, and torch warns of memory that cannot be written
+        rows = np.array(
+            self._rows(source)
+        )  # a copy: the file may change, and torch warns of memory that cannot be written
         self._check_blocks(name, rows, kind)
         return BlockMatrix(kind, torch.from_numpy(rows))
 
@@ -184,23 +169,7 @@ class GgufCheckpoint(Checkpoint):
             raise ModelError(f"{self.file_of(name)}: tensor {name} {list(self.shape(name))} is zero-filled")
 
     def release(self) -> None:
-        for file in (self.file, *self._encoder_file()):
-            file.release()
-
-    def file_of(self, name: str) -> str:
-        encoder = self._encoder_of(name)
-        return self.path.name if encoder is None else encoder.file.path.name
-
-    def _encoder_file(self) -> tuple[GgufFile, ...]:
-        return () if self.encoder is None else (self.encoder.file,)
-
-    def _encoder_of(self, name: str) -> Mmproj | None:
-        """The vision encoder, if the tensor is its own."""
-        return self.encoder if self.encoder is not None and name in self.encoder else None
-
-    def _type(self, name: str) -> BlockType:
-        encoder = self._encoder_of(name)
-        return self.file.tensors[self._source(name).gguf_name].type if encoder is None else encoder[name].type
+        self.file.release()
 
     def _rows(self, source: GgufSource) -> Bytes:
         """The stored bytes of a tensor, uint8[rows, row_bytes], in Hugging Face row order."""
@@ -245,17 +214,10 @@ def types_of(file: GgufFile) -> str:
     )
 
 
-def config_of(file: GgufFile, mmproj: str = AUTO) -> tuple[ModelConfig, Mmproj | None]:
-    """The config of a model, with that of the vision encoder in another file (`find_mmproj`), which is the second."""
-    text = hf_config(file)
-    encoder, reason = (None, "") if text["model_type"] in encoders() else find_mmproj(file.path, mmproj, file, text)
-    config = parse_hf_config(text if encoder is None else encoder.described.config, origin=file.path.name)
-    if mmproj not in (AUTO, NONE) and encoder is None:
-        raise ModelError(f"--mmproj {mmproj}: {file.path.name} is no model that generates text")
+def config_of(file: GgufFile) -> ModelConfig:
     general = {key: file.get(key) for key in file.metadata_keys() if key.startswith("general.")}
     return msgspec.structs.replace(
-        config,
+        parse_hf_config(hf_config(file), origin=file.path.name),
         sampling_defaults=from_gguf(general, file.path.name),
         quantization={"quant_method": GGUF_METHOD},
-        vision_unsupported_reason=reason or config.vision_unsupported_reason,
-    ), encoder
+    )

@@ -3,6 +3,7 @@
 What is a family's own is in its `Projector`. Runs where configs are read and models are loaded; torch is imported when a tensor is.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,15 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
-from headrace.checkpoint.families import projectors
+from headrace.checkpoint.families import encoders, projectors
 from headrace.checkpoint.files import best_mmprojs, first_part, is_mmproj
 from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, GgufTensor, dequantize
-from headrace.checkpoint.gguf_names import hf_row_order
-from headrace.checkpoint.model_config import read_media
+from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
+from headrace.checkpoint.gguf_names import hf_config, hf_row_order
+from headrace.checkpoint.model_config import ModelConfig, parse_hf_config, read_media
 from headrace.checkpoint.preprocessor_config import image_settings
 from headrace.checkpoint.projector import MediaFiles, Projector, VisionKeys
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -103,13 +107,6 @@ class Mmproj(Mapping[str, EncoderSource]):
             f"{count} {kind.name}{'' if kind.block_values == 1 else ', dequantised'}" for kind, count in counts.items()
         )
 
-    def rows(self, name: str) -> Bytes | None:
-        """A matrix as it is stored, uint8[rows, row_bytes]; None for a tensor that is no matrix, or has other values in the file."""
-        source = self._sources[name]
-        if len(source.shape) != 2 or source.subtract_one:
-            return None
-        return np.concatenate([self._rows_of(part, source) for part in source.parts])
-
     def tensor(self, name: str) -> "torch.Tensor":
         """Float types as stored, quantised ones as float32."""
         import torch
@@ -135,7 +132,84 @@ class Mmproj(Mapping[str, EncoderSource]):
         return rows.reshape(num_rows, -1)[hf_row_order(num_rows, source.row_order)]
 
 
-def find_mmproj(model: Path, wanted: str, text: GgufFile, text_config: dict[str, Any]) -> tuple[Mmproj | None, str]:
+class GgufPair(GgufCheckpoint):
+    """A GGUF file with a vision encoder in another one."""
+
+    def __init__(self, path: Path, encoder: Mmproj) -> None:
+        super().__init__(path)
+        self._encoder = encoder
+        self.config = _config(self.config, encoder)
+        self.notes += (f"vision encoder: {encoder.file.path.name} ({encoder.types})",)
+
+    @property
+    def total_bytes(self) -> int:
+        sizes = (
+            math.prod(source.shape) * (2 if source.type.name in ("F16", "BF16") else 4)
+            for source in self._encoder.values()
+        )
+        return super().total_bytes + sum(sizes)
+
+    def files(self) -> list[Path]:
+        return [*super().files(), self._encoder.file.path]
+
+    def mapped_memory(self) -> list[Bytes]:
+        return [*super().mapped_memory(), *self._encoder.file.mapped_memory()]
+
+    def tensor_names(self) -> list[str]:
+        return [*super().tensor_names(), *self._encoder]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._encoder[name].shape if name in self._encoder else super().shape(name)
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        return self._encoder.tensor(name) if name in self._encoder else super().tensor(name)
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        return None if name in self._encoder else super().quantized(name)
+
+    def blocks(self, name: str) -> BlockMatrix | None:
+        return None if name in self._encoder else super().blocks(name)
+
+    def release(self) -> None:
+        super().release()
+        self._encoder.file.release()
+
+    def file_of(self, name: str) -> str:
+        return self._encoder.file.path.name if name in self._encoder else super().file_of(name)
+
+
+def open_gguf(path: Path, mmproj: str) -> GgufCheckpoint:
+    """A GGUF file with its vision encoder, if it has one: see `find_mmproj`."""
+    encoder, reason = find_mmproj(path, mmproj)
+    if encoder is not None:
+        return GgufPair(path, encoder)
+    checkpoint = GgufCheckpoint(path)
+    if reason:
+        checkpoint.config = msgspec.structs.replace(checkpoint.config, vision_unsupported_reason=reason)
+        checkpoint.notes += (f"vision encoder: none, {reason}",)
+    return checkpoint
+
+
+def gguf_config(path: Path, mmproj: str) -> ModelConfig:
+    """The config of `open_gguf`."""
+    config, (encoder, reason) = config_of(GgufFile(path)), find_mmproj(path, mmproj)
+    if encoder is not None:
+        return _config(config, encoder)
+    return msgspec.structs.replace(config, vision_unsupported_reason=reason)
+
+
+def _config(text: ModelConfig, encoder: Mmproj) -> ModelConfig:
+    whole = parse_hf_config(encoder.described.config, origin=encoder.file.path.name)
+    return msgspec.structs.replace(whole, sampling_defaults=text.sampling_defaults, quantization=text.quantization)
+
+
+def media_files(path: Path, mmproj: str) -> MediaFiles | None:
+    """Of a GGUF file with a vision encoder in another one; else None."""
+    encoder, _ = find_mmproj(path, mmproj)
+    return None if encoder is None else encoder.described
+
+
+def find_mmproj(model: Path, wanted: str) -> tuple[Mmproj | None, str]:
     """The vision encoder of a GGUF text model, or why there is none although there is a file.
 
     wanted: a file, `none`, or `auto`: the one beside the model that fits it; of several precisions of one model F16, else BF16, else F32. Raises
@@ -143,19 +217,26 @@ def find_mmproj(model: Path, wanted: str, text: GgufFile, text_config: dict[str,
     """
     if wanted == NONE:
         return None, ""
+    found = beside(model) if wanted == AUTO else [Path(wanted).expanduser()]
+    if not found:
+        return None, ""
+    text = GgufFile(model)
+    text_config = hf_config(text)
+    makes_text = text_config["model_type"] not in encoders()
     if wanted != AUTO:
-        path = Path(wanted).expanduser()
-        if not path.exists():
+        if not found[0].exists():
             raise ModelError(f"--mmproj {wanted}: there is no such file")
-        return Mmproj(path, text, text_config), ""
+        if not makes_text:
+            raise ModelError(f"--mmproj {wanted}: {model.name} is no model that generates text")
+        return Mmproj(found[0], text, text_config), ""
     fitting: dict[str, Mmproj] = {}
     reasons: list[str] = []
-    for path in beside(model):
+    for path in found if makes_text else []:
         try:
-            found = Mmproj(path, text, text_config)
-            if not found.has_tokens and _has_others(model):
+            encoder = Mmproj(path, text, text_config)
+            if not encoder.has_tokens and _has_others(model):
                 raise ModelError(f"{path.name} may be of another model of its folder; name it as --mmproj {path.name}")
-            fitting[path.name] = found
+            fitting[path.name] = encoder
         except ModelError as error:
             reasons.append(error.message)
     best = best_mmprojs(fitting)

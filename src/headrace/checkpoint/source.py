@@ -6,12 +6,10 @@ from typing import NoReturn
 import msgspec
 
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
-from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
-from headrace.checkpoint.gguf_mmproj import AUTO, NONE
+from headrace.checkpoint.gguf import gguf_of, is_gguf
+from headrace.checkpoint.gguf_mmproj import AUTO, NONE, gguf_config, open_gguf
 from headrace.checkpoint.huggingface import Fp8Checkpoint, HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
-from headrace.checkpoint.projector import MediaFiles
 from headrace.checkpoint.quantized_formats import stored_format
 from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
@@ -47,7 +45,7 @@ def open_checkpoint(path: Path | str, mmproj: str = AUTO) -> Checkpoint:
     path = Path(path)
     file = gguf_of(path) if path.is_dir() else path if path.exists() and is_gguf(path) else None
     if file is not None:
-        return GgufCheckpoint(file, mmproj)
+        return open_gguf(file, mmproj)
     if mmproj not in (AUTO, NONE):
         raise ModelError(f"--mmproj is for GGUF files; {path.name} is none: its own files say how it sees")
     if path.is_dir():
@@ -69,14 +67,5 @@ def dummy_checkpoint(path: Path | str, mmproj: str = AUTO) -> DummyCheckpoint:
     """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file with its vision encoder."""
     path = Path(path)
     if path.is_file() and is_gguf(path):
-        config, _ = config_of(GgufFile(path), mmproj)
-        return DummyCheckpoint(path, msgspec.structs.replace(config, quantization=None))
+        return DummyCheckpoint(path, msgspec.structs.replace(gguf_config(path, mmproj), quantization=None))
     return DummyCheckpoint(path, load_model_config(path))
-
-
-def media_files(path: Path, mmproj: str = AUTO) -> MediaFiles | None:
-    """Of a GGUF file with a vision encoder in another one; else None."""
-    if not path.is_file() or not is_gguf(path):
-        return None
-    _, encoder = config_of(GgufFile(path), mmproj)
-    return None if encoder is None else encoder.described
