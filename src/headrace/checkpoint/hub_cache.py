@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from headrace.checkpoint.files import first_part, gguf_parts, open_regular, read_json_object
+from headrace.checkpoint.files import first_part, gguf_parts, is_mmproj, open_regular, read_json_object
 from headrace.errors import ModelError
 
 _REFERENCE = re.compile(
@@ -136,7 +136,8 @@ def choose_gguf(files: Iterable[str], wanted: str | None, repo: str) -> str:
 def is_gguf_model(file: str) -> bool:
     """Whether the name is that of a GGUF language model or its first part, and not of another part (`mmproj`, which sees images)."""
     name = PurePosixPath(file).name
-    return name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix")) and name == first_part(name)
+    is_model = name.endswith(".gguf") and not is_mmproj(name) and not name.startswith("imatrix")
+    return is_model and name == first_part(name)
 
 
 def list_cached() -> list[CachedModel]:

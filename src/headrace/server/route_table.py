@@ -170,7 +170,6 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
 
 
 def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
-    """Routes of embedding models, rerankers and classifiers."""
     named: dict[str, Any] = {"model": context.model.name}
     labels = {
         **named,

@@ -157,7 +157,6 @@ def check_num_messages(field: str, what: str, count: int, context_length: int) -
 
 
 def calls_of(message: Message) -> list[Message]:
-    """The tool calls of a message, none if it has none."""
     calls: list[Message] = message.get("tool_calls") or []
     return calls
 
