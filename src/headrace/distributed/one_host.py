@@ -82,12 +82,10 @@ class SharedMemoryGroup:
         return int(self._native.address())
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """ValueError unless x is float32, contiguous and on the CPU."""
         check_sum(x)
         self._call(self._native.all_reduce, x.data_ptr(), x.numel())
 
     def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
-        """Rows may lie apart. ValueError when a shape does not fit."""
         if len(columns) != self.size:
             raise ValueError(f"gather: {len(columns)} numbers of columns for {self.size} ranks")
         rows = x.shape[0]
@@ -120,7 +118,6 @@ class SharedMemoryGroup:
         return None
 
     def break_up(self, reason: str) -> None:
-        """The first reason stays."""
         self._native.break_up(reason)
 
     def close(self) -> None:

@@ -87,20 +87,17 @@ class Ranks:
         return report
 
     def wait_loaded(self) -> None:
-        """Wait until all followers have their weights. Raises the error of one that cannot load."""
         for follower in self._followers:
             follower.wait_loaded()
         self._group.wait_ready(self.check)
 
     def wait_ready(self) -> None:
-        """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""
         for follower in self._followers:
             follower.wait_ready()
         self._group.wait_ready(self.check)
         self._watcher.start()
 
     def give_up(self, reason: str) -> None:
-        """End every rank: they no longer agree on where they are."""
         if self._stopping.is_set():
             return
         logger.error("the ranks cannot go on: %s", reason)
