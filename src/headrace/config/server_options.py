@@ -92,6 +92,11 @@ class ServerOptions:
         "auto",
         "How the model marks its reasoning, see docs/tools.md; auto: as its checkpoint says; none: it is content.",
     )
+    mmproj: str = _model(
+        "auto",
+        "Of a GGUF model, the file with its vision encoder (mmproj-*.gguf), see docs/images.md; auto: the one in the same folder; none: text only.",
+        FILLED,
+    )
     load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"] = _model(
         "auto",
         "Format of the weights. dummy: random weights, config.json is enough; sharded_state: a folder written by /save_sharded_state.",

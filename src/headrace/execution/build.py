@@ -148,7 +148,6 @@ def build_worker(
 
 
 def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
-    """`build_worker` for the encoder in `checkpoint`."""
     begin = time.perf_counter()
     setup = set_up(args, checkpoint, ALONE)
     decisions = [f"model class {setup.spec.name}: an encoder, whose texts are computed whole", *setup.config.decisions]

@@ -15,6 +15,7 @@ from headrace import kernels
 from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvPool, KvShape
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.gguf_mmproj import AUTO
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
@@ -200,8 +201,8 @@ def open_model(args: ServerArgs) -> Checkpoint:
     """The checkpoint that `args` names. Raises ModelError, including when its kind does not match --load-format."""
     path = resolve_model(args.model_path)
     if args.load_format == "dummy":
-        return dummy_checkpoint(path)
-    checkpoint = open_checkpoint(path)
+        return dummy_checkpoint(path, args.mmproj)
+    checkpoint = open_checkpoint(path, args.mmproj)
     wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
         args.load_format
     ]
@@ -280,7 +281,8 @@ def updatable_weights(
     args, spec, model_config = setup.args, setup.spec, setup.model_config
 
     def load(model_path: str, load_format: LoadFormat) -> tuple[Model, str]:
-        other = open_model(replace(args, model_path=model_path, load_format=load_format))
+        mmproj = args.mmproj if resolve_model(model_path).is_file() else AUTO
+        other = open_model(replace(args, model_path=model_path, load_format=load_format, mmproj=mmproj))
         before = fingerprint_of(other)
         theirs = override_model(other.config, args.json_model_override_args)
         if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding
