@@ -156,6 +156,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         ends = [f".{suffix}" for suffix in stored.telling]
         layers = {name.removesuffix(end): None for name in self._files for end in ends if name.endswith(end)}
         self._layers = {layer: self._parts(layer) for layer in layers}
+        self._shapes: dict[str, tuple[int, int]] = {}
         parts = {name: layer for layer, found in self._layers.items() for name in found.names.values()}
         dropped = tuple(f".{suffix}" for suffix in stored.unused)
         # A layer's weight has the place of the first of its parts.
@@ -167,7 +168,8 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
             missing = [suffix for suffix in stored.required(found) if suffix not in found]
             if missing:
                 raise ModelError(f"{path.name}: quantised layer {layer} has no {', '.join(missing)}")
-            if min(stored.shape(found)) == 0:
+            self._shapes[layer] = stored.shape(found)
+            if min(self._shapes[layer]) == 0:
                 raise ModelError(f"{path.name}: quantised layer {layer} is empty")
         for name in self._names:
             if name.endswith(".weight") and name[: -len(".weight")] not in self._layers:
@@ -195,7 +197,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         layer = self._layer(name)
-        return super().shape(name) if layer is None else self._stored.shape(layer)
+        return super().shape(name) if layer is None else self._shapes[layer.layer]
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
