@@ -59,6 +59,22 @@ def test_the_config_alone_tells_how_a_model_computes(name):
     assert (kept is not None) == (found.scheme in ("int4", "int8")) or name == "modelopt-awq-smoothed"
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("hf_quant_config.json", "modelopt-nvfp4"), ("quantize_config.json", "gptq-3"), ("quant_config.json", "awq-gemv")],
+)
+def test_older_checkpoints_say_it_in_a_file_of_its_own(tmp_path, file, name):
+    layer, stated = (
+        random_layer(name),
+        {key: value for key, value in METHODS[name].config.items() if key != "quant_method"},
+    )
+    write(tmp_path, layer, None)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / file).write_text(json.dumps({"quantization": stated} if name.startswith("modelopt") else stated))
+    weight = open_checkpoint(tmp_path).tensor(f"{LAYER}.weight")
+    assert torch.allclose(weight, layer.weight.float(), rtol=1e-6, atol=1e-7)
+
+
 def wrong_parts(layer: Layer):
     """(what is wrong, the parts) of a layer, one fault each."""
     for suffix, part in layer.parts.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runner_harness import CONTEXT, prompt, save_llama
+from runner_harness import CONTEXT, make_driver, prompt, save_llama
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
@@ -111,6 +111,23 @@ def test_two_ranks_have_the_weights_of_one_process(base, tmp_path, name):
             # What is kept is what one process keeps; a row that is cut rounds the scales of its parts alone.
             whole = want[weight.name][weight.own]
             assert torch.allclose(weight.read(), whole, rtol=2**-10, atol=1e-7), weight.name
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "ct-int8", "ct-mxfp4", "bnb-nf4"])
+def test_a_worker_chooses_the_tokens_of_the_model_alone(base, tmp_path, name):
+    """Its decode steps are fused, over products of codes and of floats side by side."""
+    write_model(base, tmp_path, name)
+    tokens = prompt(24, 0)
+    driver = make_driver(tmp_path / "stored", kv_cache_dtype="float32", activations="float32")
+    try:
+        got = driver.generate(0, tokens, 8)
+    finally:
+        driver.worker.close()
+    runner_model = load(tmp_path / "stored", on_cpu(name))
+    runner = WindowRunner(runner_model, open_checkpoint(tmp_path / "stored").config, BACKEND, CONTEXT)
+    for token in got:
+        assert int(runner_model.logits(runner.hidden(tokens))[-1].argmax()) == token
+        tokens = [*tokens, token]
 
 
 @pytest.mark.parametrize("name", ["ct-4", "ct-int8"])
