@@ -34,7 +34,7 @@ LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-GGUF = {"quant_method": GGUF_METHOD}
+GGUF = {"quant_method": GGUF_METHOD, "mostly_blocks": True}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 QUANTISED = (FakeBackend("graphs", 16, captures=True),)
 SIMPLE = (FakeBackend("simple"),)
@@ -136,11 +136,12 @@ def test_graphs_take_their_room_from_the_kv_cache():
     facts |= {"bytes_per_token": 131072, "max_tokens_useful": 10**9}
     room = graph_bytes(256, 128256, 4096, 8192)
 
-    without, beside = kv_token_budget(**facts), kv_token_budget(**facts, reserved_bytes=room)
+    without, _ = kv_token_budget(**facts)
+    beside, reason = kv_token_budget(**facts, reserved_bytes=room)
 
     assert room > 256 * 128256 * 4 + 256 * 8192 * 4
-    assert (without.max_total_tokens - beside.max_total_tokens) * 131072 == pytest.approx(room, abs=16 * 131072)
-    assert f"{room / 2**30:.2f} GiB that steps need" in beside.reason
+    assert (without - beside) * 131072 == pytest.approx(room, abs=16 * 131072)
+    assert f"{room / 2**30:.2f} GiB that steps need" in reason
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,12 @@ def test_graphs_take_their_room_from_the_kv_cache():
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf", "disable_native_kernels": True}, "none"),
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf"}, "gguf"),
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "int4"}, "int4"),
+        (LAPTOP, {"quantization_config": GGUF}, {}, "gguf"),
+        (LAPTOP, {"quantization_config": GGUF}, {"disable_native_kernels": True}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"dtype": "float32"}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"activations": "bfloat16"}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"save_dir": "saved"}, "none"),
+        (LAPTOP, {"quantization_config": {**GGUF, "mostly_blocks": False}}, {}, "none"),
     ],
 )
 def test_weights_are_served_in_the_format_that_the_device_has(facts, model, options, want):

@@ -4,7 +4,7 @@ The arithmetic is in `layers.quantization`, one class a format. Used in any proc
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Quantization = Literal["auto", "none", "gguf", "int16", "int8", "int8-fast", "int4", "fp8"]
 """What `--quantization` takes: the name of a weight format, or auto, that of the checkpoint; GGUF files are dequantised."""
@@ -243,3 +243,16 @@ def _dotted(version: tuple[int, int]) -> str:
 OWN_METHOD = "headrace"
 GGUF_METHOD = "headrace-gguf"
 """`quant_method` of the config that a GGUF file is given; no folder has it."""
+
+
+class StoredType(NamedTuple):
+    """The tensors of one type in a GGUF file. runs_as: "gguf", their own bits; "floats"; or the format to which they are rounded."""
+
+    type: str
+    num_tensors: int
+    num_bytes: int
+    runs_as: str
+
+    def __str__(self) -> str:
+        mib = f"{self.num_bytes / 2**20:.1f} MiB"
+        return f"{self.num_tensors} {self.type} ({mib}{'' if self.runs_as == 'gguf' else f', as {self.runs_as}'})"
