@@ -8,9 +8,9 @@ functions; any process.
 import difflib
 import functools
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -20,42 +20,62 @@ from headrace.plain_types import AT_FIELD, plain_types
 
 T = TypeVar("T")
 
-_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+
+@dataclass(slots=True)
+class Place:
+    """Where a value is, and what it may be there.
+
+    required: it must be given. takes_whole: integers, but no other numbers. words: the values of a Literal. takes_words: these, and no other text.
+    is_closed: an object whose unknown fields are refused. fields: of an object with known fields; None = it has none. items, values: of a list
+    and of an object with any fields.
+    """
+
+    required: bool
+    takes_null: bool = False
+    takes_list: bool = False
+    takes_object: bool = False
+    takes_whole: bool = False
+    words: tuple[object, ...] = ()
+    takes_words: bool = False
+    is_closed: bool = False
+    fields: "Mapping[str, Place] | None" = None
+    items: "Place | None" = None
+    values: "Place | None" = None
 
 
-def allowed_values(kind: object, path: str) -> tuple[object, ...]:
-    """The `Literal` values accepted at `path` (e.g. `tags[0]`) in a body of type `kind`; empty if there are none."""
-    return tuple(value for each in _at(kind, path) if isinstance(each, inspect.LiteralType) for value in each.values)
+@functools.cache
+def place_of(kind: object) -> Place:
+    """The place of a whole body of type `kind`, a Struct."""
+    return _place(inspect.type_info(kind), True)
 
 
-def field_names(kind: object, path: str) -> list[str]:
-    """The fields at `path` in a body of type `kind`, then those of the objects that these hold (`sampling_params.temperature`)."""
-    structs = [each for each in _at(kind, path) if isinstance(each, inspect.StructType)]
-    own = [field for struct in structs for field in struct.fields]
-    inner = [
-        f"{field.encode_name}.{held.encode_name}"
-        for field in own
-        for each in alternatives(field.type)
-        if isinstance(each, inspect.StructType)
-        for held in each.fields
-    ]
-    return [field.encode_name for field in own] + inner
-
-
-def _at(kind: object, path: str) -> list[inspect.Type]:
-    found = list(alternatives(inspect.type_info(kind)))
-    for step in _STEP.findall(path):
-        found = [alternative for each in found for inner in _inside(each, step) for alternative in alternatives(inner)]
-    return found
-
-
-def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    if isinstance(kind, inspect.ListType) and step.startswith("["):
-        yield kind.item_type
-    elif isinstance(kind, inspect.DictType) and step.startswith("["):
-        yield kind.value_type
-    elif isinstance(kind, inspect.StructType):
-        yield from (field.type for field in kind.fields if field.encode_name == step)
+def _place(kind: inspect.Type, required: bool) -> Place:
+    place, takes_float, takes_text = Place(required), False, False
+    for one in alternatives(kind):
+        match one:
+            case inspect.AnyType():
+                place.takes_null = place.takes_list = place.takes_object = takes_float = takes_text = True
+            case inspect.NoneType():
+                place.takes_null = True
+            case inspect.IntType():
+                place.takes_whole = True
+            case inspect.FloatType():
+                takes_float = True
+            case inspect.StrType():
+                takes_text = True
+            case inspect.LiteralType(values=values):
+                place.words += values
+                place.takes_whole |= any(type(value) is int for value in values)
+            case inspect.ListType(item_type=inner):
+                place.takes_list, place.items = True, _place(inner, True)
+            case inspect.DictType(value_type=inner):
+                place.takes_object, place.values = True, _place(inner, True)
+            case inspect.StructType(fields=inner):
+                place.takes_object, place.is_closed = True, one.forbid_unknown_fields
+                place.fields = {one.encode_name: _place(one.type, one.required) for one in inner}
+    place.takes_whole &= not takes_float
+    place.takes_words = bool(place.words) and not takes_text
+    return place
 
 
 def alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
@@ -67,6 +87,28 @@ def alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
             yield from alternatives(each)
     else:
         yield kind
+
+
+_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+
+
+def allowed_values(kind: object, path: str) -> tuple[object, ...]:
+    """The `Literal` values accepted at `path` (e.g. `tags[0]`) in a body of type `kind`; empty if there are none."""
+    return tuple(word for place in _at(kind, path) for word in place.words)
+
+
+def field_names(kind: object, path: str) -> list[str]:
+    """The fields at `path` in a body of type `kind`, then those of the objects that these hold (`sampling_params.temperature`)."""
+    own = [field for place in _at(kind, path) for field in (place.fields or {}).items()]
+    return [name for name, _ in own] + [f"{name}.{held}" for name, inner in own for held in inner.fields or ()]
+
+
+def _at(kind: object, path: str) -> list[Place]:
+    found = [place_of(kind)]
+    for step in _STEP.findall(path):
+        inside = [(each.items, each.values) if step[0] == "[" else ((each.fields or {}).get(step),) for each in found]
+        found = [place for places in inside for place in places if place is not None]
+    return found
 
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
@@ -134,7 +176,7 @@ def converted(fields: object, kind: type[T]) -> T:
         raise field_error(str(error), kind) from None
 
 
-def as_meant(body: object, kind: type[Any]) -> object:
+def as_meant(body: object, kind: object) -> object:
     """`body` (of JSON types) as it is meant where it is decoded as `kind`, a Struct. `body` itself is not changed.
 
     Integers stand for floats without a fraction, where integers and no other numbers are taken. Unknown fields that request nothing are left out,
@@ -142,26 +184,6 @@ def as_meant(body: object, kind: type[Any]) -> object:
     client may write freely (tools, schemas, arguments of a template) stays as it is.
     """
     return _as_meant(body, place_of(kind))
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a value is, and what it may be there.
-
-    required: it must be given. takes_whole: integers, but no other numbers. takes_words: only a few words (a Literal). is_closed: an object whose
-    unknown fields are refused. fields: of an object with known fields; None = it has none. items, values: of a list and of an object with any fields.
-    """
-
-    required: bool
-    takes_null: bool = False
-    takes_list: bool = False
-    takes_object: bool = False
-    takes_whole: bool = False
-    takes_words: bool = False
-    is_closed: bool = False
-    fields: "Mapping[str, Place] | None" = None
-    items: "Place | None" = None
-    values: "Place | None" = None
 
 
 def _as_meant(value: object, place: Place) -> object:
@@ -199,45 +221,6 @@ def _is_left_out(value: object, place: Place) -> bool:
     if isinstance(value, dict) and not value:
         return place.takes_list and not place.takes_object
     return False
-
-
-def place_of(kind: type[Any]) -> Place:
-    """The place of a whole body of type `kind`, a Struct."""
-    return _place_of(cast(Hashable, kind))
-
-
-@functools.cache
-def _place_of(kind: Hashable) -> Place:
-    return _place(inspect.type_info(kind), True)
-
-
-def _place(kind: inspect.Type, required: bool) -> Place:
-    place, takes_float, takes_text = Place(required), False, False
-    for one in alternatives(kind):
-        match one:
-            case inspect.AnyType():
-                place.takes_null = place.takes_list = place.takes_object = takes_float = takes_text = True
-            case inspect.NoneType():
-                place.takes_null = True
-            case inspect.IntType():
-                place.takes_whole = True
-            case inspect.FloatType():
-                takes_float = True
-            case inspect.StrType():
-                takes_text = True
-            case inspect.LiteralType(values=values):
-                place.takes_words = True
-                place.takes_whole |= any(type(value) is int for value in values)
-            case inspect.ListType(item_type=inner):
-                place.takes_list, place.items = True, _place(inner, True)
-            case inspect.DictType(value_type=inner):
-                place.takes_object, place.values = True, _place(inner, True)
-            case inspect.StructType(fields=inner):
-                place.takes_object, place.is_closed = True, one.forbid_unknown_fields
-                place.fields = {one.encode_name: _place(one.type, one.required) for one in inner}
-    place.takes_whole &= not takes_float
-    place.takes_words &= not takes_text
-    return place
 
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
