@@ -476,6 +476,7 @@ def _model_info(setup: Setup, model: Model, decisions: list[str], load_s: float)
         num_parameters=sum(math.prod(weight.shape) for weight in model.weights()),
         file_format=setup.file_format,
         stored_precision=setup.stored_precision,
+        stored_types=tuple(kind._asdict() for kind in setup.stored_types),
         kv_bytes=0,
         load_s=load_s,
         quantization=config.quantization,
