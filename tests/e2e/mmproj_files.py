@@ -1,7 +1,7 @@
 """Writes a tiny multimodal checkpoint as the two GGUF files that llama.cpp's converters make of it: the text model, and its vision encoder.
 
-Names of tensors are those of the gguf library; metadata and changes of weights as in llama.cpp's `conversion/` and, of LLaVA, in its older
-`convert_image_encoder_to_gguf.py`.
+Names of tensors are those of the gguf library; metadata and changes of weights as in llama.cpp's `conversion/` and, of LLaVA and Qwen2-VL, in its
+older `convert_image_encoder_to_gguf.py` and `qwen2_vl_surgery.py`.
 """
 
 import json
@@ -26,6 +26,8 @@ PROJECTORS = {
     "mistral3": "pixtral",
     "internvl": "internvl",
 }
+OLD = {"llava", "llava_next", "qwen2_vl"}
+"""As older converters write them, which give the halves of a feed-forward layer each other's name."""
 CLIP_STATISTICS = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 LAYERS = 8  # that names are made for: the library numbers the projector's layers alike
 
@@ -41,8 +43,11 @@ OLD_NAMES = [
 ]  # fmt: skip
 
 
-def write_pair(folder: Path, family: str, kind: Any = gguf.GGMLQuantizationType.F32) -> tuple[Path, Path]:
-    """The GGUF files of the checkpoint in `folder`, in a folder beside it. kind: of the encoder's matrices."""
+def write_pair(
+    folder: Path, family: str, kind: Any = gguf.GGMLQuantizationType.F32, without: str = ""
+) -> tuple[Path, Path]:
+    """The GGUF files of the checkpoint in `folder`, in a folder beside it. kind: of the encoder's matrices. without: a token that the
+    vocabulary lacks."""
     out = folder.with_name(f"{folder.name}-gguf")
     out.mkdir(exist_ok=True)
     config, processor = (
@@ -58,7 +63,7 @@ def write_pair(folder: Path, family: str, kind: Any = gguf.GGMLQuantizationType.
         for name, tensor in tensors.items()
         if name.startswith(("model.layers", "model.norm", "model.embed", "lm_head"))
     }
-    _write_text(out / "model.gguf", folder, family, config, text)
+    _write_text(out / "model.gguf", folder, family, config, text, without)
     encoder = {name: tensor for name, tensor in tensors.items() if name not in text}
     _write_encoder(out / "mmproj-f32.gguf", family, config, processor, encoder, kind)
     return out / "model.gguf", out / "mmproj-f32.gguf"
@@ -76,7 +81,9 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write_text(path: Path, folder: Path, family: str, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def _write_text(
+    path: Path, folder: Path, family: str, config: dict[str, Any], tensors: dict[str, np.ndarray], without: str
+) -> None:
     own = config.get("text_config", config)
     arch = ARCHITECTURES.get(family, "llama")
     writer = gguf.GGUFWriter(path, arch)
@@ -96,7 +103,7 @@ def _write_text(path: Path, folder: Path, family: str, config: dict[str, Any], t
         writer.add_rope_freq_base(rope["rope_theta"])
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-    _add_tokenizer(writer, folder)
+    _add_tokenizer(writer, folder, without)
     names = gguf.get_tensor_name_map(next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), LAYERS)
     for name, tensor in tensors.items():
         if arch == "llama" and re.search("[qk]_proj", name):
@@ -108,7 +115,7 @@ def _write_text(path: Path, folder: Path, family: str, config: dict[str, Any], t
     finish(writer)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, without: str) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     ids = tokenizer["model"]["vocab"] | special
@@ -116,7 +123,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     # A file has at least one pair; this one is in no prompt.
-    writer.add_token_list([*tokens, "zz"])
+    writer.add_token_list([*("<unused>" if token == without else token for token in tokens), "zz"])
     writer.add_token_types([*(3 if token in special else 1 for token in tokens), 1])
     writer.add_token_merges(["z z"])
     writer.add_eos_token_id(ids["<|im_end|>"])
@@ -169,6 +176,8 @@ def _write_encoder(
                 writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(stored, np.ascontiguousarray(values))
+    if family == "qwen2_vl":
+        writer.add_tensor("v.position_embd.weight", np.zeros((10, 10), np.float32))
     if PROJECTORS[family] == "pixtral":
         writer.add_tensor("v.token_embd.img_break", np.ones(config["text_config"]["hidden_size"], np.float32))
     finish(writer)
@@ -240,7 +249,7 @@ def _stored(
         tensor = tensor + 1
     if PROJECTORS[family] == "pixtral" and re.search("[qk]_proj", name):
         tensor = interleaved(tensor, config["vision_config"]["num_attention_heads"])
-    if family.startswith("llava"):  # its older converter gave these each other's name
+    if family in OLD:
         swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up", "mm.1": "mm.0"}
         found = re.sub("ffn_up|ffn_down|mm.1", lambda match: swapped[match[0]], found)
     return [(found, tensor.squeeze())]

@@ -74,6 +74,16 @@ def test_a_pair_of_files_continues_as_its_checkpoint(family: str, tmp_path: Path
             assert answers(engine, family) == want
 
 
+def test_the_token_of_rows_may_be_missing_in_the_vocabulary(tmp_path: Path):
+    folder = write("gemma3", tmp_path / "m")
+    text, _ = write_pair(folder, "gemma3", without="<image_soft_token>")
+    with Engine(model_path=str(folder), **OPTIONS) as engine:
+        want = answers(engine, "gemma3")
+
+    with Engine(model_path=str(text), **OPTIONS) as engine:
+        assert answers(engine, "gemma3") == want
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
 def test_an_encoder_of_fewer_bits_gives_nearly_the_same(kind: str, tmp_path: Path):
     folder = write("qwen2_5_vl", tmp_path / "m")

@@ -32,8 +32,9 @@ HOPPER = DeviceFacts(
 AMPERE = dataclasses.replace(HOPPER, cuda_capability=(8, 0))
 LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-GGUF = {"quant_method": GGUF_METHOD}
+GGUF = {"quant_method": GGUF_METHOD, "mostly_blocks": True}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 QUANTISED = (FakeBackend("graphs", 16, captures=True),)
 SIMPLE = (FakeBackend("simple"),)
@@ -135,11 +136,12 @@ def test_graphs_take_their_room_from_the_kv_cache():
     facts |= {"bytes_per_token": 131072, "max_tokens_useful": 10**9}
     room = graph_bytes(256, 128256, 4096, 8192)
 
-    without, beside = kv_token_budget(**facts), kv_token_budget(**facts, reserved_bytes=room)
+    without, _ = kv_token_budget(**facts)
+    beside, reason = kv_token_budget(**facts, reserved_bytes=room)
 
     assert room > 256 * 128256 * 4 + 256 * 8192 * 4
-    assert (without.max_total_tokens - beside.max_total_tokens) * 131072 == pytest.approx(room, abs=16 * 131072)
-    assert f"{room / 2**30:.2f} GiB that steps need" in beside.reason
+    assert (without - beside) * 131072 == pytest.approx(room, abs=16 * 131072)
+    assert f"{room / 2**30:.2f} GiB that steps need" in reason
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,13 @@ def test_graphs_take_their_room_from_the_kv_cache():
         (HOPPER, {}, {"quantization": "fp8"}, "fp8"),
         (HOPPER, {}, {"quantization": "int4"}, "int4"),
         (HOPPER, {"quantization_config": GPTQ}, {}, "int4"),
+        (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "fp8"),
+        (HOPPER, {"quantization_config": GPTQ}, {"quantization": "none"}, "none"),
+        (LAPTOP, {"quantization_config": GPTQ}, {}, "int4"),
+        (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "none"}, "none"),
+        (LAPTOP, {"quantization_config": BNB}, {}, "none"),
+        (LAPTOP, {"quantization_config": BNB}, {"quantization": "int4"}, "int4"),
+        (HOPPER, {"quantization_config": FP8}, {"quantization": "none"}, "none"),
         (HOPPER, {"quantization_config": FP8}, {}, "fp8"),
         (AMPERE, {"quantization_config": FP8}, {}, "none"),
         (LAPTOP, {"quantization_config": FP8}, {}, "none"),
@@ -158,6 +167,12 @@ def test_graphs_take_their_room_from_the_kv_cache():
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf", "disable_native_kernels": True}, "none"),
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf"}, "gguf"),
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "int4"}, "int4"),
+        (LAPTOP, {"quantization_config": GGUF}, {}, "gguf"),
+        (LAPTOP, {"quantization_config": GGUF}, {"disable_native_kernels": True}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"dtype": "float32"}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"activations": "bfloat16"}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"save_dir": "saved"}, "none"),
+        (LAPTOP, {"quantization_config": {**GGUF, "mostly_blocks": False}}, {}, "none"),
     ],
 )
 def test_weights_are_served_in_the_format_that_the_device_has(facts, model, options, want):
@@ -176,7 +191,6 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
         (HOPPER, {}, {"quantization": "int8"}, "fp8 and int4 do"),
         (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
         (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
-        (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "already quantised"),
         (LAPTOP, {}, {"quantization": "gguf"}, "no GGUF file"),
         (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "gguf"}, "no GGUF file"),
         (

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.checkpoint.families import encoders, projectors
 from headrace.checkpoint.files import best_mmprojs, first_part, is_mmproj
-from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, GgufTensor, dequantize
+from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor, dequantize
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
 from headrace.checkpoint.gguf_names import hf_config, hf_row_order
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config, read_media
@@ -44,8 +44,10 @@ class EncoderSource:
     three_dimensions: bool = False
 
     @property
-    def type(self) -> BlockType:
-        return self.parts[0].type
+    def half(self) -> str:
+        """Its type, if that has 16 bits; else "": its values are float32, quantised ones dequantised."""
+        names = {part.type.name for part in self.parts}
+        return names.pop() if len(names) == 1 and names <= {"F16", "BF16"} else ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,15 +114,14 @@ class Mmproj(Mapping[str, EncoderSource]):
         import torch
 
         source = self._sources[name]
-        kind = source.type.name
         parts = []
         for part in source.parts:
             rows = self._rows_of(part, source)
-            if kind in ("F16", "BF16"):
-                dtype = torch.float16 if kind == "F16" else torch.bfloat16
+            if source.half:
+                dtype = torch.float16 if source.half == "F16" else torch.bfloat16
                 parts.append(torch.from_numpy(np.array(rows)).view(dtype).reshape(part.shape))
             else:
-                parts.append(torch.from_numpy(dequantize(rows, kind)).reshape(part.shape))
+                parts.append(torch.from_numpy(dequantize(rows, part.type.name)).reshape(part.shape))
         tensor = torch.stack(parts, dim=2) if source.are_frames else torch.cat(parts)
         return (tensor.sub_(1) if source.subtract_one else tensor).reshape(source.shape)
 
@@ -143,10 +144,7 @@ class GgufPair(GgufCheckpoint):
 
     @property
     def total_bytes(self) -> int:
-        sizes = (
-            math.prod(source.shape) * (2 if source.type.name in ("F16", "BF16") else 4)
-            for source in self._encoder.values()
-        )
+        sizes = (math.prod(source.shape) * (2 if source.half else 4) for source in self._encoder.values())
         return super().total_bytes + sum(sizes)
 
     def files(self) -> list[Path]:
@@ -322,18 +320,17 @@ def _sources(file: GgufFile, own: Projector, keys: VisionKeys) -> dict[str, Enco
             EncoderSource([], order, tensor.name in own.norms_plus_one, tensor.name in own.three_dimensions),
         )
         source.parts.append(tensor)
-    for name, source in sources.items():
-        _check_parts(file, name, source)
+    for source in sources.values():
+        _check_parts(file, source)
     return sources
 
 
-def _check_parts(file: GgufFile, name: str, source: EncoderSource) -> None:
-    """q, k and v in this order, and frames in theirs, of equal types and sizes."""
+def _check_parts(file: GgufFile, source: EncoderSource) -> None:
+    """Puts q, k and v in this order, and frames in theirs. Raises ModelError unless they are of one size."""
     source.parts.sort(key=lambda part: ("qkv".find(part.name.partition("attn_")[2][:1] or " "), part.name))
-    first = source.parts[0]
-    if any((part.shape, part.type) != (first.shape, first.type) for part in source.parts):
+    if len({part.shape for part in source.parts}) > 1:
         names = ", ".join(part.name for part in source.parts)
-        raise ModelError(f"{file.path.name}: tensors {names}, which are one, differ in shape or in type")
+        raise ModelError(f"{file.path.name}: tensors {names}, which are parts of one, differ in shape")
 
 
 def _places(file: GgufFile, own: Projector) -> dict[str, int]:

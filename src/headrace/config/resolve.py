@@ -12,8 +12,9 @@ import msgspec
 
 from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
+from headrace.checkpoint.quantized_formats import stored_format, stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme, stored_scheme
+from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
 from headrace.config.checks import check_guesses_on
 from headrace.config.machine import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
@@ -347,9 +348,13 @@ def _quantization(
     asked: Scheme | None = None
     if args.quantization != "auto" and args.quantization != "none":
         asked = args.quantization
-    if FORMATS[stored].blocks and asked != stored:
-        stored = "none"  # a GGUF file is dequantised, and rounded again
     needs = FormatNeeds(device, dtype, facts.cuda_capability, model.moe is not None)
+    if FORMATS[stored].blocks and asked != stored:
+        if device == "cpu" and args.quantization == "auto" and _runs_in_blocks(args, model):
+            asked = stored
+        else:
+            stored = "none"
+            decisions.append(f"quantization {asked or stored}: the GGUF file is dequantised")
     refusal = FORMATS[asked or stored].reason_against(needs)
     if asked is not None and FORMATS[asked].blocks and not refusal:
         refusal = _reason_against_blocks(args, facts, stored)
@@ -358,12 +363,14 @@ def _quantization(
     if refusal:
         decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
         return "none"
+    quantised = stored_format(model.quantization)
+    if quantised is not None and asked != stored and (asked or args.quantization == "none" or stored == "none"):
+        kept = asked is not None and stored in FORMATS[asked].takes
+        what = "kept" if kept else "dequantised and rounded again" if asked else "dequantised"
+        decisions.append(f"quantization {asked or 'none'}: the checkpoint's {quantised.described} are {what}")
+        return asked or "none"
     if stored == "none":
         return asked or "none"
-    if asked and asked != stored:
-        raise ConfigError(
-            f"--quantization {asked}: the checkpoint is already quantised, to {stored}; leave the option out"
-        )
     decisions.append(f"quantization {stored}: that of the checkpoint")
     return stored
 
@@ -374,6 +381,12 @@ def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme)
     if not facts.native_kernels or args.disable_native_kernels:
         return "their products need the native kernels"
     return ""
+
+
+def _runs_in_blocks(args: ServerArgs, model: ModelConfig) -> bool:
+    """Whether a GGUF file runs in its own bits without being asked to: most of it can, and no option wants floats."""
+    wants_floats = args.dtype != "auto" or args.activations != "auto" or args.save_dir is not None
+    return bool(model.quantization and model.quantization.get("mostly_blocks")) and not wants_floats
 
 
 def _activations(

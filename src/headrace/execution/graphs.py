@@ -206,7 +206,6 @@ class GraphPool:
         self._run(seqs, positions, out_slots)
 
     def _verify(self, size: int) -> None:
-        """As `_step`, of a step that verifies drafts."""
         seqs, positions, out_slots, num_after = self._inputs[: 4 * size].view(4, size)
         self._drafts[:size].copy_(self._table.tokens[seqs, positions + 1])  # before the greedy ids take their places
         self._run(seqs, positions, out_slots)

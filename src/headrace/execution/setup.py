@@ -19,8 +19,10 @@ from headrace.checkpoint.gguf_mmproj import AUTO
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
+from headrace.checkpoint.quantized_formats import keeps_codes
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import files_fingerprint
+from headrace.checkpoint.weight_formats import StoredType
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Stage
@@ -44,7 +46,8 @@ from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 class Setup:
     """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs.
 
-    pooling: what it makes of a text; None = it generates. file_format, stored_precision, fingerprint (when it was opened): of its checkpoint.
+    pooling: what it makes of a text; None = it generates. file_format, stored_precision, stored_types, fingerprint (when it was opened): of
+    its checkpoint.
     """
 
     args: ServerArgs
@@ -55,6 +58,7 @@ class Setup:
     placement: Placement
     file_format: Literal["gguf", "safetensors"]
     stored_precision: str
+    stored_types: tuple[StoredType, ...]
     fingerprint: str
 
     @property
@@ -101,8 +105,10 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_experts=deals,
         whole_attention=args.enable_dp_attention,
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
+        keeps_floats=checkpoint.kind != "dummy" and keeps_codes(model_config.quantization, config.quantization),
     )
-    stored = checkpoint.file_format, checkpoint.stored_precision, fingerprint
+    types = checkpoint.stored_types(config.quantization)
+    stored = checkpoint.file_format, checkpoint.stored_precision, types, fingerprint
     setup = Setup(args, model_config, pooling, spec, config, placement, *stored)
     if model_config.encoder is None:
         check_asked_pool(setup, rank)
@@ -153,6 +159,8 @@ def load_checkpoint(
 
     resources: get what must end with the worker. Raises ModelError.
     """
+    if setup.stored_types:
+        decisions.append(f"tensors of the file: {', '.join(map(str, setup.stored_types))}")
     decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
     cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None

@@ -153,7 +153,6 @@ class ChildProcess:
         raise ExecutionError(f"{who} died during start-up (exit code {code})")
 
     def _read_report(self, should_stop: Callable[[], bool]) -> Report | None:
-        """The next one; None when there is no other."""
         while b"\n" not in self._buffer:
             if should_stop():
                 return None

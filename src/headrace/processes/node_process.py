@@ -107,7 +107,6 @@ class Node:
             self._leave_s = now
 
     def kill(self) -> None:
-        """End the followers now. Idempotent."""
         for follower in self._followers:
             follower.kill()
 

@@ -88,7 +88,6 @@ class ChildParts(Parts):
             raise
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
-        """A child that dies is restarted, and `manager` is notified."""
         # Clients were told how many tokens fit: a new scheduler must offer as many. Its adapters are sent to it, since others may have come.
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 

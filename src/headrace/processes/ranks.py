@@ -8,7 +8,7 @@ scheduler is not started again by its parent, but all nodes end.
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -29,26 +29,13 @@ CHECK_S = 0.1
 STOP_S = 2.0
 
 
-def _exit() -> None:
-    os._exit(4)
-
-
 class Ranks:
     """The followers of one scheduler, from the start of the first to the end of the last; a context manager.
 
-    places: with --numa-bind, of all ranks; the leader is bound already. rank: the leader's part of the model. on_death: called, from a thread,
-    when the ranks cannot go on.
+    places: with --numa-bind, of all ranks; the leader is bound already. rank: the leader's part of the model.
     """
 
-    def __init__(
-        self,
-        args: ServerArgs,
-        ports: Ports,
-        replica: int,
-        places: Sequence[Binding] = (),
-        on_death: Callable[[], None] = _exit,
-    ) -> None:
-        self._on_death = on_death
+    def __init__(self, args: ServerArgs, ports: Ports, replica: int, places: Sequence[Binding] = ()) -> None:
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._followers: list[ChildProcess] = []
@@ -87,27 +74,25 @@ class Ranks:
         return report
 
     def wait_loaded(self) -> None:
-        """Wait until all followers have their weights. Raises the error of one that cannot load."""
         for follower in self._followers:
             follower.wait_loaded()
         self._group.wait_ready(self.check)
 
     def wait_ready(self) -> None:
-        """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""
         for follower in self._followers:
             follower.wait_ready()
         self._group.wait_ready(self.check)
         self._watcher.start()
 
     def give_up(self, reason: str) -> None:
-        """End every rank: they no longer agree on where they are."""
+        """Also ends this process."""
         if self._stopping.is_set():
             return
         logger.error("the ranks cannot go on: %s", reason)
         self._group.break_up(reason)
         for follower in self._followers:
             follower.end()
-        self._on_death()
+        os._exit(4)
 
     def check(self) -> None:
         """Raises the error of a follower that has ended, ExecutionError if one of another host is lost."""

@@ -255,6 +255,8 @@ def _mmproj(model_type: str, architecture: str, own: Callable[[VisionKeys], dict
             "v.patch_embd.bias": "visual.patch_embed.proj.bias",
             **{theirs: f"visual.{ours}" for theirs, ours in _MERGER[model_type].items()},
         },
+        # Older converters write a table that none of them uses.
+        unused=frozenset() if model_type == "qwen3_vl" else frozenset({"v.position_embd.weight"}),
     )
 
 
