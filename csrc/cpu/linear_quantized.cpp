@@ -162,6 +162,11 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& blo
 
 template <QuantScheme kScheme, bool kUnpacked>
 void group_rows(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const GroupBlock& block, const Ahead& ahead) {
+  // One or two rows are as fast as memory, which is faster in order.
+  if constexpr (kUnitsOfBlock == 4) {
+    if (rows == 1) return group_tile<kScheme, kUnpacked, 1, 4>(a, row, block, 0, ahead);
+    if (rows == 2) return group_tile<kScheme, kUnpacked, 2, 4>(a, row, block, 0, ahead);
+  }
   for (int unit = 0; unit < kUnitsOfBlock; unit += 2) {
 #define HEADRACE_TILE(R)                                                                               \
   case R:                                                                                              \
