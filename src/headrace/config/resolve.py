@@ -14,7 +14,7 @@ from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme, stored_scheme
-from headrace.config.checks import check_guesses_on
+from headrace.config.checks import speculative_algorithm
 from headrace.config.machine import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -94,6 +94,7 @@ class Config:
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
     deterministic: results on a GPU do not depend on the batch. On CPU they never do.
     activations: dtype of what linear layers that are not quantised multiply with their weights.
+    speculative_algorithm: what drafts tokens; auto was not refused, and may still turn out not to pay.
     kv_cache_fallback: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured; None = it stays.
     kv_cache_added_error: what was measured, see `execution.kv_precision`; None = nothing.
     decisions: one sentence per choice that the user did not make.
@@ -115,6 +116,7 @@ class Config:
     quantization: Scheme
     mem_fraction_static: float
     cuda_graph_sizes: tuple[int, ...]
+    speculative_algorithm: str
     decisions: tuple[str, ...]
     kv_cache_fallback: str | None = None
     kv_cache_added_error: float | None = None
@@ -158,7 +160,7 @@ def resolve(
     quantization, activations = _activations(args, device, dtype, quantization, facts if native else None, decisions)
     deterministic = _deterministic(args, device, quantization, decisions)
     _check_compile(args, device, quantization, deterministic)
-    check_guesses_on(device, args, batch_invariant)
+    algorithm = speculative_algorithm(args, device, batch_invariant, most_tokens is None, decisions)
     kv_floats = _kv_cache_dtype(args, device, dtype)
     needs = AttentionNeeds(device, native, model.head_dim, kv_floats, args.page_size, deterministic)
     backend = _attention_backend(args, needs, backends, decisions)
@@ -191,6 +193,7 @@ def resolve(
         quantization=quantization,
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
         cuda_graph_sizes=cuda_graph_sizes,
+        speculative_algorithm=algorithm,
         decisions=tuple(decisions),
         kv_cache_fallback=None if kv_cache_dtype == kv_floats else kv_floats,
     )

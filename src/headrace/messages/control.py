@@ -177,7 +177,8 @@ class ReadyInfo(msgspec.Struct, frozen=True):
 
     lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a multimodal model. weight_bytes,
     kv_bytes: of all ranks. kv_cache_added_error: what a quantised KV cache adds to the error of a token's logprob, taken or not; None = unknown.
-    stored_precision: what a GGUF file calls its own, such as Q4_K_M; "" elsewhere.
+    stored_precision: what a GGUF file calls its own, such as Q4_K_M; "" elsewhere. speculative_algorithm: what drafts tokens, with what was
+    measured here; speculation: that and why, for people.
     """
 
     max_total_tokens: int
@@ -207,6 +208,8 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     file_format: Literal["gguf", "safetensors"] = "safetensors"
     stored_precision: str = ""
     has_experts: bool = False
+    speculative_algorithm: str = "off"
+    speculation: str = "off"
 
     @property
     def attention(self) -> str:
