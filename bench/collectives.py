@@ -184,7 +184,8 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        group, fd = SharedMemoryGroup.create(options.ranks, LIMIT_S)
+        fd = SharedMemoryGroup.memory(options.ranks)
+        group = SharedMemoryGroup.join(fd, 0, options.ranks, LIMIT_S)
         leader = LeaderGroup.listen(Address(HOST, 0), SECRET, Member(0, options.ranks, {}), LIMIT_S)
         store = Path(folder, "store")
         followers = [

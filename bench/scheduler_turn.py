@@ -137,7 +137,7 @@ def decoding(num_rows: int, num_turns: int, stream: bool) -> Scheduler:
         Mailbox(BatchTokenizedGenerateReqInput(requests)),  # type: ignore[arg-type]
         Mailbox(),  # type: ignore[arg-type]
         Mailbox(),  # type: ignore[arg-type]
-        lambda request: None,  # type: ignore[arg-type]
+        lambda request: None,  # type: ignore[arg-type, return-value]
     )
     for _ in range(WARM_UP_TURNS):
         scheduler.run_once()

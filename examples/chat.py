@@ -10,7 +10,7 @@ engine = Engine(model_path="smollm2")
 print(engine)
 
 # %% A reply
-messages = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+messages = [{"role": "user", "content": "Name the capital of France. Answer in one sentence."}]
 reply = engine.chat(messages, temperature=0, max_tokens=24)
 print(reply.text)
 print(f"({reply.finish_reason}, {reply.usage.completion_tokens} tokens)")

@@ -12,6 +12,11 @@ namespace {
 constexpr int64_t kBlock = 1 << 16;  // bytes of one claim
 constexpr int64_t kRounds = 4096;    // of one claim
 constexpr int kChains = 12;          // independent sums: latency times throughput of a multiply-add, and some more
+#if defined(__AVX512F__) || defined(__AVXVNNI__) || defined(__aarch64__)
+constexpr int kDotChains = kChains;
+#else
+constexpr int kDotChains = 8;  // these fit 16 registers beside the operands and what a product takes in between
+#endif
 
 float read_block(const float* x, int64_t floats) {
   vf sum[8];
@@ -52,18 +57,18 @@ struct Bf16Dot {
   HEADRACE_INLINE bool is_negative(vf sum) { return reduce_add(sum) < 0.0f; }
 };
 
-// count x kChains vectors of dot products of zeros that come from memory and might change, so no product is computed once and added
+// count x kDotChains vectors of dot products of zeros that come from memory and might change, so no product is computed once and added
 // often; returns whether a sum is below 0.
 template <class Dot>
 HEADRACE_INLINE bool dots(int64_t count) {
-  constexpr int kWeights = 4, kValues = kChains / kWeights;
+  constexpr int kWeights = 4, kValues = kDotChains / kWeights;
   alignas(64) uint8_t codes[kWeights * kLanes * 4] = {};
   int8_t values[kValues * 4] = {};
   asm volatile("" : : "r"(codes), "r"(values) : "memory");
   typename Dot::Operand x[kValues];
-  typename Dot::Sum sum[kChains];
+  typename Dot::Sum sum[kDotChains];
   HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) x[v] = Dot::splat(values + v * 4);
-  HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = Dot::start();
+  HEADRACE_UNROLL for (int c = 0; c < kDotChains; ++c) sum[c] = Dot::start();
   for (int64_t i = 0; i < count; ++i) {
     asm volatile("" : : "r"(codes) : "memory");
     HEADRACE_UNROLL for (int w = 0; w < kWeights; ++w) {
@@ -72,7 +77,7 @@ HEADRACE_INLINE bool dots(int64_t count) {
     }
   }
   bool any = false;
-  HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) any = any || Dot::is_negative(sum[c]);
+  HEADRACE_UNROLL for (int c = 0; c < kDotChains; ++c) any = any || Dot::is_negative(sum[c]);
   return any;
 }
 
@@ -119,7 +124,7 @@ double probe_dot(int64_t rounds, DotKind kind) {
                                                           : dots<Bf16Dot>(count);
     if (is_negative != 0) __atomic_store(&seen, &is_negative, __ATOMIC_RELAXED);
   });
-  return static_cast<double>(seen) + 2.0 * (kind == DotKind::kBytes ? 4 : 2) * kChains * kLanes * kRounds * static_cast<double>(blocks);
+  return static_cast<double>(seen) + 2.0 * (kind == DotKind::kBytes ? 4 : 2) * kDotChains * kLanes * kRounds * static_cast<double>(blocks);
 }
 
 }  // namespace HEADRACE_ISA

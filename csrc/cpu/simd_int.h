@@ -150,6 +150,21 @@ HEADRACE_INLINE vf load_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+#if defined(__AVXVNNI__)
+
+HEADRACE_INLINE void dot_bytes(vi& sum, vi weights, vi x) { sum = _mm256_dpbusd_avx_epi32(sum, weights, x); }
+
+struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
+  vi codes;
+};
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
+HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_bytes(sum, weights, x); }
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_bytes(sum, codes, x); }
+
+#else
+
 struct Bytes {
   vi weights, magnitude;
 };
@@ -168,6 +183,8 @@ HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
   dot_nibbles(sum, _mm256_and_si256(codes, _mm256_set1_epi8(0x7f)), x);
   dot_nibbles(sum, _mm256_and_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))), x);
 }
+
+#endif
 
 #elif defined(__SSE4_2__)
 

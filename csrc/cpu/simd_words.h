@@ -30,7 +30,11 @@ HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm512_add_epi32(sum
 HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
 }
+#if defined(__AVXVNNI__)
+HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm256_dpwssd_avx_epi32(sum, a, b); }
+#else
 HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+#endif
 HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
   store_bytes(p, _mm256_mulhrs_epi16(load_bytes(p), _mm256_set1_epi16(static_cast<int16_t>(factor))));
 }

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize, gguf_of
 from headrace.checkpoint.gguf_checkpoint import precision_of
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
 
 QUANTISED = [block.name for block in BLOCK_TYPES.values() if block.block_values > 1]
@@ -146,6 +147,26 @@ def test_a_part_alone_or_without_its_neighbour_is_refused(tmp_path):
     first.rename(tmp_path / "renamed.gguf")
     with pytest.raises(ModelError, match=r"one of 3 parts of a model, which are called NAME-00001-of-00003\.gguf"):
         GgufFile(tmp_path / "renamed.gguf")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/m/a-Q4_K_M-00001-of-00003.gguf", "a-Q4_K_M"),
+        ("/m/a-Q4_K_M.gguf", "a-Q4_K_M"),
+        ("/m/a-00001-of-00003", "a-00001-of-00003"),
+    ],
+)
+def test_a_file_in_parts_is_served_under_the_name_of_the_whole(path, name):
+    assert ServerArgs(model_path=path).served_names == (name,)
+
+
+def test_a_part_that_does_not_say_so_is_refused(tmp_path):
+    first = write_parts(tmp_path)
+    write_gguf(tmp_path / "m-00002-of-00003.gguf", {"b.weight": np.ones((2, 32), np.float32)})
+
+    with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf is not .* does not say that it is one of 3 parts"):
+        GgufFile(first)
 
 
 def test_a_tensor_in_two_parts_is_refused(tmp_path):

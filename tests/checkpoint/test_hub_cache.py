@@ -254,7 +254,7 @@ def test_the_list_names_what_can_be_served(cache, tmp_path):
     ]
     assert [resolve_model(model.name) for model in listed] == [model.path for model in listed]
     assert listed[1].num_bytes == sum(len(data) for data in model_files(tmp_path).values())
-    assert listed[3].num_bytes == 7
+    assert listed[3].num_bytes == 7 + 4
 
 
 def test_the_list_says_how_weights_are_stored(cache, tmp_path):

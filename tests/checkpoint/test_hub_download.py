@@ -1,6 +1,7 @@
 """Downloads from a stand-in Hub: whole, checked and continued, in the layout of Hugging Face's own library, or a plain error."""
 
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from hub_stand_in import git_sha1, running_hub
+from rich.console import Console
 from safetensors.torch import save
 
 from headrace.checkpoint import hub_download
@@ -21,6 +23,7 @@ from headrace.checkpoint.hub_download import pull_from_hub
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
 from headrace.cli.app import main
+from headrace.cli.pull import run_pull
 from headrace.errors import ModelError
 
 CONFIG = {
@@ -370,7 +373,7 @@ def test_a_gguf_file_is_chosen_and_stays_when_another_joins_it(hub):
 
     assert eight.read_bytes() == b"GGUF eight"
     assert resolve_model("org/tiny-GGUF:Q4_0").read_bytes() == b"GGUF four"
-    assert hub.downloads() == ["tiny-Q8_0.gguf"]
+    assert hub.downloads() == ["tiny-Q8_0.gguf"]  # the vision encoder is here
 
 
 def test_all_parts_of_a_gguf_file_are_downloaded(hub):
@@ -388,6 +391,33 @@ def test_all_parts_of_a_gguf_file_are_downloaded(hub):
     del hub.repos["org/tiny-GGUF"]["Q8/tiny-Q8_0-00003-of-00003.gguf"]
     with pytest.raises(ModelError, match=r"lacks Q8/tiny-Q8_0-00003-of-00003\.gguf, one of the 3 parts"):
         pull("org/tiny-GGUF:Q8_0")
+
+
+@pytest.mark.parametrize(
+    ("beside", "taken"),
+    [
+        (["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], ["mmproj-F16.gguf"]),
+        (["mmproj-m-Q8_0.gguf", "mmproj-m-f32.gguf"], ["mmproj-m-f32.gguf"]),
+        (["Q8/mmproj-m.gguf", "mmproj-f16.gguf"], ["Q8/mmproj-m.gguf"]),
+        (["other/mmproj-f16.gguf"], []),
+        (["mmproj-a-f16.gguf", "mmproj-b-bf16.gguf"], ["mmproj-a-f16.gguf", "mmproj-b-bf16.gguf"]),
+    ],
+)
+def test_a_gguf_file_comes_with_its_parts_and_its_vision_encoder(hub, beside, taken):
+    parts = [f"Q8/tiny-Q8_0-{number:05}-of-00002.gguf" for number in (1, 2)]
+    hub.repos["org/tiny-GGUF"] = {name: b"GGUF " + name.encode() for name in (*parts, *beside)}
+
+    first, _ = pull("org/tiny-GGUF:Q8_0")
+
+    assert sorted(hub.downloads()) == sorted([*parts, *taken])
+    output = io.StringIO()
+    run_pull("org/tiny-GGUF:Q8_0", Console(file=output))
+    named = "".join(f"vision encoder: {Path(name).name}\n" for name in taken)
+    assert output.getvalue() == f"org/tiny-GGUF:Q8_0 is ready: {first}\n{named}"
+    for name in taken[:1]:
+        (first.parent.parent / name).resolve().unlink()
+        with pytest.raises(ModelError, match=rf"{name} of org/tiny-GGUF is not whole"):
+            resolve_model("org/tiny-GGUF:Q8_0")
 
 
 def test_a_revision_is_kept_under_its_name(one_file):

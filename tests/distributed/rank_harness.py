@@ -273,7 +273,8 @@ class Nursery:
 @contextmanager
 def new_group(size: int, limit_s: float = LIMIT_S) -> Iterator[tuple[SharedMemoryGroup, int]]:
     """A group for the leader, and its descriptor."""
-    group, fd = SharedMemoryGroup.create(size, limit_s)
+    fd = SharedMemoryGroup.memory(size)
+    group = SharedMemoryGroup.join(fd, 0, size, limit_s)
     try:
         yield group, fd
     finally:

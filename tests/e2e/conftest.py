@@ -25,7 +25,7 @@ from smollm2_tokenizer import smollm2_tokenizer
 _open: list[Tokenizer] = []  # engines of this process find that of their model open
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def steps_that_take_what_they_usually_take() -> Iterator[None]:
     """How many tokens an engine of this process drafts does not depend on the machine's speed."""
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ if cpu.why_not():
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):"]
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12}
-OPTIONS: dict[str, Any] = {"quantization": "gguf", "max_total_tokens": 1024, "kv_cache_dtype": "bfloat16"}
+OPTIONS: dict[str, Any] = {"max_total_tokens": 1024, "kv_cache_dtype": "bfloat16"}
 
 
 def texts(engine: Any) -> list[str]:
@@ -27,6 +27,13 @@ def test_a_file_in_its_own_bits_starts_again_is_split_and_is_updated():
         found = texts(engine)
         assert " Paris" in found[0]
         assert info["quantization"] == "gguf"
+        kinds = {kind["type"]: kind for kind in info["stored_types"]}
+        assert {name: (kind["num_tensors"], kind["runs_as"]) for name, kind in kinds.items()} == {
+            "Q4_1": (210, "gguf"),
+            "Q8_0": (1, "gguf"),
+            "F32": (61, "floats"),
+        }
+        assert sum(kind["num_bytes"] for kind in kinds.values()) <= file.stat().st_size
         assert info["weight_bytes"] <= 1.02 * file.stat().st_size
 
         assert engine.update_weights_from_disk(str(file))[0]

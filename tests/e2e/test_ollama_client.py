@@ -8,7 +8,7 @@ import pytest
 from server_process import ServerProcess
 
 MODEL = "smollm2"
-QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+QUESTION = [{"role": "user", "content": "Name the capital of France. Answer in one short sentence."}]
 GREEDY = {"temperature": 0, "num_predict": 24}
 
 

@@ -10,7 +10,7 @@ from headrace.cli.chat_sources import ChatSampling, EngineChat, Piece, ToolUse
 from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError
 
-USER = [{"role": "user", "content": "What is the capital of France?"}]
+USER = [{"role": "user", "content": "Name the capital of France."}]
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},

@@ -16,7 +16,7 @@ from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.source import open_checkpoint
 from headrace.execution import build
-from headrace.execution.device import Device
+from headrace.execution.device import Device, Download
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.forward_batch import SequenceTable
 from headrace.execution.graphs import GraphPool
@@ -36,40 +36,6 @@ from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
 
 NUM_SEQS = 4
-
-
-class FakeDownload:
-    def __init__(self, values: torch.Tensor, device: "FakeDevice") -> None:
-        self._values = values.clone()
-        self._device = device
-
-    def is_done(self) -> bool:
-        return not self._device.is_computing()
-
-    def wait(self) -> np.ndarray:
-        self._device.num_waits += 1
-        return self._values.numpy()
-
-
-class FakeEvent:
-    def __init__(self, device: "FakeDevice") -> None:
-        self._device = device
-
-    def is_done(self) -> bool:
-        return not self._device.is_computing()
-
-
-class FakeGraph:
-    def __init__(self, run: Callable[[], None], device: "FakeDevice") -> None:
-        self._device = device
-        with device.capturing():
-            run()  # to warm up
-            self._work = CapturedWork(run)
-
-    def replay(self) -> None:
-        self._device.num_replays += 1
-        with self._device.capturing():
-            self._work.run()
 
 
 class FakeDevice:
@@ -96,17 +62,32 @@ class FakeDevice:
         copy = torch.from_numpy(values.copy())
         return copy if out is None else out.copy_(copy)
 
-    def download(self, values: torch.Tensor) -> FakeDownload:
+    def download(self, values: torch.Tensor) -> Download:
         assert not self._is_capturing
-        return FakeDownload(values, self)
+        copy = values.clone()
 
-    def record(self) -> FakeEvent:
+        def wait() -> np.ndarray:
+            self.num_waits += 1
+            return copy.numpy()
+
+        return Download(lambda: not self.is_computing(), wait)
+
+    def record(self) -> Callable[[], bool]:
         assert not self._is_capturing
-        return FakeEvent(self)
+        return lambda: not self.is_computing()
 
-    def capture(self, run: Callable[[], None]) -> FakeGraph:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.num_captures += 1
-        return FakeGraph(run, self)
+        with self.capturing():
+            run()  # to warm up
+            work = CapturedWork(run)
+
+        def replay() -> None:
+            self.num_replays += 1
+            with self.capturing():
+                work.run()
+
+        return replay
 
 
 class Elsewhere(FakeDevice):
@@ -116,8 +97,8 @@ class Elsewhere(FakeDevice):
         copy = torch.from_numpy(values.copy()).to("meta")
         return copy if out is None else out.copy_(copy)
 
-    def download(self, values: torch.Tensor) -> FakeDownload:
-        return cast(FakeDownload, None)
+    def download(self, values: torch.Tensor) -> Download:
+        return cast(Download, None)
 
 
 class TensorAttention(TorchNativeAttention):

@@ -33,7 +33,7 @@ AMPERE = dataclasses.replace(HOPPER, cuda_capability=(8, 0))
 LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-GGUF = {"quant_method": GGUF_METHOD}
+GGUF = {"quant_method": GGUF_METHOD, "mostly_blocks": True}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 QUANTISED = (FakeBackend("graphs", 16, captures=True),)
 SIMPLE = (FakeBackend("simple"),)
@@ -135,11 +135,12 @@ def test_graphs_take_their_room_from_the_kv_cache():
     facts |= {"bytes_per_token": 131072, "max_tokens_useful": 10**9}
     room = graph_bytes(256, 128256, 4096, 8192)
 
-    without, beside = kv_token_budget(**facts), kv_token_budget(**facts, reserved_bytes=room)
+    without, _ = kv_token_budget(**facts)
+    beside, reason = kv_token_budget(**facts, reserved_bytes=room)
 
     assert room > 256 * 128256 * 4 + 256 * 8192 * 4
-    assert (without.max_total_tokens - beside.max_total_tokens) * 131072 == pytest.approx(room, abs=16 * 131072)
-    assert f"{room / 2**30:.2f} GiB that steps need" in beside.reason
+    assert (without - beside) * 131072 == pytest.approx(room, abs=16 * 131072)
+    assert f"{room / 2**30:.2f} GiB that steps need" in reason
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,12 @@ def test_graphs_take_their_room_from_the_kv_cache():
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf", "disable_native_kernels": True}, "none"),
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "gguf"}, "gguf"),
         (LAPTOP, {"quantization_config": GGUF}, {"quantization": "int4"}, "int4"),
+        (LAPTOP, {"quantization_config": GGUF}, {}, "gguf"),
+        (LAPTOP, {"quantization_config": GGUF}, {"disable_native_kernels": True}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"dtype": "float32"}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"activations": "bfloat16"}, "none"),
+        (LAPTOP, {"quantization_config": GGUF}, {"save_dir": "saved"}, "none"),
+        (LAPTOP, {"quantization_config": {**GGUF, "mostly_blocks": False}}, {}, "none"),
     ],
 )
 def test_weights_are_served_in_the_format_that_the_device_has(facts, model, options, want):

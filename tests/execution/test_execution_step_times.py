@@ -9,7 +9,7 @@ import pytest
 from headrace.errors import ExecutionError
 from headrace.execution.step_times import NUM_TOKENS, measured_seconds, paced
 from headrace.messages.control import ReadyInfo
-from headrace.speculative.pace import StepTimes
+from headrace.speculative.pace import SLOW, StepTimes
 
 QUIET = {1: 0.010, 4: 0.012, 16: 0.020}
 
@@ -46,9 +46,9 @@ class Cache:
         self.num_writes += bool(values)
 
 
-def setup(**options):
+def setup(num_ranks=1):
     config = SimpleNamespace(num_threads=2, kv_cache_dtype="int8", attention_backend="cpu")
-    return SimpleNamespace(config=config, args=SimpleNamespace(**({"tp_size": 1, "pp_size": 1} | options)))
+    return SimpleNamespace(config=config, args=SimpleNamespace(num_ranks=num_ranks))
 
 
 def ready(load_s=0.0, **limits):
@@ -83,12 +83,23 @@ def test_what_was_measured_is_kept_and_gets_better_with_every_start_that_has_the
     assert cache.num_writes == 2
 
 
-def test_other_ranks_are_measured_anew():
+def test_other_threads_are_measured_anew():
     cache = Cache()
     measured_seconds(Worker(), ready(), setup(), cache)
-    two_ranks = Worker(seconds={1: 0.006, 4: 0.008, 16: 0.012})
+    of_four = Worker(seconds={1: 0.006, 4: 0.008, 16: 0.012})
+    with_four = setup()
+    with_four.config.num_threads = 4
 
-    assert measured_seconds(two_ranks, ready(), setup(tp_size=2), cache) == two_ranks.seconds
+    assert measured_seconds(of_four, ready(), with_four, cache) == of_four.seconds
+
+
+def test_ranks_run_no_steps_at_start():
+    """One that is late would end the start."""
+    runner, drafts, info = drafts_with(QUIET, "auto", num_ranks=2)
+
+    assert runner.drafts is drafts
+    assert drafts.times in (None, SLOW)
+    assert info.speculation == "auto: it was not measured how long its steps take"
 
 
 @pytest.mark.parametrize("limits", [{"max_total_tokens": 32}, {"context_length": 24}])
@@ -111,11 +122,11 @@ class Runner:
     drafts: object
 
 
-def drafts_with(seconds, algorithm, **more):
+def drafts_with(seconds, algorithm, num_ranks=1, **more):
     """What is drafted, and what is said of it, where steps take so long."""
     drafts = SimpleNamespace(times=None)
     runner = Runner(drafts)
-    where = setup(num_kv_parts=1)
+    where = setup(num_ranks)
     where.config.speculative_algorithm = algorithm
     where.is_cpu = True
     worker = Worker(seconds=seconds)
@@ -154,7 +165,7 @@ def test_what_was_not_measured_is_drafted_as_usual():
     runner, drafts, info = drafts_with(QUIET, "auto", max_total_tokens=16)
 
     assert runner.drafts is drafts
-    assert drafts.times is None
+    assert drafts.times in (None, SLOW)
     assert info.speculation == "auto: it was not measured how long its steps take"
 
 

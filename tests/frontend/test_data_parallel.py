@@ -270,7 +270,7 @@ async def test_a_named_replica_is_obeyed_and_one_that_is_not_there_refused():
         house.end(f"r{i}", 2)
     for call in calls:
         await call
-    assert [each["dp_rank"] for each in house.manager.records.latest(9)] == [2] * 4
+    assert [each["dp_rank"] for each in await house.manager.records.latest(9)] == [2] * 4
     await house.manager.close()
 
 
@@ -317,7 +317,7 @@ async def test_the_samples_of_a_dead_replica_go_to_the_others():
 
 async def test_a_session_stays_on_its_replica_while_that_one_is_up():
     house = House()
-    session = house.manager.open_session()
+    session = await house.manager.open_session()
     replicas = []
     for number in range(5):
         call = house.call("p", rid=f"t{number}", session_params={"id": session})

@@ -41,7 +41,7 @@ async def test_a_fault_before_a_call_is_sent_leaves_nothing_of_it(make_frontend,
     frontend = make_frontend(max_loras=1, lora_paths="a=/nowhere")
     manager, who = frontend.manager, caller()
     manager.start()
-    session = manager.open_session()
+    session = await manager.open_session()
     fields = {"text": "ab", "rid": "r", "sampling_params": {"bad_words": ["x"]}}
     if where in ("session", "adapter") or not many:
         fields |= {"session_params": {"id": session}} if where == "session" else {}

@@ -33,8 +33,8 @@ async def test_ids_stop_by_ids(make_frontend):
     [answer] = await frontend.call(input_ids=[5, 6], sampling_params={"stop_token_ids": [7], "stop": []})
     assert answer["output_ids"] == [5, 6]
     with pytest.raises(RequestError, match="capacity_of_str_len"):
-        frontend.manager.open_session(capacity_of_str_len=5)
-    assert frontend.manager.open_session()
+        await frontend.manager.open_session(capacity_of_str_len=5)
+    assert await frontend.manager.open_session()
 
 
 def test_no_id_has_a_text_and_no_text_has_ids():

@@ -36,7 +36,7 @@ async def test_outputs_of_unknown_rids_are_counted_and_dropped(make_frontend):
     frontend.engine.outbox.send(BatchStrOut((StrOut("x", TokenIDOut("nobody", b"", 0)),)))
     await turns()
 
-    assert frontend.manager.counters()["num_unknown_outputs"] == 1
+    assert (await frontend.manager.counters())["num_unknown_outputs"] == 1
 
 
 async def test_frames_that_other_processes_dropped_are_counted(make_frontend):
@@ -45,7 +45,7 @@ async def test_frames_that_other_processes_dropped_are_counted(make_frontend):
     frontend.engine.outbox.send(Heartbeat("detokenizer", dropped_frames=3))
     await turns()
 
-    assert frontend.manager.counters()["detokenizer_dropped_frames"] == 3
+    assert (await frontend.manager.counters())["detokenizer_dropped_frames"] == 3
 
 
 async def test_logprobs_are_lists_of_value_id_and_text(make_frontend):

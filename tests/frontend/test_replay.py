@@ -91,7 +91,7 @@ async def test_a_sample_goes_on_after_what_was_delivered(lives):
 
     last = (await call)[-1]
     assert (last["text"], last["meta_info"]["completion_tokens"]) == ("wxyz", 4)
-    assert lives.manager.counters()["num_replayed"] == 1
+    assert (await lives.manager.counters())["num_replayed"] == 1
 
 
 async def test_what_the_dead_one_still_says_is_dropped(lives):
@@ -119,7 +119,7 @@ async def test_new_calls_wait_while_nobody_can_take_them(lives):
     assert lives.engine.requests["a"].attempt == 0
     await lives.say("a", "wxyz", END)
     assert (await call)[0]["text"] == "wxyz"
-    assert lives.manager.counters()["num_replayed"] == 0
+    assert (await lives.manager.counters())["num_replayed"] == 0
 
 
 async def test_a_held_sample_can_be_aborted_and_its_client_may_leave(lives):
@@ -177,9 +177,9 @@ async def test_the_story_tells_of_the_death_and_a_dump_is_left(make_frontend, tm
     call = lives.frontend.start("p", rid="a", stream=True, sampling_params=GREEDY)
     await lives.has("a")
     await lives.say("a", "wx")
-    states = [lives.manager.records.latest(1)[0]["state"]]
+    states = [(await lives.manager.records.latest(1))[0]["state"]]
     lives.die()
-    states.append(lives.manager.records.latest(1)[0]["state"])
+    states.append((await lives.manager.records.latest(1))[0]["state"])
     lives.rise()
     await lives.has("a")
     lives.manager.abort_request("a")
@@ -187,7 +187,7 @@ async def test_the_story_tells_of_the_death_and_a_dump_is_left(make_frontend, tm
     await call
 
     assert states == ["running", "waiting"]
-    [told] = lives.manager.records.timelines("a")
+    [told] = await lives.manager.records.timelines("a")
     events = [(event["event"], event.get("completion_tokens")) for event in told["events"]]
     assert [e for e in events if e[0] in ("lost", "replayed")] == [("lost", 2), ("replayed", 2)]
     assert (told["num_replays"], told["state"]) == (1, "finished")
@@ -299,7 +299,7 @@ async def test_a_request_that_kills_when_it_is_alone_is_given_up(lives):
 
     with pytest.raises(ExecutionError, match="cancelled"):
         await call
-    assert lives.manager.counters()["num_given_up"] == 1
+    assert (await lives.manager.counters())["num_given_up"] == 1
 
 
 async def test_among_others_only_the_one_that_kills_is_given_up(lives):

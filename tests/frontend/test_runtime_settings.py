@@ -39,7 +39,7 @@ async def test_limits_change_in_the_scheduler_and_in_the_queue(make_frontend):
     assert (now.max_running_requests, now.max_queued_requests) == (2, 1)
     [message] = heard(frontend.engine.inbox)
     assert message == SetLimitsReq(2, READY.max_running_requests + 1, READY.chunked_prefill_size, 1.0, math.inf)
-    assert frontend.manager.settings.changed_options() == {"max_running_requests": 2, "max_queued_requests": 1}
+    assert await frontend.manager.settings.changed_options() == {"max_running_requests": 2, "max_queued_requests": 1}
     tasks = [frontend.start("p", rid=f"r{i}") for i in range(3)]
     await frontend.engine.until(lambda: len(frontend.engine.requests) == 3)
     with pytest.raises(CapacityError, match="queue is full"):
@@ -63,10 +63,10 @@ async def test_the_time_of_a_step_is_bounded_anew_and_not_at_all(make_frontend):
     settings = frontend.manager.settings
 
     assert settings.change_limits(LimitChanges(max_step_ms=40)).max_step_ms == 40
-    assert settings.changed_options() == {"max_step_ms": 40}
+    assert await settings.changed_options() == {"max_step_ms": 40}
     assert settings.change_limits(LimitChanges(max_step_ms=-1)).max_step_ms == -1
     assert settings.change_limits(LimitChanges(max_step_ms=200)).max_step_ms == 200
-    assert settings.changed_options() == {}
+    assert await settings.changed_options() == {}
 
     assert [message.max_step_s for message in heard(frontend.engine.inbox)] == [0.04, math.inf, 0.2]
 
@@ -86,7 +86,7 @@ async def test_what_cannot_be_changes_nothing(make_frontend, changes, param):
     with pytest.raises(RequestError) as caught:
         frontend.manager.settings.change_limits(changes)
     assert caught.value.param == param
-    assert frontend.manager.settings.changed_options() == {}
+    assert await frontend.manager.settings.changed_options() == {}
     assert heard(frontend.engine.inbox) == []
 
 

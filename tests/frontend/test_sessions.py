@@ -214,7 +214,7 @@ def sent(frontend, rid):
 
 async def test_the_engine_gets_the_whole_sequence(make_frontend):
     frontend = make_frontend()
-    s = frontend.manager.open_session()
+    s = await frontend.manager.open_session()
 
     [first] = await frontend.call("hello", rid="a", session_params={"id": s})
     [second] = await frontend.call(" world", rid="b", session_params={"id": s}, sampling_params={"max_new_tokens": 3})
@@ -228,7 +228,7 @@ async def test_the_engine_gets_the_whole_sequence(make_frontend):
 
 async def test_a_client_that_leaves_leaves_no_turn(make_frontend):
     frontend = make_frontend()
-    s = frontend.manager.open_session()
+    s = await frontend.manager.open_session()
     await frontend.call("ab", rid="a", session_params={"id": s})
     task = frontend.start("cd", rid="b", session_params={"id": s}, stream=True)
     await frontend.engine.until(lambda: "b" in frontend.engine.requests)
@@ -245,7 +245,7 @@ async def test_a_client_that_leaves_leaves_no_turn(make_frontend):
 
 async def test_a_prompt_refused_for_its_length_leaves_no_turn(make_frontend):
     frontend = make_frontend()
-    s = frontend.manager.open_session()
+    s = await frontend.manager.open_session()
     with pytest.raises(RequestError, match="maximum context length"):
         await frontend.call("x" * 5000, session_params={"id": s})
 
@@ -256,7 +256,7 @@ async def test_a_prompt_refused_for_its_length_leaves_no_turn(make_frontend):
 
 async def test_replacing_aborts_what_runs(make_frontend):
     frontend = make_frontend()
-    s = frontend.manager.open_session()
+    s = await frontend.manager.open_session()
     await frontend.call("ab", rid="a", session_params={"id": s})
     runs = frontend.start("cd", rid="b", session_params={"id": s})
     await frontend.engine.until(lambda: "b" in frontend.engine.requests)
@@ -273,6 +273,6 @@ async def test_replacing_aborts_what_runs(make_frontend):
 )
 async def test_what_a_session_cannot_hold_is_refused(make_frontend, fields):
     frontend = make_frontend()
-    s = frontend.manager.open_session()
+    s = await frontend.manager.open_session()
     with pytest.raises(RequestError, match="session_params"):
         await frontend.call(**{"text": "a", "session_params": {"id": s}, **fields})

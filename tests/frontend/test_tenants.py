@@ -49,7 +49,7 @@ async def test_samples_and_tokens_are_counted_by_the_name_of_the_key(make_fronte
         frontend.engine.emit(rid, made, STOP)
         await task
 
-    lines = frontend.manager.metrics_text().decode().splitlines()
+    lines = (await frontend.manager.metrics_text()).decode().splitlines()
     counted = {line.split("{")[0] + line.split("key_name=")[1][:4]: line for line in lines if "key_name=" in line}
     assert {name: float(line.split()[-1]) for name, line in counted.items()} == {
         'headrace:key_requests_total"a",': 2,
@@ -74,7 +74,7 @@ async def test_keys_may_use_the_same_rids_and_see_their_own(make_frontend):
     for who, n in zip(callers, n_of, strict=True):
         with pytest.raises(RequestError, match="Duplicate request ID 'r'"):
             await start(frontend, who, "r")
-        told = frontend.manager.records.timelines("r", who)
+        told = await frontend.manager.records.timelines("r", who)
         assert [each["rid"] for each in told] == (["r"] if n == 1 else [f"r/{j}" for j in range(n)])
     for rid in rids:
         frontend.engine.emit(rid, "x", STOP)
@@ -146,19 +146,27 @@ async def test_a_timeline_is_told_to_its_key_and_to_an_admin(make_frontend):
             for rid in rids:
                 frontend.engine.emit(rid, "x", STOP)
             await asyncio.gather(*tasks)
-        assert len(frontend.manager.records.timelines("r", a)) == len(frontend.manager.records.timelines("r", b)) == 1
-        assert [each["rid"] for each in frontend.manager.records.timelines("only-a", a)] == ["only-a/0", "only-a/1"]
-        assert [each["rid"] for each in frontend.manager.records.timelines("r", ADMIN)] == ["r", "r"]
-        assert [each["rid"] for each in frontend.manager.records.timelines("only-a/1", ADMIN)] == ["only-a/1"]
+        assert (
+            len(await frontend.manager.records.timelines("r", a))
+            == len(await frontend.manager.records.timelines("r", b))
+            == 1
+        )
+        assert [each["rid"] for each in await frontend.manager.records.timelines("only-a", a)] == [
+            "only-a/0",
+            "only-a/1",
+        ]
+        assert [each["rid"] for each in await frontend.manager.records.timelines("r", ADMIN)] == ["r", "r"]
+        assert [each["rid"] for each in await frontend.manager.records.timelines("only-a/1", ADMIN)] == ["only-a/1"]
         listed = {
-            who: [each["rid"] for each in frontend.manager.records.latest(9, who)] for who in (a, b, ANONYMOUS, ADMIN)
+            who: [each["rid"] for each in await frontend.manager.records.latest(9, who)]
+            for who in (a, b, ANONYMOUS, ADMIN)
         }
         assert sorted(listed[a]) == ["only-a/0", "only-a/1", "r"]
         assert (listed[b], listed[ANONYMOUS], len(listed[ADMIN])) == (["r"], [], 4)
         for who in (b, ANONYMOUS):
             for rid in ("only-a", "only-a/0", *rids):
                 with pytest.raises(NotFoundError):
-                    frontend.manager.records.timelines(rid, who)
+                    await frontend.manager.records.timelines(rid, who)
 
 
 async def test_what_the_admin_and_the_server_ask_is_not_the_users(make_frontend):
@@ -175,14 +183,14 @@ async def test_what_the_admin_and_the_server_ask_is_not_the_users(make_frontend)
                 frontend.engine.emit(rid, "x", STOP)
             await asyncio.gather(*tasks)
         records = frontend.manager.records
-        listed = [[each["rid"] for each in records.latest(9, who)] for who in users]
+        listed = [[each["rid"] for each in await records.latest(9, who)] for who in users]
         assert listed == [["own"], ["plain"]]
-        assert {each["rid"] for each in records.latest(9, ADMIN)} == {"own", "plain", "boss", "probe"}
+        assert {each["rid"] for each in await records.latest(9, ADMIN)} == {"own", "plain", "boss", "probe"}
         for who in users:
             for rid in ("boss", "probe"):
                 with pytest.raises(NotFoundError):
-                    records.timelines(rid, who)
-        assert [each["rid"] for each in records.timelines("boss", ADMIN)] == ["boss"]
+                    await records.timelines(rid, who)
+        assert [each["rid"] for each in await records.timelines("boss", ADMIN)] == ["boss"]
         if not ended:
             for who in users:
                 frontend.manager.abort_request("boss", caller=who)
@@ -217,7 +225,7 @@ async def test_prompts_of_a_key_are_found_in_the_cache_by_nobody_else(make_front
 async def test_a_session_is_known_to_its_key_only(make_frontend):
     frontend = make_frontend()
     manager, a, b = frontend.manager, caller("a"), caller("b")
-    assert manager.open_session(session_id="s", caller=a) == "s"
+    assert await manager.open_session(session_id="s", caller=a) == "s"
     first = start(frontend, a, "t1", "secret", session_params={"id": "s"})
     (rid,) = await sent(frontend, 1)
     frontend.engine.emit(rid, "x", STOP)
@@ -230,15 +238,15 @@ async def test_a_session_is_known_to_its_key_only(make_frontend):
         assert unknown[0] == unknown[1] == (404, "there is no such session; it may have been closed")
         for name in ("s", "none"):
             with pytest.raises(NotFoundError):
-                manager.close_session(name, who)
+                await manager.close_session(name, who)
     # The same id is another session for another key.
-    assert manager.open_session(session_id="s", caller=b) == "s"
+    assert await manager.open_session(session_id="s", caller=b) == "s"
     of_b = start(frontend, b, "t1", "mine", session_params={"id": "s"})
     rids = await sent(frontend, 2)
     assert frontend.engine.requests[rids[1]].content.token_ids == ids("mine")
     frontend.engine.emit(rids[1], "y", STOP)
     await of_b
-    manager.close_session("s", b)
+    await manager.close_session("s", b)
     on = start(frontend, a, "t2", "more", session_params={"id": "s"})
     rids = await sent(frontend, 3)
     assert frontend.engine.requests[rids[2]].content.token_ids == ids("secretxmore")
@@ -252,9 +260,9 @@ async def test_a_session_is_known_to_its_key_only(make_frontend):
         frontend.engine.emit(rid, "z", STOP)
     await asyncio.gather(on, other, again)
 
-    manager.close_session("s", ADMIN)
+    await manager.close_session("s", ADMIN)
     with pytest.raises(NotFoundError):
-        manager.close_session("s", a)
+        await manager.close_session("s", a)
 
 
 def ids(text):

@@ -53,7 +53,7 @@ async def test_the_story_of_a_request_is_in_order_and_holds_no_text(make_fronten
     events = (SampleEvent("admitted", 0.0, 2), SampleEvent("chunk", 0.0, 4), SampleEvent("retracted", 0.0, 1))
     await run(frontend, "r", stats=SampleStats(6, 2, 1, 0.5, events))
 
-    [told] = frontend.manager.records.timelines("r")
+    [told] = await frontend.manager.records.timelines("r")
 
     assert (told["state"], told["finish_reason"], told["matched"]) == ("finished", "stop", 256)
     assert (told["prompt_tokens"], told["cached_tokens"], told["completion_tokens"]) == (6, 2, 3)
@@ -74,7 +74,7 @@ async def test_live_requests_and_all_samples_of_a_call_are_found_and_old_ones_fo
     frontend.engine.emit("many/0", "x")
     await turns()
 
-    told = frontend.manager.records.timelines("many")
+    told = await frontend.manager.records.timelines("many")
     assert [(each["rid"], each["state"]) for each in told] == [("many/0", "running"), ("many/1", "waiting")]
     assert [event["event"] for event in told[0]["events"]] == ["received", "tokenized", "first_token"]
 
@@ -82,11 +82,11 @@ async def test_live_requests_and_all_samples_of_a_call_are_found_and_old_ones_fo
         frontend.engine.emit(f"many/{j}", "y", STOP)
     await task
     await run(frontend, "later")
-    assert [each["rid"] for each in frontend.manager.records.timelines("many")] == ["many/1"]
+    assert [each["rid"] for each in await frontend.manager.records.timelines("many")] == ["many/1"]
     with pytest.raises(NotFoundError):
-        frontend.manager.records.timelines("many/0")
+        await frontend.manager.records.timelines("many/0")
     with pytest.raises(NotFoundError):
-        frontend.manager.records.timelines("later", Caller(Tenant(TenantLimits(name="somebody"))))
+        await frontend.manager.records.timelines("later", Caller(Tenant(TenantLimits(name="somebody"))))
 
 
 async def test_the_list_begins_with_live_requests_and_holds_no_text(make_frontend):
@@ -98,7 +98,7 @@ async def test_the_list_begins_with_live_requests_and_holds_no_text(make_fronten
     frontend.engine.emit("live", "x")
     await turns()
 
-    told = frontend.manager.records.latest(10)
+    told = await frontend.manager.records.latest(10)
     assert [each["rid"] for each in told] == ["later", "live", "third", "second"]
     assert [each["completion_tokens"] for each in told] == [0, 1, 3, 3]
     assert [each["state"] for each in told] == ["waiting", "running", "finished", "finished"]
@@ -107,7 +107,7 @@ async def test_the_list_begins_with_live_requests_and_holds_no_text(make_fronten
     assert [each["age_s"] for each in told[2:]] == [each["e2e_s"] for each in told[2:]]
     assert all("events" not in each for each in told)
     assert "secret" not in json.dumps(told)
-    assert [each["rid"] for each in frontend.manager.records.latest(3)] == ["later", "live", "third"]
+    assert [each["rid"] for each in await frontend.manager.records.latest(3)] == ["later", "live", "third"]
 
     for rid in ("live", "later"):
         frontend.engine.emit(rid, "y", STOP)
@@ -123,7 +123,7 @@ async def test_a_request_waits_until_its_scheduler_runs_it_and_again_when_it_is_
     async def state_after(message):
         frontend.engine.outbox.send(message)
         await turns()
-        [told] = frontend.manager.records.latest(1)
+        [told] = await frontend.manager.records.latest(1)
         return told["state"]
 
     assert await state_after(SamplesMoved(("another",))) == "waiting"
@@ -131,7 +131,7 @@ async def test_a_request_waits_until_its_scheduler_runs_it_and_again_when_it_is_
     assert await state_after(SamplesMoved((), ("r",))) == "waiting"
     frontend.engine.emit("r", "x", STOP)
     await task
-    [told] = frontend.manager.records.latest(1)
+    [told] = await frontend.manager.records.latest(1)
     assert told["state"] == "finished"
 
 
@@ -143,7 +143,7 @@ async def test_it_says_how_much_of_the_prompt_is_computed(make_frontend):
     async def processed_after(*parts):
         frontend.engine.outbox.send(SamplesMoved(("r",), prompts=parts))
         await turns()
-        [told] = frontend.manager.records.latest(1)
+        [told] = await frontend.manager.records.latest(1)
         return told["processed_tokens"]
 
     assert await processed_after() == 0
@@ -154,7 +154,7 @@ async def test_it_says_how_much_of_the_prompt_is_computed(make_frontend):
     assert await processed_after(PromptPart("r", 2, 0)) == 6  # computed again after a retraction
     frontend.engine.emit("r", "y", STOP)
     await task
-    [told] = frontend.manager.records.latest(1)
+    [told] = await frontend.manager.records.latest(1)
     assert told["processed_tokens"] == told["prompt_tokens"] == 6
 
 

@@ -94,6 +94,12 @@ def test_all_instruction_sets_that_fuse_give_the_same_bits(name):
     assert all(torch.equal(other, found[0]) for other in found)
 
 
+def test_an_encoder_rounds_attention_as_it_does_beside_other_weights_of_8_bits():
+    packed = kernels.pack_blocks([matrix("Q4_K", 96, 256)], None)
+
+    assert kernels.rounds_attention(packed) == cpu.multiplies_bf16()
+
+
 def test_parts_of_several_types_are_one_product_and_come_back_as_they_were():
     parts = [
         matrix("Q4_K", 64, 256, 1),

@@ -101,7 +101,7 @@ int main() {
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
 def test_a_build_of_one_instruction_set_runs_it_and_knows_the_others(tmp_path):
-    names = ("avx512bf16", "amx", "avx512vnni", "avx512", "avx2", "baseline")
+    names = ("avx512bf16", "amx", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
     has = [f"-DHEADRACE_HAS_{name}={int(name == 'baseline')}" for name in names]
     (tmp_path / "main.cpp").write_text(DISPATCH)
     sources = [f"-I{ROOT / 'csrc/cpu'}", ROOT / "csrc/cpu/dispatch.cpp", tmp_path / "main.cpp"]

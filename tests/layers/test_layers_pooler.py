@@ -50,8 +50,8 @@ def test_no_rows_give_no_vectors():
 
 @pytest.mark.parametrize("activation", ["identity", "tanh", "relu", "gelu", "silu"])
 def test_a_row_of_a_head_has_the_same_bits_alone_and_in_a_batch(activation):
-    layer = HeadLinear("", "dense", 19, 19, PLACEMENT, activation=activation)
-    for seed, weight in enumerate(layer.weights()):
+    layer = HeadLinear("dense", 19, 19, PLACEMENT, activation=activation)
+    for seed, weight in enumerate(layer.weights("")):
         weight.load(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
 
     batch = layer(hidden())

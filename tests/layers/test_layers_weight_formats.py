@@ -210,7 +210,7 @@ def test_an_adapter_adds_its_product_to_the_rows_that_use_it(name, implementatio
     layer = linear(name, tensors())
     x, a, b = normal(6, IN_SIZE, seed=9), normal(4, IN_SIZE, seed=10), normal(32, 4, seed=11)
     before = layer(x)
-    rows = LoraRows(6, ((1, slice(2, 5)),), torch.tensor([0, 0, 1, 1, 1, 0], dtype=torch.int32))
+    rows = LoraRows(6, ((1, slice(2, 5)),))
     part = LoraPart(slice(0, 4), layer.columns("k_proj"), kernels.pack_linear(b))
 
     layer.adapters = LinearAdapters(LoraStep(rows), {1: LoraFactors(kernels.pack_linear(a), (part,))})

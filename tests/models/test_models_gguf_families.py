@@ -12,8 +12,8 @@ from headrace.checkpoint import families
 
 TOLERANCE = 2e-4  # as in test_models_families.py
 PROMPT = random_tokens(70, seed=1)
-ELSEWHERE = {"gemma3", "qwen3moe"}
-"""Those with metadata or stacked tensors of their own: `tests/checkpoint/test_source.py` has them."""
+ELSEWHERE = {"gemma3", "qwen3moe", "qwen2vl", "qwen3vl"}
+"""Those with metadata or stacked tensors of their own: `tests/checkpoint/test_source.py` has them, `tests/e2e/test_e2e_mmproj.py` those that see."""
 DECODERS = [arch for arch, own in families.gguf().items() if own.name is None and arch not in ELSEWHERE]
 
 

@@ -166,7 +166,7 @@ def test_overrides_leave_the_format_of_the_file(tmp_path):
     assert (
         override_model(config, '{"rope_theta": 1000000.0}').quantization
         == config.quantization
-        == {"quant_method": GGUF_METHOD}
+        == {"quant_method": GGUF_METHOD, "mostly_blocks": True}
     )
 
 

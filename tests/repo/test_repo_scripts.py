@@ -129,6 +129,8 @@ def test_kernels_for_every_processor_are_compiled_when_asked_for_and_stay(checko
         ("flags\t\t: fpu sse2 ssse3", "baseline"),
         ("flags\t\t: sse4_2 avx2 fma", "baseline"),
         ("flags\t\t: sse4_2 fma f16c avx2", "avx2"),
+        ("flags\t\t: sse4_2 fma f16c avx2 avx_vnni", "avxvnni"),
+        ("flags\t\t: sse4_2 fma f16c avx2 avx512f avx512dq avx512bw avx512vl avx_vnni", "avx512"),
         ("flags\t\t: sse4_2 fma f16c avx2 avx512f avx512dq avx512bw", "avx2"),
         ("flags\t\t: sse4_2 fma f16c avx2 avx512f avx512dq avx512bw avx512vl", "avx512"),
         ("flags\t\t: sse4_2 fma f16c avx2 avx512f avx512dq avx512bw avx512vl avx512_vnni", "avx512vnni"),

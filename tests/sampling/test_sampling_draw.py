@@ -1,6 +1,7 @@
 """top-k, top-p, min-p and the draw, against a float64 reference that sorts everything."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,8 +12,18 @@ from hypothesis import strategies as st
 from headrace import kernels
 from headrace.kernels import cpu
 from headrace.kernels.drawing import ONE
-from headrace.sampling.draw import TEMPERATURES, Filters, uniform
+from headrace.sampling.draw import TEMPERATURES, uniform
 from headrace.sampling.logprobs import largest
+
+
+class Filters(NamedTuple):
+    """What the op draws a row by. top_k 0 = off."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
 
 FILTERS = [
     Filters(1.0),

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import kernels
-from headrace.sampling.draw import DrawTable, Filters, TokenMasks, typical_logits, typical_rows
+from headrace.sampling.draw import DrawTable, TokenMasks, typical_logits, typical_rows
+from headrace.sampling.params import ResolvedSamplingParams
 
 
 def kept(logits: np.ndarray, typical_p: float, top_k: int = 0) -> set[int]:
@@ -88,15 +89,15 @@ def drawn(table: DrawTable, logits: torch.Tensor, seqs: list[int], masks: TokenM
     return table.draw(logits, seqs, [3] * len(seqs), range(len(seqs)), masks).tolist()
 
 
-def filled_table(filters: list[Filters]) -> DrawTable:
+def filled_table(filters: list[dict[str, float]]) -> DrawTable:
     table = DrawTable(len(filters))
     for seq, one in enumerate(filters):
-        table.set(seq, one, seed=seq)
+        table.set(seq, ResolvedSamplingParams(max_new_tokens=1, seed=seq, **one))
     return table
 
 
 def test_a_row_has_the_same_token_alone_in_any_batch_and_in_torch():
-    filters = [Filters(1.0, typical_p=p, top_k=k) for p in (0.2, 0.7, 1.0) for k in (0, 9)] * 3
+    filters = [{"typical_p": p, "top_k": k} for p in (0.2, 0.7, 1.0) for k in (0, 9)] * 3
     logits = torch.from_numpy((np.random.default_rng(3).standard_normal((len(filters), 5003)) * 3).astype(np.float32))
     before, table, seqs = logits.clone(), filled_table(filters), list(range(len(filters)))
     together = drawn(table, logits, seqs)
@@ -107,12 +108,12 @@ def test_a_row_has_the_same_token_alone_in_any_batch_and_in_torch():
         assert drawn(table, logits, seqs) == together
     for seq, token in enumerate(together):
         one = filters[seq]
-        assert token in reference(logits[seq].numpy(), min(one.typical_p + 1e-6, 1.0), one.top_k)[0]
+        assert token in reference(logits[seq].numpy(), min(one["typical_p"] + 1e-6, 1.0), one["top_k"])[0]
 
 
 def test_what_a_mask_forbids_is_not_looked_at():
     """The typical tokens are those of the allowed ones, so some is always left."""
-    filters = [Filters(1.0, typical_p=0.2)] * 4
+    filters = [{"typical_p": 0.2}] * 4
     logits = torch.from_numpy((np.random.default_rng(5).standard_normal((4, 64)) * 3).astype(np.float32))
     words = np.array([[1 << 3 | 1 << 9, 0], [0, 1 << 2]], dtype=np.int32)
     masks = TokenMasks(words, np.array([0, 1, -1, 0], dtype=np.int64))
@@ -127,9 +128,9 @@ def test_the_temperature_comes_after():
     logits = np.full((1, 65), np.log(0.6 / 64), dtype=np.float32)
     logits[0, 7] = np.log(0.4)
     for temperature in (0.1, 1.0, 10.0):
-        assert drawn(filled_table([Filters(temperature, typical_p=0.3)]), torch.from_numpy(logits), [0]) != [7]
-    table = DrawTable(1)
-    table.set(0, None, 0)
+        table = filled_table([{"temperature": temperature, "typical_p": 0.3}])
+        assert drawn(table, torch.from_numpy(logits), [0]) != [7]
+    table = filled_table([{"temperature": 0.0}])
     assert drawn(table, torch.from_numpy(logits), [0]) == [7]
 
 
@@ -137,7 +138,7 @@ def test_the_temperature_comes_after():
 def test_a_gpu_keeps_the_tokens_of_the_cpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    filters = [Filters(1.0, typical_p=p, top_k=k) for p in (0.2, 0.7, 1.0) for k in (0, 9)]
+    filters = [{"typical_p": p, "top_k": k} for p in (0.2, 0.7, 1.0) for k in (0, 9)]
     logits = torch.from_numpy((np.random.default_rng(3).standard_normal((6, 5003)) * 3).astype(np.float32))
     words = np.random.default_rng(4).integers(-(2**31), 2**31, (2, 157), dtype=np.int32)
     for masks in (None, TokenMasks(words, np.array([0, 1, -1, 0, 1, -1], dtype=np.int64))):

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 
 from headrace.cache.base import CacheObserver, ChunkCache, PageAllocator
@@ -576,7 +577,7 @@ class Rig:
     def reply(self, operation, message_id: int):
         """What the scheduler answered to an operation."""
         found = [one for one in self.back.messages if isinstance(one, OperationReply) and one.id == message_id]
-        return operation.reply_of(found[-1])
+        return msgspec.msgpack.decode(found[-1].reply, type=operation.reply)
 
     def turn(self) -> None:
         """One turn of the loop; then the accounting must hold and every output is taken in."""

@@ -356,7 +356,7 @@ class FakeFrontend:
         self.aborted.append("*" if abort_all else rid)
         self.asked_by.append(("abort", caller))
 
-    def open_session(
+    async def open_session(
         self,
         capacity_of_str_len: int = 0,
         session_id: str | None = None,
@@ -367,7 +367,7 @@ class FakeFrontend:
         self.asked_by.append(("open", caller))
         return session_id or "s1"
 
-    def close_session(self, session_id: str, caller: Any = None) -> None:
+    async def close_session(self, session_id: str, caller: Any = None) -> None:
         self.asked_by.append(("close", caller))
         if session_id != "s1":
             raise NotFoundError("there is no such session", "session_id")
@@ -408,7 +408,7 @@ class FakeFrontend:
     async def health(self, generate: bool = False) -> bool:
         return self.alive
 
-    def timelines(self, rid: str, caller: Any = None):
+    async def timelines(self, rid: str, caller: Any = None):
         self.asked_by.append(("timelines", caller))
         if found := [sample for sample in self.samples if sample["rid"] == rid and "events" in sample]:
             return found
@@ -416,7 +416,7 @@ class FakeFrontend:
             raise NotFoundError("there is no such request", "rid")
         return [{"rid": rid, "tenant_asked": caller.tenant and caller.tenant.name, "is_admin": caller.is_admin}]
 
-    def latest(self, limit: int, caller: Any = None):
+    async def latest(self, limit: int, caller: Any = None):
         self.asked_by.append(("latest", caller))
         return self.samples[:limit]
 
@@ -440,13 +440,13 @@ class FakeFrontend:
         self.changes.append(changes)
         return Limits(4, changes.max_queued_requests or 16, 128, 1.0, 200)
 
-    def changed_options(self):
+    async def changed_options(self):
         return {"max_queued_requests": self.changes[-1].max_queued_requests} if self.changes else {}
 
-    def counters(self):
+    async def counters(self):
         return self.own_counters
 
-    def metrics_text(self):
+    async def metrics_text(self):
         return render(self.metrics)
 
     def count_reply(self, route: str, status: int) -> None:

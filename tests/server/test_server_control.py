@@ -15,13 +15,9 @@ from test_server_openai import events
 import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
-from headrace.frontend.adapters import Adapters
-from headrace.frontend.control import Control, MainOperations
-from headrace.frontend.records import Records
-from headrace.frontend.runtime_settings import RuntimeSettings
+from headrace.frontend.control import MainOperations
 from headrace.frontend.tenants import SERVER
 from headrace.frontend.tokenizer_manager import TokenizerManager
-from headrace.frontend.weight_control import WeightControl
 from headrace.messages.control import Outcome
 from headrace.messages.operations import OPERATIONS
 from headrace.messages.outputs import FinishReason
@@ -321,17 +317,8 @@ def test_the_front_process_imports_no_torch():
 
 
 def test_the_real_manager_is_what_the_server_needs():
-    parts = {
-        "adapters": Adapters,
-        "control": Control,
-        "records": Records,
-        "settings": RuntimeSettings,
-        "weights": WeightControl,
-    }
-    assert set(parts) == set(PARTS)
-    for needs, has in [(RequestFrontend, TokenizerManager), *((PARTS[name], parts[name]) for name in parts)]:
-        needed = {name for name in vars(needs) if not name.startswith("_")}
-        assert needed - set(PARTS) <= set(vars(has))
+    needed = {name for name in vars(RequestFrontend) if not name.startswith("_")}
+    assert needed - set(PARTS) <= set(vars(TokenizerManager))
 
 
 def test_the_main_process_has_the_work_of_every_operation_of_its_own():

@@ -8,7 +8,8 @@ import openai
 import pytest
 from fake_frontend import Running, running_server, served_model
 
-from headrace.api.chat_reply import ChatDelta, ChatReply, ChatUsage, ToolCall, chat_fields
+from headrace.api.arguments import chat_fields
+from headrace.api.chat_reply import ChatDelta, ChatReply, ChatUsage, ToolCall
 from headrace.api.engine_chat import EngineChat
 from headrace.api.native_client import NativeClient
 from headrace.api.runtime import Runtime

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_frontend import IMAGE_TOKENS, MODEL, Running, Script, running_server, served_model
 
-from headrace.api.chat_reply import chat_fields
+from headrace.api.arguments import chat_fields
 from headrace.api.engine_chat import EngineChat
 from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError

@@ -412,8 +412,6 @@ def test_the_template_is_chosen_by_argument_then_tools_then_default():
     assert choose_template({"other": "x"}) == "x"
     with pytest.raises(RequestError, match="this model has no chat template"):
         choose_template({})
-    with pytest.raises(RequestError, match="'rag'"):
-        choose_template(both, name="rag")
 
 
 def test_the_template_argument_is_a_file_or_the_template_itself(tmp_path):

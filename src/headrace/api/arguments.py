@@ -152,3 +152,20 @@ def _part(part: Any) -> Any:
         return part
     kind = part["type"]
     return {**part, kind: _json(kind, part.get(kind))}
+
+
+ONE_REPLY = ("n", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "stream_options")
+"""Fields of chat completions for what a `ChatReply` does not hold."""
+
+
+def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of the chat completion. Raises RequestError for one whose effect could not be seen."""
+    for name in ONE_REPLY:
+        if options.get(name) not in (None, False, 0) and (name, options[name]) != ("n", 1):
+            raise RequestError(f"{name} is not for chat: use generate, or the HTTP API", name, "unsupported_parameter")
+    if options.get("functions"):
+        raise RequestError("functions is not for chat: give tools", "functions", "unsupported_parameter")
+    given = {"messages": messages_as_json(messages), "tools": tools, "stream": stream, **options}
+    if stream:
+        given["stream_options"] = {"include_usage": True}
+    return without_none(given)

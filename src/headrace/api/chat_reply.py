@@ -1,15 +1,12 @@
 """The replies of `chat`, the same on `Engine` and `Runtime`: a whole one, or what is new in a stream.
 
-Owns these types, and how they are read from chat completions, which both get. Pure functions; any thread.
+Owns these types, and how they are read from chat completions, which both get, and the terminal chat of any server. Pure functions; any thread.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from headrace.api.arguments import messages_as_json, without_none
-from headrace.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +87,6 @@ class ChatReply:
     message: dict[str, Any] = field(repr=False)
 
 
-ONE_REPLY = ("n", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "stream_options")
-"""Fields of chat completions for what a `ChatReply` does not hold."""
-
-
-def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[str, object]) -> dict[str, Any]:
-    """The fields of the chat completion. Raises RequestError for one whose effect could not be seen."""
-    for name in ONE_REPLY:
-        if options.get(name) not in (None, False, 0) and (name, options[name]) != ("n", 1):
-            raise RequestError(f"{name} is not for chat: use generate, or the HTTP API", name, "unsupported_parameter")
-    if options.get("functions"):
-        raise RequestError("functions is not for chat: give tools", "functions", "unsupported_parameter")
-    given = {"messages": messages_as_json(messages), "tools": tools, "stream": stream, **options}
-    if stream:
-        given["stream_options"] = {"include_usage": True}
-    return without_none(given)
-
-
 def read_reply(completion: Mapping[str, Any]) -> ChatReply:
     choice = completion["choices"][0]
     message = choice["message"]
@@ -126,19 +106,19 @@ def read_reply(completion: Mapping[str, Any]) -> ChatReply:
 
 
 def read_chunk(chunk: Mapping[str, Any]) -> list[ChatDelta]:
-    """What a `chat.completion.chunk` object adds; empty if nothing."""
-    if chunk.get("usage"):
-        return [ChatDelta(usage=_usage(chunk["usage"]))]
+    """What a `chat.completion.chunk` object adds; empty if nothing. Other servers leave fields out, and may call the reasoning `reasoning`."""
     deltas = []
-    if (progress := chunk.get("prompt_progress")) is not None:
-        deltas.append(ChatDelta(progress=PromptProgress(**progress)))
-    for choice in chunk["choices"]:
-        delta, reason = choice["delta"], choice["finish_reason"]
-        text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+    if progress := chunk.get("prompt_progress"):
+        deltas.append(ChatDelta(progress=PromptProgress(*(progress.get(name, 0) for name in PromptProgress.__slots__))))
+    for choice in chunk.get("choices") or ():
+        delta, reason = choice.get("delta") or {}, choice.get("finish_reason")
+        text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
         calls = [_call_delta(call) for call in delta.get("tool_calls") or ()]
         if text or reasoning or reason or calls:
             deltas.append(ChatDelta(text, reasoning, calls[0] if calls else None, reason))
         deltas += [ChatDelta(tool_call=call) for call in calls[1:]]
+    if chunk.get("usage"):
+        deltas.append(ChatDelta(usage=_usage(chunk["usage"])))
     return deltas
 
 
@@ -149,13 +129,13 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def _call_delta(call: Mapping[str, Any]) -> ToolCallDelta:
-    custom = call.get("custom")
+    index, custom = call.get("index", 0), call.get("custom")
     if custom is not None:
-        return ToolCallDelta(call["index"], custom.get("input") or "", call.get("id"), custom.get("name"), True)
-    function = call["function"]
-    return ToolCallDelta(call["index"], function.get("arguments") or "", call.get("id"), function.get("name"))
+        return ToolCallDelta(index, custom.get("input") or "", call.get("id"), custom.get("name"), True)
+    function = call.get("function") or {}
+    return ToolCallDelta(index, function.get("arguments") or "", call.get("id"), function.get("name"))
 
 
 def _usage(usage: Mapping[str, Any]) -> ChatUsage:
     details = usage.get("completion_tokens_details") or {}
-    return ChatUsage(usage["prompt_tokens"], usage["completion_tokens"], details.get("reasoning_tokens", 0))
+    return ChatUsage(usage.get("prompt_tokens", 0), usage["completion_tokens"], details.get("reasoning_tokens", 0))

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
-from headrace.api.arguments import PooledInputs, TokenIds, encode_request, generate_request
-from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
+from headrace.api.arguments import PooledInputs, TokenIds, chat_fields, encode_request, generate_request
+from headrace.api.chat_reply import ChatDelta, ChatReply
 from headrace.api.engine_calls import EngineCalls
 from headrace.api.methods import Methods, Route, ScoreOptions, rerank_fields, score_fields, scores_of
 from headrace.api.native_client import NativeClient
@@ -381,7 +381,7 @@ class Engine(Methods):
         info = describe_server(manager.args, self._running.ready, manager.adapters.names, states)
         model = self.get_model_info()
         now = {name: model[name] for name in ("model_path", "weight_version")}
-        return info | now | manager.settings.changed_options()
+        return info | now | self._calls.result(manager.settings.changed_options())
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine is alive; with `generate`, whether it generates a token."""

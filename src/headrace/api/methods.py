@@ -191,28 +191,28 @@ class Methods(ABC):
     ) -> str:
         """Open a session and return its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
         given = {"capacity_of_str_len": capacity_of_str_len, "session_id": session_id, "timeout": timeout_s}
-        return self._call(
+        return self._wait(
             lambda manager: manager.open_session(capacity_of_str_len, session_id, timeout_s),
             lambda http: str(http.ask("/open_session", **given)),
         )
 
     def close_session(self, session_id: str) -> None:
         """Close a session. Its running requests continue. Raises NotFoundError."""
-        self._call(
+        self._wait(
             lambda manager: manager.close_session(session_id),
             lambda http: http.tell("/close_session", session_id=session_id),
         )
 
     def explain_request(self, rid: str) -> list[dict[str, Any]]:
         """Timelines of the samples of a recent request. Raises NotFoundError."""
-        return self._call(
+        return self._wait(
             lambda manager: manager.records.timelines(rid, _ADMIN),
             lambda http: list(http.get(f"/v1/requests/{urllib.parse.quote(rid, safe='')}")["data"]),
         )
 
     def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
         """Live samples and those that ended last, at most `limit`, without their events and their text; of a server, those of its key."""
-        return self._call(
+        return self._wait(
             lambda manager: manager.records.latest(limit, _ADMIN),
             lambda http: list(http.get(f"/v1/requests?limit={limit}")["data"]),
         )
@@ -262,7 +262,11 @@ class Methods(ABC):
 
     def metrics(self) -> str:
         """The text of /metrics."""
-        return self._call(lambda manager: manager.metrics_text().decode(), lambda http: http.text("/metrics"))
+
+        async def here(manager: "TokenizerManager") -> str:
+            return (await manager.metrics_text()).decode()
+
+        return self._wait(here, lambda http: http.text("/metrics"))
 
     # -- control operations
 

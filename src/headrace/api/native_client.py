@@ -43,7 +43,6 @@ class NativeClient:
             return json.load(reply)
 
     def text(self, path: str) -> str:
-        """The plain text reply to a GET."""
         with self.open(path) as reply, _faults_mapped():
             return str(reply.read().decode())
 

@@ -97,6 +97,7 @@ class ServerOptions(TypedDict, total=False):
     chat_template: str | None
     tool_call_parser: str
     reasoning_parser: str
+    mmproj: str
     load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     disable_weight_cache: bool

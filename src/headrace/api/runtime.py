@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Seque
 from contextlib import aclosing, closing
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from headrace.api.arguments import PooledInputs, media_json, without_none
-from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields, read_chunk, read_reply
+from headrace.api.arguments import PooledInputs, chat_fields, media_json, without_none
+from headrace.api.chat_reply import ChatDelta, ChatReply, read_chunk, read_reply
 from headrace.api.methods import Methods, Route, weight_op_reply
 from headrace.api.native_client import NativeClient
 from headrace.api.options import (

@@ -15,7 +15,7 @@ from headrace import cgroup
 from headrace.processes.numa import SYSFS, listed, read_nodes
 
 # As /proc/cpuinfo spells them, in the order in which a kernel prefers them last to first.
-_X86_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+_X86_FLAGS = ("sse4_2", "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ISA_FLAGS = (*_X86_FLAGS, "asimd", "asimddp", "i8mm", "sve")
 _GIB = 1 << 30
 

@@ -162,7 +162,6 @@ class OpenAITarget:
         return "/v1/chat/completions" if self.prompt_form == "chat" else "/v1/completions"
 
     async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
-        """See Target."""
         given = prompt if self.prompt_form == "ids" else self._decode(prompt)
         if answer.is_embedding:
             return await self.embed(given, len(prompt))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from headrace.checkpoint.gguf import Bytes, is_gguf
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
+from headrace.checkpoint.weight_formats import Scheme, StoredType
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class Checkpoint(ABC):
     def stored_precision(self) -> str:
         """What a GGUF file calls the precision of its weights, such as Q4_K_M; "" elsewhere."""
         return ""
+
+    def stored_types(self, quantization: Scheme) -> tuple[StoredType, ...]:
+        """The types of a GGUF file, and how they run if linear layers do as `quantization` says; () elsewhere."""
+        return ()
 
     @property
     @abstractmethod

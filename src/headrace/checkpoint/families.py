@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 from headrace.checkpoint.family import Audio, Decoder, Encoder, Family, Gguf, Vision
+from headrace.checkpoint.projector import Projector
 from headrace.errors import ModelError
 
 _FAMILIES = "headrace.families"  # the package of the families: above this room, so they are imported by name
@@ -64,6 +65,12 @@ def encoders() -> Mapping[str, Encoder]:
 def gguf() -> Mapping[str, Gguf]:
     """GGUF files by architecture."""
     return {name: own for family in families().values() for name, own in family.gguf.items()}
+
+
+@functools.cache
+def projectors() -> Mapping[str, Projector]:
+    """Vision encoders in GGUF files by `clip.projector_type`."""
+    return {name: own for family in families().values() for name, own in family.projectors.items()}
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from headrace.checkpoint.layer_config import EncoderConfig, SlidingRule
 from headrace.checkpoint.media_config import AudioConfig, MediaConfig
 from headrace.checkpoint.media_tokens import KindTokens, Tokens, Vocabulary
 from headrace.checkpoint.preprocessor_config import ImageSettings
+from headrace.checkpoint.projector import Projector
 
 if TYPE_CHECKING:
     from headrace.checkpoint.gguf import GgufFile  # numpy
@@ -179,10 +180,12 @@ class Audio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family, by the model types in config.json. decoders, encoders: of texts. vision, audio: models around a decoder. gguf: by architecture."""
+    """A family, by the model types in config.json. decoders, encoders: of texts. vision, audio: models around a decoder. gguf: by architecture.
+    projectors: by the `clip.projector_type` of GGUF files with a vision encoder."""
 
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
     encoders: Mapping[str, Encoder] = field(default_factory=dict)
     vision: Mapping[str, Vision] = field(default_factory=dict)
     audio: Mapping[str, Audio] = field(default_factory=dict)
     gguf: Mapping[str, Gguf] = field(default_factory=dict)
+    projectors: Mapping[str, Projector] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,9 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 
+_WANTED = ("f16", "bf16", "f32")
+_FLOATS = re.compile(r"(?:^|[-._])(f16|bf16|f32)(?:$|[-._])")
+_PRECISION = re.compile(r"[-._](?:f16|bf16|f32|i?q[0-9]\w*)(?=$|[-._])")
 _PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 
 
@@ -37,6 +41,36 @@ def gguf_parts(name: str) -> list[str]:
     if found is None or int(found[2]) < 1:
         return [name]
     return [f"{found[1]}-{number:05}-of-{found[2]}.gguf" for number in range(1, int(found[2]) + 1)]
+
+
+def without_part(stem: str) -> str:
+    """The name of a GGUF file without its ending, less the number of a part."""
+    return _PART.sub(r"\1", f"{stem}.gguf").removesuffix(".gguf")
+
+
+def is_mmproj(name: str) -> bool:
+    """Whether a file's name is that of the vision encoder beside a GGUF model."""
+    return name.endswith(".gguf") and "mmproj" in name.lower()
+
+
+def mmproj_rank(name: str) -> int:
+    """How much the precision that a vision encoder's name states is wanted: 0 = the most, F16, which llama.cpp's users choose; then BF16, F32, and
+    names that state none, or a quantised type."""
+    found = _FLOATS.search(name.lower().removesuffix(".gguf"))
+    return _WANTED.index(found[1]) if found else len(_WANTED)
+
+
+def mmproj_stem(name: str) -> str:
+    """The name without the precision that it states: the same for files of one model."""
+    return _PRECISION.sub("", name.lower().removesuffix(".gguf"))
+
+
+def best_mmprojs(names: Iterable[str]) -> list[str]:
+    """Of vision encoders' files by name those to choose: of each model the one of the precision that is wanted most."""
+    best: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (mmproj_rank(name), name)):
+        best.setdefault(mmproj_stem(name), name)
+    return list(best.values())
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.files import first_part, gguf_parts, map_regular, open_regular
+from headrace.checkpoint.files import first_part, gguf_parts, is_mmproj, map_regular, open_regular
 from headrace.errors import ModelError
 
 T = TypeVar("T")
@@ -141,6 +141,8 @@ class GgufFile:
             if not path.exists():
                 raise self._broken(f"of its {count} parts {path.name} is missing")
             part = GgufFile(path, is_part=True)
+            if "split.no" not in part or "split.count" not in part:
+                raise part._broken(f"it does not say that it is one of {count} parts (split.no and split.count)")
             if (part._split("split.no", 0), part._split("split.count", 1)) != (number, count):
                 raise part._broken(f"it says that it is another one of {count} parts")
             others.append(part)
@@ -183,6 +185,13 @@ class GgufFile:
     def decimal(self, key: str, default: float | None = None) -> float:
         """The finite number of `key`, as the shortest decimal of its float32. Raises ModelError like `count`."""
         value = self.require(key) if default is None else self.get(key, default)
+        return self._decimal(key, value)
+
+    def decimals(self, key: str) -> list[float]:
+        """The finite numbers of a list, like `decimal`."""
+        return [self._decimal(key, value) for value in self.listed(key, float)]
+
+    def _decimal(self, key: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
             raise self._broken(f"metadata key {key} is {value!r:.80}; expected a number")
         return float(str(np.float32(value)))
@@ -379,9 +388,7 @@ def gguf_of(folder: Path) -> Path | None:
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return None
     found = sorted(
-        file
-        for file in folder.glob("*.gguf")
-        if not file.name.startswith("mmproj") and file.name == first_part(file.name)
+        file for file in folder.glob("*.gguf") if not is_mmproj(file.name) and file.name == first_part(file.name)
     )
     if len(found) > 1:
         listed = ", ".join(file.name for file in found[:20])

@@ -17,7 +17,7 @@ from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, 
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.sampling_defaults import from_gguf
-from headrace.checkpoint.weight_formats import GGUF_METHOD, KERNEL_GROUP, Scheme
+from headrace.checkpoint.weight_formats import FORMATS, GGUF_METHOD, KERNEL_GROUP, Scheme, StoredType
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def quantized_matrix(type_name: str, rows: Bytes, shape: tuple[int, ...]) -> Qua
     )
 
 
+_FLOATS = ("F32", "F16", "BF16")
 _SCALES: dict[str, tuple[int, ...]] = {
     "F32": (), "F16": (), "BF16": (), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
@@ -93,7 +94,6 @@ class GgufCheckpoint(Checkpoint):
         self.file = GgufFile(path)
         super().__init__(path, config_of(self.file))
         self._sources = map_tensors(self.file)
-        self.notes = (f"tensors of the file: {types_of(self.file)}",)
 
     @property
     def total_bytes(self) -> int:
@@ -105,6 +105,22 @@ class GgufCheckpoint(Checkpoint):
     @property
     def stored_precision(self) -> str:
         return precision_of(self.file)
+
+    def stored_types(self, quantization: Scheme) -> tuple[StoredType, ...]:
+        counts: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for tensor in self.file.tensors.values():
+            counts[tensor.type.name] += 1
+            sizes[tensor.type.name] += tensor.num_bytes
+
+        def runs_as(kind: str) -> str:
+            if kind in _FLOATS or quantization == "none":
+                return "floats"
+            if FORMATS[quantization].blocks:
+                return quantization if kind in _SCALES else "floats"
+            return quantization
+
+        return tuple(StoredType(kind, counts[kind], size, runs_as(kind)) for kind, size in sizes.most_common())
 
     def files(self) -> list[Path]:
         return [part.path for part in self.file.parts]
@@ -200,17 +216,11 @@ def precision_of(file: GgufFile) -> str:
     return max(counts, key=counts.__getitem__, default="")
 
 
-def types_of(file: GgufFile) -> str:
-    """How many tensors have which type, and their size; the types that are converted to floats last."""
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        counts[tensor.type.name] += 1
-        sizes[tensor.type.name] += tensor.num_bytes
-    names = sorted(counts, key=lambda name: (name not in _SCALES, -sizes[name]))
-    return ", ".join(
-        f"{counts[name]} {name} ({sizes[name] / 2**20:.1f} MiB{'' if name in _SCALES else ', dequantised'})"
-        for name in names
+def _is_mostly_blocks(file: GgufFile) -> bool:
+    """Whether most of its values are in blocks that the kernels multiply."""
+    sizes = [(math.prod(tensor.shape), tensor.type) for tensor in file.tensors.values()]
+    return 2 * sum(size for size, kind in sizes if kind.block_values > 1 and kind.name in _SCALES) > sum(
+        size for size, _ in sizes
     )
 
 
@@ -219,5 +229,5 @@ def config_of(file: GgufFile) -> ModelConfig:
     return msgspec.structs.replace(
         parse_hf_config(hf_config(file), origin=file.path.name),
         sampling_defaults=from_gguf(general, file.path.name),
-        quantization={"quant_method": GGUF_METHOD},
+        quantization={"quant_method": GGUF_METHOD, "mostly_blocks": _is_mostly_blocks(file)},
     )

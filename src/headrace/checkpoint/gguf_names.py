@@ -126,6 +126,8 @@ def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
 
 def architecture(file: GgufFile) -> str:
     arch = file.require("general.architecture")
+    if arch == "clip":
+        raise ModelError(f"{file.path.name} is a vision encoder; name the text model, and this file as --mmproj")
     if not isinstance(arch, str) or arch not in gguf():
         raise ModelError(f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(gguf())}")
     return arch

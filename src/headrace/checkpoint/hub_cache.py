@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from headrace.checkpoint.files import first_part, gguf_parts, open_regular, read_json_object
+from headrace.checkpoint.files import best_mmprojs, first_part, gguf_parts, is_mmproj, open_regular, read_json_object
 from headrace.errors import ModelError
 
 _REFERENCE = re.compile(
@@ -136,7 +136,19 @@ def choose_gguf(files: Iterable[str], wanted: str | None, repo: str) -> str:
 def is_gguf_model(file: str) -> bool:
     """Whether the name is that of a GGUF language model or its first part, and not of another part (`mmproj`, which sees images)."""
     name = PurePosixPath(file).name
-    return name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix")) and name == first_part(name)
+    is_model = name.endswith(".gguf") and not is_mmproj(name) and not name.startswith("imatrix")
+    return is_model and name == first_part(name)
+
+
+def mmprojs_of(files: Iterable[str], model: str) -> list[str]:
+    """The vision encoder of a GGUF model: of those in its folder, else of those at the top, the preferred precision (F16). Several if they are of
+    several models. files: names in the repository."""
+    found = [PurePosixPath(file) for file in files if is_mmproj(file)]
+    for folder in (PurePosixPath(model).parent, PurePosixPath()):
+        names = [file.name for file in found if file.parent == folder]
+        if names:
+            return [(folder / name).as_posix() for name in best_mmprojs(names)]
+    return []
 
 
 def list_cached() -> list[CachedModel]:
@@ -183,7 +195,7 @@ def _models_of(folder: Path) -> list[CachedModel]:
         CachedModel(
             name.repo if len(ggufs) == 1 else f"{name.repo}:{PurePosixPath(file).name}",
             "GGUF",
-            sum(sizes.get(part, 0) for part in gguf_parts(file)),
+            sum(sizes.get(part, 0) for part in (*gguf_parts(file), *mmprojs_of(sizes, file))),
             snapshot.name,
             snapshot / file,
         )
@@ -200,7 +212,7 @@ def _model_in(snapshot: Path, name: HubName) -> Path:
             chosen = choose_gguf(files, name.file, name.repo)
         except ModelError as error:
             raise ModelError(f"in the Hugging Face cache, {error.message}; headrace pull brings others") from None
-        _check_inside(snapshot, gguf_parts(chosen), name)
+        _check_inside(snapshot, [*gguf_parts(chosen), *mmprojs_of(files, chosen)], name)
         return snapshot / chosen
     _check_inside(snapshot, files, name)
     if not has_weights and "config.json" not in files:

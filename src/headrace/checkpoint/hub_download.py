@@ -27,7 +27,15 @@ from huggingface_hub import get_token, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
 from headrace.checkpoint.files import gguf_parts, read_json_object
-from headrace.checkpoint.hub_cache import COMMIT, HubName, cache_folder, choose_gguf, find_model, is_gguf_model
+from headrace.checkpoint.hub_cache import (
+    COMMIT,
+    HubName,
+    cache_folder,
+    choose_gguf,
+    find_model,
+    is_gguf_model,
+    mmprojs_of,
+)
 from headrace.checkpoint.huggingface import INDEX_NAME
 from headrace.errors import ModelError
 from headrace.log import get_logger
@@ -374,7 +382,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def needed_files(files: list[HubFile], name: HubName, indexed: Iterable[str] | None) -> list[HubFile]:
-    """The files that serving the model takes: safetensors with their companions, or one GGUF file.
+    """The files that serving the model takes: safetensors with their companions, or one GGUF file with its vision encoder.
 
     indexed: the shards that the repository's index names, None without an index. Raises ModelError if the repository has
     no such weights, or several GGUF files of which none was chosen.
@@ -400,7 +408,7 @@ def needed_files(files: list[HubFile], name: HubName, indexed: Iterable[str] | N
     parts = gguf_parts(choose_gguf(by_name, name.file, name.repo))
     if missing := [part for part in parts if part not in by_name]:
         raise ModelError(f"{name.repo} lacks {missing[0]}, one of the {len(parts)} parts of {parts[0]}")
-    return [by_name[part] for part in parts]
+    return [by_name[file] for file in (*parts, *mmprojs_of(by_name, parts[0]))]
 
 
 def _file(sibling: _Sibling) -> HubFile | None:

@@ -201,6 +201,10 @@ def read_video_settings(folder: Path, default: str) -> ImageSettings:
             config = _read_if_there(folder / file) or None
     if config is None:
         raise ModelError("video_preprocessor_config.json is missing: it says how videos are prepared")
+    return video_settings(config, default)
+
+
+def video_settings(config: dict[str, Any], default: str) -> ImageSettings:
     name = str(config.get("video_processor_type") or default).removesuffix("VideoProcessor")
     kind = _known(_VIDEO_KINDS, name, "VideoProcessor", "videos for a {} video processor")
     if config.get("cap_pixels_per_frame"):

@@ -172,13 +172,11 @@ class BlockMatrix:
     def rows(self, begin: int, end: int) -> "BlockMatrix":
         return replace(self, blocks=self.blocks[begin:end])
 
-    def columns(self, begin: int, end: int) -> "BlockMatrix":
-        """Columns begin .. end - 1. Raises ModelError unless they are whole blocks."""
-        size, (_, k) = self.type.block_values, self.shape
+    def columns(self, begin: int, end: int) -> "BlockMatrix | torch.Tensor":
+        """Columns begin .. end - 1; dequantised, unless they are whole blocks."""
+        size = self.type.block_values
         if begin % size or end % size:
-            raise ModelError(
-                f"{self.type.name} weights in blocks of {size} cannot be cut at columns {begin} and {end} of {k}: give another --quantization"
-            )
+            return self.dequantize()[:, begin:end].contiguous()
         places = [column // size * self.type.block_bytes for column in (begin, end)]
         return replace(self, blocks=self.blocks[:, places[0] : places[1]].contiguous())
 

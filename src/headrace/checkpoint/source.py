@@ -6,8 +6,8 @@ from typing import NoReturn
 import msgspec
 
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
-from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
+from headrace.checkpoint.gguf import gguf_of, is_gguf
+from headrace.checkpoint.gguf_mmproj import AUTO, NONE, gguf_config, open_gguf
 from headrace.checkpoint.huggingface import Fp8Checkpoint, HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.quantized_formats import stored_format
@@ -39,13 +39,16 @@ class DummyCheckpoint(Checkpoint):
     tensor = shape
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file. Only headers are read. Raises ModelError for
-    anything else and for files that are missing, cut off or inconsistent."""
+def open_checkpoint(path: Path | str, mmproj: str = AUTO) -> Checkpoint:
+    """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file. Only headers are read. mmproj: the vision encoder
+    of a GGUF file, see `find_mmproj`. Raises ModelError for anything else and for files that are missing, cut off or inconsistent."""
     path = Path(path)
+    file = gguf_of(path) if path.is_dir() else path if path.exists() and is_gguf(path) else None
+    if file is not None:
+        return open_gguf(file, mmproj)
+    if mmproj not in (AUTO, NONE):
+        raise ModelError(f"--mmproj is for GGUF files; {path.name} is none: its own files say how it sees")
     if path.is_dir():
-        if (file := gguf_of(path)) is not None:
-            return GgufCheckpoint(file)
         if (path / "config.json").is_file():
             quantization = load_model_config(path).quantization
             settings, stored = stored_settings(quantization), stored_format(quantization)
@@ -55,16 +58,14 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise ModelError(f"{path.name} holds neither config.json nor a .gguf file")
     if not path.exists():
         raise ModelError(f"there is no checkpoint at {path}")
-    if is_gguf(path):
-        return GgufCheckpoint(path)
     raise ModelError(
         f"{path.name} is neither a folder nor a GGUF file; for safetensors name the folder with config.json"
     )
 
 
-def dummy_checkpoint(path: Path | str) -> DummyCheckpoint:
-    """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file."""
+def dummy_checkpoint(path: Path | str, mmproj: str = AUTO) -> DummyCheckpoint:
+    """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file with its vision encoder."""
     path = Path(path)
     if path.is_file() and is_gguf(path):
-        return DummyCheckpoint(path, msgspec.structs.replace(config_of(GgufFile(path)), quantization=None))
+        return DummyCheckpoint(path, msgspec.structs.replace(gguf_config(path, mmproj), quantization=None))
     return DummyCheckpoint(path, load_model_config(path))

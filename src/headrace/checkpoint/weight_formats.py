@@ -4,7 +4,7 @@ The arithmetic is in `layers.quantization`, one class a format. Used in any proc
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from headrace.errors import ModelError
 
@@ -317,3 +317,16 @@ def stored_scheme(quantization: dict[str, Any] | None) -> Scheme:
     """How a model of this `quantization_config` computes: "none" when it is not quantised. Raises ModelError as `stored_settings`."""
     found = stored_settings(quantization)
     return "none" if found is None else found.scheme
+
+
+class StoredType(NamedTuple):
+    """The tensors of one type in a GGUF file. runs_as: "gguf", their own bits; "floats"; or the format to which they are rounded."""
+
+    type: str
+    num_tensors: int
+    num_bytes: int
+    runs_as: str
+
+    def __str__(self) -> str:
+        mib = f"{self.num_bytes / 2**20:.1f} MiB"
+        return f"{self.num_tensors} {self.type} ({mib}{'' if self.runs_as == 'gguf' else f', as {self.runs_as}'})"

@@ -338,7 +338,7 @@ def pull(
 ) -> None:
     """Download a model and verify its checksums. Interrupted downloads continue. No other command downloads anything.
 
-    From the Hub only safetensors or one GGUF file, configuration, tokenizer and templates are downloaded, never pickles or
+    From the Hub only safetensors or one GGUF file (with its vision encoder), configuration, tokenizer and templates are downloaded, never pickles or
     code, into the cache of Hugging Face's own tools. HF_TOKEN gives a token, HF_ENDPOINT another Hub, HF_HUB_CACHE
     another cache.
     """

@@ -16,6 +16,7 @@ from urllib.error import URLError
 import msgspec
 from msgspec import Meta
 
+from headrace.api.chat_reply import ChatDelta, read_chunk
 from headrace.api.http_client import FAULTS, HttpClient, Refusal, error_of, events
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ContextLengthError, HeadraceError, RequestError
@@ -129,29 +130,13 @@ class EngineChat:
         self._engine.shutdown()
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
-        """See ChatSource. Tokens are counted by the deltas until the usage at the end says."""
         options: dict[str, Any] = {"return_progress": True, **_as_options(self.sampling)}
-        num_tokens = 0
-        calls: dict[int, ToolUse] = {}
         stream = self._engine.chat(messages, tools=tools or None, stream=True, json_schema=json_schema, **options)
         try:
             with closing(stream) as deltas:
-                for delta in deltas:
-                    if delta.progress is not None:
-                        yield Reading(delta.progress.processed, delta.progress.total)
-                    for text, is_reasoning in ((delta.reasoning, True), (delta.text, False)):
-                        if text:
-                            num_tokens += 1
-                            yield Piece(text, num_tokens, is_reasoning)
-                    if (call := delta.tool_call) is not None:
-                        _add_call(calls, call.index, call.id or "", call.name or "", call.arguments)
-                    if delta.finish_reason == "length":
-                        yield Piece("", num_tokens, is_cut=True)
-                    if delta.usage is not None:
-                        yield Piece("", delta.usage.completion_tokens)
+                yield from _parts(deltas)
         except ContextLengthError as error:
             raise RequestError(f"{error.message} /clear starts again.") from None
-        yield from (calls[index] for index in sorted(calls))
 
 
 class ServerChat:
@@ -163,7 +148,6 @@ class ServerChat:
         self.name = self._first_model() if model is None else self._asked_about(model)
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Part]:
-        """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
         body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
@@ -177,28 +161,8 @@ class ServerChat:
             schema = {"name": "schema", "schema": json.loads(json_schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         payload = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        num_tokens = 0
-        calls: dict[int, ToolUse] = {}
         with self._open("/v1/chat/completions", payload) as response:
-            for chunk in _chunks(response):
-                if progress := chunk.get("prompt_progress"):
-                    yield Reading(progress["processed"], progress["total"])
-                for choice in chunk.get("choices") or ():
-                    delta = choice.get("delta") or {}
-                    for call in delta.get("tool_calls") or ():
-                        index, function = call.get("index", 0), call.get("function") or {}
-                        call_id, name = str(call.get("id") or f"call_{index}"), function.get("name") or None
-                        _add_call(calls, index, call_id, name, function.get("arguments") or "")
-                    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-                    for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
-                        if text:
-                            num_tokens += 1
-                            yield Piece(text, num_tokens, is_reasoning)
-                    if choice.get("finish_reason") == "length":
-                        yield Piece("", num_tokens, is_cut=True)
-                if usage := chunk.get("usage"):
-                    yield Piece("", usage["completion_tokens"])
-        yield from (calls[index] for index in sorted(calls))
+            yield from _parts(delta for chunk in _chunks(response) for delta in read_chunk(chunk))
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:
@@ -232,13 +196,28 @@ def _as_options(sampling: ChatSampling) -> dict[str, Any]:
     return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
 
 
-def _add_call(calls: dict[int, ToolUse], index: int, call_id: str, name: str | None, arguments: str) -> None:
-    """Add a piece of a tool call, of which the first has the name. Raises RequestError for one of an unknown call."""
-    if index not in calls:
-        if name is None:
-            raise RequestError("the reply has a piece of a tool call without a name")
-        calls[index] = ToolUse(call_id, name, "")
-    calls[index].arguments += arguments
+def _parts(deltas: Iterable[ChatDelta]) -> Iterator[Part]:
+    """Tokens are counted by the deltas until the usage at the end says. Raises RequestError for a call without a name."""
+    num_tokens = 0
+    calls: dict[int, ToolUse] = {}
+    for delta in deltas:
+        if delta.progress is not None:
+            yield Reading(delta.progress.processed, delta.progress.total)
+        for text, is_reasoning in ((delta.reasoning, True), (delta.text, False)):
+            if text:
+                num_tokens += 1
+                yield Piece(text, num_tokens, is_reasoning)
+        if (call := delta.tool_call) is not None:
+            if call.index not in calls:
+                if not call.name:
+                    raise RequestError("the reply has a piece of a tool call without a name")
+                calls[call.index] = ToolUse(call.id or f"call_{call.index}", call.name, "")
+            calls[call.index].arguments += call.arguments
+        if delta.finish_reason == "length":
+            yield Piece("", num_tokens, is_cut=True)
+        if delta.usage is not None:
+            yield Piece("", delta.usage.completion_tokens)
+    yield from (calls[index] for index in sorted(calls))
 
 
 def new_texts(items: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from headrace.benchmark.tables import print_table
+from headrace.checkpoint.files import best_mmprojs
 from headrace.checkpoint.hub_cache import HubName, cache_folder, format_of, list_cached
 from headrace.checkpoint.names import KNOWN_MODELS, list_models, pull
 
@@ -47,6 +48,11 @@ def run_pull(name: str, console: Console) -> None:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             path = pull_from_hub(hub_name, _Bar(progress))
     console.print(f"{name} is ready: {path}", highlight=False, soft_wrap=True)
+    if path.is_file():
+        from headrace.checkpoint.gguf_mmproj import beside
+
+        for encoder in best_mmprojs(file.name for file in beside(path)):
+            console.print(f"vision encoder: {encoder}", highlight=False, soft_wrap=True)
 
 
 def run_models(console: Console) -> None:

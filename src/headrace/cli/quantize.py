@@ -13,6 +13,7 @@ from rich.console import Console
 from headrace import kernels
 from headrace.benchmark.agreement import WINDOW, default_text, windows_of
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.gguf_mmproj import NONE
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import Scheme, StoredScheme
@@ -36,7 +37,7 @@ def run_quantize(
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output {output}: the folder is not empty")
     path = resolve_model(model)
-    checkpoint, tokenizer = open_checkpoint(path), load_tokenizer(path)
+    checkpoint, tokenizer = open_checkpoint(path, NONE), load_tokenizer(path)
     is_native = not cpu.why_not()
     backend = "cpu" if is_native else "torch_native"
     text = default_text("calibration") if calibration is None else calibration.read_text()

@@ -350,9 +350,13 @@ def _quantization(
     asked: Scheme | None = None
     if args.quantization != "auto" and args.quantization != "none":
         asked = args.quantization
-    if FORMATS[stored].blocks and asked != stored:
-        stored = "none"  # a GGUF file is dequantised, and rounded again
     needs = FormatNeeds(device, dtype, facts.cuda_capability, model.moe is not None)
+    if FORMATS[stored].blocks and asked != stored:
+        if device == "cpu" and args.quantization == "auto" and _runs_in_blocks(args, model):
+            asked = stored
+        else:
+            stored = "none"
+            decisions.append(f"quantization {asked or stored}: the GGUF file is dequantised")
     refusal = FORMATS[asked or stored].reason_against(needs)
     if asked is not None and FORMATS[asked].blocks and not refusal:
         refusal = _reason_against_blocks(args, facts, stored)
@@ -377,6 +381,12 @@ def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme)
     if not facts.native_kernels or args.disable_native_kernels:
         return "their products need the native kernels"
     return ""
+
+
+def _runs_in_blocks(args: ServerArgs, model: ModelConfig) -> bool:
+    """Whether a GGUF file runs in its own bits without being asked to: most of it can, and no option wants floats."""
+    wants_floats = args.dtype != "auto" or args.activations != "auto" or args.save_dir is not None
+    return bool(model.quantization and model.quantization.get("mostly_blocks")) and not wants_floats
 
 
 def _activations(

@@ -6,6 +6,7 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from headrace.checkpoint.files import without_part
 from headrace.checkpoint.hub_cache import HubName
 from headrace.config.checks import check_combinations, check_value
 from headrace.config.server_options import ServerOptions, flag
@@ -36,7 +37,12 @@ class ServerArgs(ServerOptions):
             return tuple(dict.fromkeys(filter(None, names)))
         hub_name = HubName.parse(self.model_path)
         path = Path(self.model_path if hub_name is None else hub_name.repo)
-        return (path.stem if path.suffix == ".gguf" else path.name or "model",)
+        return (without_part(path.stem) if path.suffix == ".gguf" else path.name or "model",)
+
+    @property
+    def names_mmproj(self) -> bool:
+        """Whether --mmproj is a file."""
+        return self.mmproj not in ("auto", "none")
 
     @property
     def served_name(self) -> str:

@@ -92,6 +92,11 @@ class ServerOptions:
         "auto",
         "How the model marks its reasoning, see docs/tools.md; auto: as its checkpoint says; none: it is content.",
     )
+    mmproj: str = _model(
+        "auto",
+        "Of a GGUF model, the file with its vision encoder (mmproj-*.gguf), see docs/images.md; auto: the one in the same folder; none: text only.",
+        FILLED,
+    )
     load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"] = _model(
         "auto",
         "Format of the weights. dummy: random weights, config.json is enough; sharded_state: a folder written by /save_sharded_state.",
@@ -386,7 +391,7 @@ class ServerOptions:
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"] = _memory(
         "auto",
-        "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, and int8 with int8, int8-fast or int4 "
+        "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, and int8 with int8, int8-fast, int4 or gguf "
         "if heads have at most 128 elements, unless a short text shows that they cost the model too much quality; else that of the weights. "
         "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
@@ -435,8 +440,8 @@ class ServerOptions:
     )
     quantization: Quantization = _kernels(  # noqa: RUF009, it gives a field
         "auto",
-        f"Quantise the linear layers at load. {help_text()} auto: as the checkpoint is, but for GGUF files, which are "
-        "dequantised. See docs/quantization.md.",
+        f"Quantise the linear layers at load. {help_text()} auto: as the checkpoint is, GGUF files on a CPU in their own "
+        "bits (on a GPU dequantised). See docs/quantization.md.",
     )
     disable_cuda_graph: bool = _kernels(
         False, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."

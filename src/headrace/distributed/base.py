@@ -67,7 +67,7 @@ class Group(Collectives, Protocol):
         """Why the group is known to be broken; None = it is not. Also found between calls, if the ranks are on several hosts."""
 
     def break_up(self, reason: str) -> None:
-        """End every call that waits, in every rank, and all later ones."""
+        """End every call that waits, in every rank, and all later ones. The first reason stays."""
 
     def close(self) -> None:
         """Let go of it. Idempotent."""
@@ -83,7 +83,6 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are no other ranks."""
         return self.size == 1
 
     @property
@@ -104,7 +103,6 @@ class Shard:
         return tuple(slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
 
     def part(self, n: int, unit: int = 1) -> slice:
-        """This rank's part of `split`."""
         return self.split(n, unit)[self.rank]
 
 
@@ -219,7 +217,6 @@ class Stage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are no other stages."""
         return self.count == 1
 
     @property

@@ -122,13 +122,11 @@ class NetworkGroup(ABC):
         self._hidden: deque[Hidden] = deque()
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """ValueError unless x is float32, contiguous and on the CPU."""
         check_sum(x)
         values = x.detach().numpy().reshape(-1)
         self._call(lambda: self._sum(values))
 
     def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
-        """Rows may lie apart. ValueError when a shape does not fit."""
         if len(columns) != self.size or min(columns) < 0:
             raise ValueError(f"gather: {list(columns)} columns for {self.size} ranks")
         if (out is None) != (self.rank > 0):

@@ -36,29 +36,15 @@ class SharedMemoryGroup:
     spans_hosts = False
 
     def __init__(self, native_group: Any, rank: int, size: int) -> None:
-        """native_group: `_native.RankGroup`. See `create` and `join`."""
+        """native_group: `_native.RankGroup`. See `join`."""
         self.rank = rank
         self.size = size
         self._native = native_group
         self._is_closed = False
 
-    @classmethod
-    def create(cls, size: int, limit_s: float) -> tuple[Self, int]:
-        """A new group of `size` ranks, for rank 0, and the descriptor of its memory.
-
-        limit_s: how long a call waits for another rank. Followers inherit the descriptor and `join` by it; the caller closes it when they were
-        started. Raises ConfigError without the native extension, ValueError when an argument does not fit.
-        """
-        fd = cls.memory(size)
-        try:
-            return cls.join(fd, 0, size, limit_s), fd
-        except BaseException:
-            os.close(fd)
-            raise
-
     @staticmethod
     def memory(size: int) -> int:
-        """The descriptor of the memory of a new group, which every rank is still to `join`. Raises as `create` does."""
+        """The descriptor of the memory of a new group, which every rank is still to `join`. Raises as that does."""
         native = _load()
         fd = os.memfd_create("headrace-ranks")
         try:
@@ -72,7 +58,7 @@ class SharedMemoryGroup:
     def join(cls, fd: int, rank: int, size: int, limit_s: float) -> Self:
         """The group with this descriptor, for rank `rank`, once for each. The descriptor stays the caller's, who may close it at once.
 
-        Raises ConfigError without the native extension, ValueError when an argument does not fit.
+        limit_s: how long a call waits for another rank. Raises ConfigError without the native extension, ValueError when an argument does not fit.
         """
         return cls(_load().RankGroup(fd, rank, size, limit_s), rank, size)
 
@@ -82,12 +68,10 @@ class SharedMemoryGroup:
         return int(self._native.address())
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """ValueError unless x is float32, contiguous and on the CPU."""
         check_sum(x)
         self._call(self._native.all_reduce, x.data_ptr(), x.numel())
 
     def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
-        """Rows may lie apart. ValueError when a shape does not fit."""
         if len(columns) != self.size:
             raise ValueError(f"gather: {len(columns)} numbers of columns for {self.size} ranks")
         rows = x.shape[0]
@@ -120,7 +104,6 @@ class SharedMemoryGroup:
         return None
 
     def break_up(self, reason: str) -> None:
-        """The first reason stays."""
         self._native.break_up(reason)
 
     def close(self) -> None:

@@ -150,7 +150,6 @@ def build_worker(
 
 
 def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> tuple[Worker, ReadyInfo]:
-    """`build_worker` for the encoder in `checkpoint`."""
     begin = time.perf_counter()
     setup = set_up(args, checkpoint, ALONE)
     decisions = [f"model class {setup.spec.name}: an encoder, whose texts are computed whole", *setup.config.decisions]
@@ -479,6 +478,7 @@ def _model_info(setup: Setup, model: Model, decisions: list[str], load_s: float)
         num_parameters=sum(math.prod(weight.shape) for weight in model.weights()),
         file_format=setup.file_format,
         stored_precision=setup.stored_precision,
+        stored_types=tuple(kind._asdict() for kind in setup.stored_types),
         kv_bytes=0,
         load_s=load_s,
         quantization=config.quantization,

@@ -140,6 +140,7 @@ def _own_args(target: Setup) -> ServerArgs:
         args,
         model_path=args.speculative_draft_model_path,
         served_model_name=None,
+        mmproj="none",
         quantization=quantization if quantization != "auto" or args.quantization == "gguf" else args.quantization,
         page_size=target.config.page_size,
         context_length=None,

@@ -59,13 +59,11 @@ class _InputHessian:
 class WindowRunner:
     """Runs a model over windows of at most `window` tokens, each from its first position, on CPU."""
 
-    def __init__(
-        self, model: CausalLM, config: ModelConfig, backend: str, window: int, kv_dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, model: CausalLM, config: ModelConfig, backend: str, window: int) -> None:
         self._model = model
         self._attention: AttentionBackend = make_backend(backend)
         num_slots = -(-window // PAGE) * PAGE
-        self._attention.make_kv_pool(kv_shape(config, kv_dtype), num_slots, PAGE, torch.device("cpu"))
+        self._attention.make_kv_pool(kv_shape(config, torch.float32), num_slots, PAGE, torch.device("cpu"))
 
     @torch.inference_mode()
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What the runner needs from a GPU besides arithmetic: asynchronous copies, events, captured graphs.
 
-Owns the interface (`Device`, `Download`, `Event`, `Graph`) and its CUDA implementation, also one for the leader of several ranks; that of the tests
-runs on the CPU. Does not own what is copied or captured. Used by the thread that runs the steps.
+Owns the interface (`Device`, `Download`) and its CUDA implementation, also one for the leader of several ranks; that of the tests runs on the CPU.
+Does not own what is copied or captured. Used by the thread that runs the steps.
 
     compute stream   inputs n | layers, sample n | inputs n+1 | layers, sample n+1 | ...
     copy stream                                  | ids of n -> host
@@ -10,6 +10,7 @@ runs on the CPU. Does not own what is copied or captured. Used by the thread tha
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,28 +24,13 @@ ALIGNMENT = 64
 """Alignment of each part of a shared upload, in bytes. Kernels are compiled for aligned addresses."""
 
 
-class Download(Protocol):
-    """A tensor on its way to the host."""
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A tensor on its way to the host. is_done: whether the values are there, without waiting. wait: for them, as they were when the download was
+    queued."""
 
-    def is_done(self) -> bool:
-        """Whether the values are there. Does not wait."""
-
-    def wait(self) -> npt.NDArray[np.int64]:
-        """Wait for the values, as they were when the download was queued."""
-
-
-class Event(Protocol):
-    """A point in the queue."""
-
-    def is_done(self) -> bool:
-        """Whether the work queued before it is done. Does not wait."""
-
-
-class Graph(Protocol):
-    """Captured work."""
-
-    def replay(self) -> None:
-        """Queue it again, on the same memory."""
+    is_done: Callable[[], bool]
+    wait: Callable[[], npt.NDArray[np.int64]]
 
 
 class Device(Protocol):
@@ -56,11 +42,12 @@ class Device(Protocol):
     def download(self, values: torch.Tensor) -> Download:
         """Queue a copy of int64 `values` to the host, after the work queued so far. `values` must not be written afterwards."""
 
-    def record(self) -> Event:
-        """The end of the work queued so far."""
+    def record(self) -> Callable[[], bool]:
+        """What tells, without waiting, whether the work queued so far is done."""
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Run `run` to warm up, then capture what it queues. All graphs share one memory pool: capture the largest first."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run `run` to warm up, then capture what it queues; what queues that again, on the same memory. All graphs share one memory pool: capture
+        the largest first."""
 
 
 def upload_parts(device: Device, parts: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
@@ -72,27 +59,6 @@ def upload_parts(device: Device, parts: Sequence[npt.NDArray[np.generic]]) -> li
         joined[start : start + len(part)] = part
     whole = device.upload(joined)
     return [whole[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
-
-
-class _CudaDownload:
-    def __init__(self, host: torch.Tensor, done: torch.cuda.Event) -> None:
-        self._host = host
-        self._done = done
-
-    def is_done(self) -> bool:
-        return self._done.query()
-
-    def wait(self) -> npt.NDArray[np.int64]:
-        self._done.synchronize()
-        return self._host.numpy()
-
-
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def is_done(self) -> bool:
-        return self._event.query()
 
 
 class CudaDevice:
@@ -120,14 +86,19 @@ class CudaDevice:
             done.record(self._copies)
         # Its memory must not be reused by later work of the compute stream before the copy is done.
         values.record_stream(self._copies)
-        return _CudaDownload(host, done)
 
-    def record(self) -> Event:
+        def wait() -> npt.NDArray[np.int64]:
+            done.synchronize()
+            return host.numpy()
+
+        return Download(done.query, wait)
+
+    def record(self) -> Callable[[], bool]:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return _CudaEvent(event)
+        return event.query
 
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """See `Device`. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""
         # Libraries and kernels initialise in their first run, with calls that cannot be captured.
         side, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
@@ -139,7 +110,7 @@ class CudaDevice:
         # Other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
-        return graph
+        return graph.replay
 
 
 _SHORTEST_NAP_S = 20e-6
@@ -162,11 +133,17 @@ class WatchedDevice:
 
     def download(self, values: torch.Tensor) -> Download:
         """See `Device`. Its `wait` raises ExecutionError when the other ranks do not do their part."""
-        return _WatchedDownload(self._device.download(values), self)
+        download = self._device.download(values)
+
+        def wait() -> npt.NDArray[np.int64]:
+            self.wait_for(download.is_done)
+            return download.wait()
+
+        return Download(download.is_done, wait)
 
     def settle(self) -> None:
         """Wait for what is queued, so that reading values does not wait for other ranks any more. Raises ExecutionError like `download`."""
-        self.wait_for(self.record().is_done)
+        self.wait_for(self.record())
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done`. Raises ExecutionError."""
@@ -183,14 +160,3 @@ class WatchedDevice:
         except ExecutionError as error:
             self._on_broken(error.message)
             raise
-
-
-class _WatchedDownload:
-    def __init__(self, download: Download, device: WatchedDevice) -> None:
-        self._download = download
-        self._device = device
-        self.is_done = download.is_done
-
-    def wait(self) -> npt.NDArray[np.int64]:
-        self._device.wait_for(self._download.is_done)
-        return self._download.wait()

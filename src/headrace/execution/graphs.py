@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from headrace.attention.base import AttentionBackend, StepRows
-from headrace.execution.device import Device, Graph
+from headrace.execution.device import Device
 from headrace.execution.forward_batch import SequenceTable, cumulative, token_places
 from headrace.log import get_logger
 from headrace.messages.step import MOST_VERIFIED, Int32Array
@@ -143,7 +143,7 @@ class GraphPool:
         self._greedy = torch.zeros(largest, dtype=torch.int64, device=on)
         self._drafts, self._right = torch.zeros(2, max((*verifying_sizes, 0)), dtype=torch.int64, device=on)
         self._row_starts = torch.arange(largest + 1, dtype=torch.int32, device=on)
-        self._graphs: dict[tuple[int, bool], Graph] = {}  # by size, and whether they verify
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by size, and whether they verify
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -168,7 +168,7 @@ class GraphPool:
         size = self.size_for(num_rows)
         assert size is not None, (num_rows, self.sizes)
         self._fill(size, (seqs, positions, out_slots))
-        self._graphs[size, False].replay()
+        self._graphs[size, False]()
         at_rows, at_positions, _ = self._inputs[: 3 * size].view(3, size)
         return GraphStep(self._logits[:num_rows], self._greedy[:num_rows], at_rows[:num_rows], at_positions[:num_rows])
 
@@ -180,7 +180,7 @@ class GraphPool:
         assert size is not None, (num_rows, self.verifying_sizes)
         at_seqs, positions = token_places(seqs, starts, counts, cumulative(counts))
         self._fill(size, (at_seqs, positions, out_slots, np.repeat(starts + counts - 1, counts) - positions))
-        self._graphs[size, True].replay()
+        self._graphs[size, True]()
         of_rows = self._inputs[: 4 * size].view(4, size)[:, :num_rows]
         return VerifiedStep(
             logits=self._logits[:num_rows],
@@ -206,7 +206,6 @@ class GraphPool:
         self._run(seqs, positions, out_slots)
 
     def _verify(self, size: int) -> None:
-        """As `_step`, of a step that verifies drafts."""
         seqs, positions, out_slots, num_after = self._inputs[: 4 * size].view(4, size)
         self._drafts[:size].copy_(self._table.tokens[seqs, positions + 1])  # before the greedy ids take their places
         self._run(seqs, positions, out_slots)

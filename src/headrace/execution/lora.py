@@ -155,16 +155,13 @@ class LoraPool:
             if lora_id:
                 assert lora_id in self._loaded, f"adapter {lora_id} is not loaded"
                 parts[lora_id] += range(row_starts[i], row_starts[i + 1])
-        device = self._placement.device
-        index = torch.zeros(row_starts[-1], dtype=torch.int32)
         groups: list[tuple[int, Rows]] = []
         for lora_id, numbers in parts.items():
             chosen: Rows = slice(numbers[0], numbers[-1] + 1)
             if numbers[-1] - numbers[0] >= len(numbers):
-                chosen = torch.tensor(numbers, device=device)
-            index[chosen] = lora_id
+                chosen = torch.tensor(numbers, device=self._placement.device)
             groups.append((lora_id, chosen))
-        return LoraRows(row_starts[-1], tuple(groups), index.to(device))
+        return LoraRows(row_starts[-1], tuple(groups))
 
     def _read(self, checkpoint: LoraCheckpoint) -> dict[Linear, LoraFactors]:
         """The factors by layer: of B the rows of this rank's outputs, of A the columns of its inputs.

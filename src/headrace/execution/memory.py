@@ -3,21 +3,12 @@
 import contextlib
 import errno
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from headrace import cgroup
 from headrace.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBudget:
-    """Size of the KV pool in tokens, and the reason for it."""
-
-    max_total_tokens: int
-    reason: str
 
 
 def available_bytes(device: torch.device) -> int:
@@ -69,18 +60,18 @@ def kv_token_budget(
     page_size: int,
     max_tokens_useful: int,
     reserved_bytes: int = 0,
-) -> TokenBudget:
+) -> tuple[int, str]:
     """Tokens that fit in mem_fraction_static of the memory that was free before loading, minus the weights.
 
     available: bytes free now, with the weights loaded. max_tokens_useful: more could never be used at once. reserved_bytes: for other
-    purposes. Returns a multiple of page_size, possibly 0.
+    purposes. Returns a multiple of page_size, possibly 0, and the reason for it.
     """
     budget = int((available + weight_bytes) * mem_fraction_static) - weight_bytes - reserved_bytes
     fitting = max(0, budget) // bytes_per_token // page_size * page_size
     useful = -(-max_tokens_useful // page_size) * page_size
     if useful < fitting:
-        return TokenBudget(useful, f"max_running_requests x context_length (memory has room for {fitting})")
-    return TokenBudget(
+        return useful, f"max_running_requests x context_length (memory has room for {fitting})"
+    return (
         fitting,
         f"{mem_fraction_static:.0%} of {(available + weight_bytes) / 2**30:.1f} GiB minus {weight_bytes / 2**30:.2f} GiB of weights"
         f"{f' and {reserved_bytes / 2**30:.2f} GiB that steps need' if reserved_bytes else ''}, "

@@ -154,7 +154,7 @@ def _plan(
         if in_all != args.max_total_tokens:
             decisions.append(f"max_total_tokens {in_all}: {args.max_total_tokens} rounded down to pages of {page_size}")
     else:
-        budget = kv_token_budget(
+        num_tokens, reason = kv_token_budget(
             available=available_bytes(device),
             weight_bytes=needs.weight_bytes,
             mem_fraction_static=config.mem_fraction_static,
@@ -163,11 +163,10 @@ def _plan(
             page_size=page_size,
             max_tokens_useful=config.max_running_requests * context_length,
         )
-        num_tokens = budget.max_total_tokens
-        decisions.append(f"max_total_tokens {num_tokens}: {budget.reason}")
+        decisions.append(f"max_total_tokens {num_tokens}: {reason}")
         if num_tokens == 0 or (args.context_length is not None and num_tokens < context_length):
             raise ConfigError(
-                f"memory has room for {num_tokens} KV tokens ({budget.reason}), but a sequence may have {context_length} tokens; "
+                f"memory has room for {num_tokens} KV tokens ({reason}), but a sequence may have {context_length} tokens; "
                 "raise --mem-fraction-static, or lower --context-length"
             )
     if num_tokens < context_length:

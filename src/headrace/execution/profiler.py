@@ -67,7 +67,6 @@ class StepProfiler:
                 self._finish()
 
     def start(self, request: StartProfileBody, stem: str) -> str:
-        """See `handle`. stem: of the file's name."""
         if self._folder is None:
             raise RequestError("profiling is off: start the server with --profile-dir")
         if self._running is not None:

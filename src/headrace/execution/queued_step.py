@@ -229,7 +229,7 @@ class ConstrainedStep:
         self._table = table
         self._device = device
         self._followers = followers
-        self._computed = device.record()
+        self._is_computed = device.record()
         self._masks = NO_MASKS
         # What takes the token of each row that its grammar let sample.
         self._acceptors: dict[int, Callable[[int], None]] = {}
@@ -278,7 +278,7 @@ class ConstrainedStep:
 
     def _sample(self, unmasked: Unmasked) -> None:
         masks = self._sampler.grammars.ready(
-            unmasked.seqs.tolist(), unmasked.positions.tolist(), lambda: not self._computed.is_done()
+            unmasked.seqs.tolist(), unmasked.positions.tolist(), lambda: not self._is_computed()
         )
         if masks.tokens is not None:
             rows = np.flatnonzero(masks.tokens.rows >= 0)

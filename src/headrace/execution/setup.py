@@ -15,11 +15,13 @@ from headrace import kernels
 from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvPool, KvShape
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.gguf_mmproj import AUTO
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import files_fingerprint
+from headrace.checkpoint.weight_formats import StoredType
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Stage
@@ -43,7 +45,8 @@ from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 class Setup:
     """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs.
 
-    pooling: what it makes of a text; None = it generates. file_format, stored_precision, fingerprint (when it was opened): of its checkpoint.
+    pooling: what it makes of a text; None = it generates. file_format, stored_precision, stored_types, fingerprint (when it was opened): of
+    its checkpoint.
     """
 
     args: ServerArgs
@@ -54,6 +57,7 @@ class Setup:
     placement: Placement
     file_format: Literal["gguf", "safetensors"]
     stored_precision: str
+    stored_types: tuple[StoredType, ...]
     fingerprint: str
 
     @property
@@ -101,7 +105,8 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_attention=args.enable_dp_attention,
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
     )
-    stored = checkpoint.file_format, checkpoint.stored_precision, fingerprint
+    types = checkpoint.stored_types(config.quantization)
+    stored = checkpoint.file_format, checkpoint.stored_precision, types, fingerprint
     setup = Setup(args, model_config, pooling, spec, config, placement, *stored)
     if model_config.encoder is None:
         check_asked_pool(setup, rank)
@@ -152,6 +157,8 @@ def load_checkpoint(
 
     resources: get what must end with the worker. Raises ModelError.
     """
+    if setup.stored_types:
+        decisions.append(f"tensors of the file: {', '.join(map(str, setup.stored_types))}")
     decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
     cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
@@ -198,8 +205,8 @@ def open_model(args: ServerArgs) -> Checkpoint:
     """The checkpoint that `args` names. Raises ModelError, including when its kind does not match --load-format."""
     path = resolve_model(args.model_path)
     if args.load_format == "dummy":
-        return dummy_checkpoint(path)
-    checkpoint = open_checkpoint(path)
+        return dummy_checkpoint(path, args.mmproj)
+    checkpoint = open_checkpoint(path, args.mmproj)
     wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
         args.load_format
     ]
@@ -278,7 +285,8 @@ def updatable_weights(
     args, spec, model_config = setup.args, setup.spec, setup.model_config
 
     def load(model_path: str, load_format: LoadFormat) -> tuple[Model, str]:
-        other = open_model(replace(args, model_path=model_path, load_format=load_format))
+        mmproj = args.mmproj if resolve_model(model_path).is_file() else AUTO
+        other = open_model(replace(args, model_path=model_path, load_format=load_format, mmproj=mmproj))
         before = fingerprint_of(other)
         theirs = override_model(other.config, args.json_model_override_args)
         if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding

@@ -1,9 +1,10 @@
 """How long steps with draft tokens take here: measured once at start, with the model's own weights, on the cores that it gets.
 
-Runs steps of a made-up sequence, before the first request, in every rank: it has a cached prefix, which costs nothing to make up, so attention has
+Runs steps of a made-up sequence, before the first request: it has a cached prefix, which costs nothing to make up, so attention has
 something to read. Its tokens differ, so that those of a mixture of experts go to different experts. Numbers of tokens are tried in turns, and of each
 the fastest counts, since what else runs on the machine only adds time; those of earlier starts count, too, and are all that counts where trying again
-would make the start noticeably longer. No token of any request depends on the result, only how many are drafted.
+would make the start noticeably longer. Several ranks are not measured: one that is late would end the start, where later it ends a step, which is
+repeated. No token of any request depends on the result, only how many are drafted.
 """
 
 import math
@@ -22,9 +23,12 @@ from headrace.messages.control import ReadyInfo
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, Worker
 from headrace.sampling.params import ResolvedSamplingParams
-from headrace.speculative.pace import StepTimes
+from headrace.speculative.pace import SLOW, StepTimes
 
 _logger = get_logger(__name__)
+
+ISAS_WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avxvnni")
+"""Kernels that multiply 8-bit integers at four times the pace of floats."""
 
 NUM_TOKENS = (1, 4, 16)
 """Of the steps that are timed."""
@@ -54,10 +58,12 @@ def paced(runner: ModelRunner, worker: Worker, info: ReadyInfo, setup: Setup, ca
         why = next((decision for decision in info.decisions if decision.startswith(name)), algorithm)
         return msgspec.structs.replace(info, speculation=why.removeprefix(name))
     seconds: dict[int, float] = {}
-    if setup.is_cpu and setup.args.num_kv_parts == 1:
+    if setup.is_cpu and setup.args.num_ranks == 1:
         runner.drafts = None
         seconds = measured_seconds(worker, info, setup, cache)
     found = "it was not measured how long its steps take"
+    if setup.is_cpu and native_cpu.isa() not in ISAS_WITH_BYTES:
+        drafts.times = SLOW
     if seconds:
         drafts.times = StepTimes.measured(seconds)
         found = drafts.times.summary
@@ -108,11 +114,9 @@ def measured_seconds(worker: Worker, info: ReadyInfo, setup: Setup, cache: Weigh
 
 def _name(setup: Setup, count: int) -> str:
     """Of a measurement among those of the same weights: what it depends on beside them."""
-    config, args = setup.config, setup.args
-    return (
-        f"seconds of a step of {count} tokens, {config.num_threads} threads, KV in {config.kv_cache_dtype}, {config.attention_backend}, "
-        f"{args.tp_size} x {args.pp_size} ranks, {native_cpu.isa()}"
-    )
+    config = setup.config
+    kv = f"KV in {config.kv_cache_dtype}, {config.attention_backend}"
+    return f"seconds of a step of {count} tokens, {config.num_threads} threads, {kv}, {native_cpu.isa()}"
 
 
 def _run(worker: Worker, step: int, new: NewSequence, count: int) -> float:

@@ -12,7 +12,7 @@ engine: the `TokenizerManager` does, for all workers. Runs in the main process's
 import asyncio
 import inspect
 import operator
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self, get_args, get_origin, get_type_hints
@@ -59,24 +59,12 @@ class RemoteMethod:
     replies: bool
 
 
-def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
-    methods = {}
-    for name, function in vars(protocol).items():
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
-        hints = get_type_hints(function)
-        result = hints["return"]
-        streams = get_origin(result) is AsyncGenerator
-        replies = inspect.iscoroutinefunction(function) or result is not type(None)
-        result = get_args(result)[0] if streams else _awaited(result)
-        methods[name] = RemoteMethod(_arguments(function, hints), result, streams, replies)
-    return methods
-
-
-def _awaited(result: Any) -> Any:
-    """T of `T | Awaitable[T]`; other types unchanged."""
-    awaited = [kind for kind in get_args(result) if get_origin(kind) is Awaitable]
-    return get_args(awaited[0])[0] if awaited else result
+def remote_method(function: Callable[..., Any]) -> RemoteMethod:
+    hints = get_type_hints(function)
+    result = hints["return"]
+    streams = get_origin(result) is AsyncGenerator
+    result = get_args(result)[0] if streams else result
+    return RemoteMethod(_arguments(function, hints), result, streams, inspect.iscoroutinefunction(function))
 
 
 def _arguments(function: Callable[..., Any], hints: dict[str, Any]) -> type[msgspec.Struct]:

@@ -163,7 +163,6 @@ def _asked_cut(obj: EmbeddingReqInput, context_length: int) -> Cut:
 
 
 def texts_of(prompts: Sequence[PooledPrompt]) -> list[str | tuple[str, str]]:
-    """The inputs that are texts, and pairs of texts."""
     return [
         (prompt.given.text, prompt.given.second) if prompt.given.second is not None else prompt.given.text
         for prompt in prompts

@@ -136,7 +136,7 @@ class Records:
         for sample in self._table.samples.values():
             sample.note(kind, now_s)
 
-    def timelines(self, rid: str, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
+    async def timelines(self, rid: str, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """Timelines of the sample `rid`, or of all samples of the call with that rid; see `Timeline`.
 
         caller: sees its own samples only; an admin sees all. Raises NotFoundError.
@@ -147,7 +147,7 @@ class Records:
             raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
         return [timeline.describe() for timeline in self._up_to_date(found)]
 
-    def latest(self, limit: int, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
+    async def latest(self, limit: int, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """The last `limit` samples without their events and with their age, see `Timelines.latest`. caller: as for `timelines`."""
         now_s = self._clock()
         found = self._timelines.latest(limit, None if caller.is_admin else caller.owner)

@@ -129,7 +129,7 @@ class RuntimeSettings:
         logger.info("limits changed: %s", ", ".join(f"{name}={value}" for name, value in given.items()))
         return self.limits
 
-    def changed_options(self) -> dict[str, Any]:
+    async def changed_options(self) -> dict[str, Any]:
         """Options changed since the start, with their current values."""
         now, first = msgspec.structs.asdict(self.limits), msgspec.structs.asdict(self._first)
         changed = {name: value for name, value in now.items() if value != first[name]}

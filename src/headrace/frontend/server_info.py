@@ -88,7 +88,7 @@ def describe_server(
     Secrets are masked, and files are named without their folders. Counts of tokens and requests are those of one replica.
     """
     options = {field.name: _shown(field.name, getattr(args, field.name)) for field in dataclasses.fields(args)}
-    engine = {name: value for name, value in msgspec.structs.asdict(ready).items() if name != "decisions"}
+    engine = {name: value for name, value in msgspec.to_builtins(ready).items() if name != "decisions"}
     return {
         "version": VERSION,
         **{name: value for name, value in options.items() if name not in _NAMED_INSTEAD},

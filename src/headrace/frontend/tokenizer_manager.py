@@ -372,7 +372,7 @@ class TokenizerManager:
         else:
             self.aborts.abort(rid, caller)
 
-    def open_session(
+    async def open_session(
         self,
         capacity_of_str_len: int = 0,
         session_id: str | None = None,
@@ -385,7 +385,7 @@ class TokenizerManager:
             refuse_text("capacity_of_str_len")
         return self.sessions.open(session_id, capacity_of_str_len, timeout_s, caller.tenant or self._without_key)
 
-    def close_session(self, session_id: str, caller: Caller = ANONYMOUS) -> None:
+    async def close_session(self, session_id: str, caller: Caller = ANONYMOUS) -> None:
         """Close a session of the caller; an admin can close any. Its running requests continue. Raises NotFoundError."""
         self.sessions.close(session_id, caller)
 
@@ -395,7 +395,7 @@ class TokenizerManager:
         """Whether the engine is alive. With `generate`: whether it makes a token, or did within the last second; see `Health`."""
         return await self._health.makes_tokens() if generate else self._health.is_alive()
 
-    def counters(self) -> dict[str, int]:
+    async def counters(self) -> dict[str, int]:
         """Counters of survived faults outside the scheduler: malformed frames, unknown outputs, stalls, restarts, replays."""
         return {
             "num_unknown_outputs": self.outputs.num_unknown,
@@ -409,7 +409,7 @@ class TokenizerManager:
             "num_sessions": len(self.sessions),
         }
 
-    def metrics_text(self) -> bytes:
+    async def metrics_text(self) -> bytes:
         return render(self.metrics, self.args.metrics_compat)
 
     def count_reply(self, route: str, status: int) -> None:

@@ -339,7 +339,6 @@ class _Closing:
         return self._copy(schema, "original") if version == "original" else self._closed(schema)
 
     def _reference(self, reference: str, version: _Version) -> str:
-        """A reference to a version of what `reference` points at."""
         found = target(self._root, reference)
         if not isinstance(found, dict):
             return reference

@@ -84,7 +84,7 @@ def rounds_attention(qkv: PackedLinear) -> bool:
     bfloat16, or to 8 bits on a processor that is faster with it."""
     if qkv.layout in ("native_bf16_pairs", "torch_bf16"):
         return True
-    return qkv.layout.startswith(("native_int8", "native_int4")) and cpu.multiplies_bf16()
+    return qkv.layout.startswith(("native_int8", "native_int4", "native_gguf")) and cpu.multiplies_bf16()
 
 
 def why_not(spec: EncoderSpec) -> str:

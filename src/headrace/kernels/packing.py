@@ -276,14 +276,10 @@ class LoraFactors:
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """Rows of a step by adapter; rows of the base model are in no group. num_rows: of the step.
-
-    adapter_index: int32[num_rows] on the model's device, the adapter's number, 0 = base: for kernels that take all rows at once.
-    """
+    """Rows of a step by adapter; rows of the base model are in no group. num_rows: of the step."""
 
     num_rows: int
     groups: tuple[tuple[int, Rows], ...]
-    adapter_index: torch.Tensor
 
 
 def check_rotation(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> None:

@@ -6,13 +6,13 @@ vectorised functions round the last elements of a call differently.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.layers.linear import Linear
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import NamedLayer, Placement, Weight
 
 Activation = Literal["identity", "tanh", "relu", "gelu", "silu"]
 
@@ -26,21 +26,11 @@ _SMALLEST_LENGTH = 1e-12
 """A vector is divided by its length, or by this if it is shorter (as torch's `normalize`)."""
 
 
-class HeadLayer(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_size] -> [rows, out_size], each row by itself."""
-
-    def weights(self) -> Iterator[Weight]:
-        """Its tensors."""
-
-
 class HeadLinear:
-    """activation(x @ W^T + b), never quantised: it is small, and decides. prefix, name: the Hugging Face name of the layer is the one, then the
-    other."""
+    """activation(x @ W^T + b), never quantised: it is small, and decides. name: the last part of its Hugging Face name."""
 
     def __init__(
         self,
-        prefix: str,
         name: str,
         in_size: int,
         out_size: int,
@@ -49,7 +39,6 @@ class HeadLinear:
         bias: bool = True,
         activation: Activation = "identity",
     ) -> None:
-        self._prefix = prefix
         self._linear = Linear(in_size, {name: out_size}, placement.unquantized, bias=bias)
         self._activation = activation
 
@@ -57,8 +46,8 @@ class HeadLinear:
         y = self._linear(x)
         return y if self._activation == "identity" else _each_row(_ACTIVATIONS[self._activation], y)
 
-    def weights(self) -> Iterator[Weight]:
-        yield from self._linear.weights(self._prefix)
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        yield from self._linear.weights(prefix)
 
 
 class Pooler:
@@ -66,27 +55,19 @@ class Pooler:
     classifier, in order; None for an embedding."""
 
     def __init__(
-        self, config: PoolingConfig, hidden_size: int, placement: Placement, head: Sequence[HeadLayer] = ()
+        self, config: PoolingConfig, hidden_size: int, placement: Placement, head: Sequence[NamedLayer] = ()
     ) -> None:
         assert bool(head) == (config.task == "classify"), config
         self.config = config
-        dense = (
-            HeadLinear(
-                f"{one.folder}.",
-                "linear",
-                one.in_features,
-                one.out_features,
-                placement,
-                bias=one.bias,
-                activation=one.activation,
-            )
-            for one in config.dense
-        )
-        self._layers = [*head, *dense]
+        self._layers = list(head)
+        for one in config.dense:
+            sizes = one.in_features, one.out_features
+            layer = HeadLinear("linear", *sizes, placement, bias=one.bias, activation=one.activation)
+            self._layers.append((layer, f"{one.folder}."))
 
     def weights(self) -> Iterator[Weight]:
-        for layer in self._layers:
-            yield from layer.weights()
+        for layer, prefix in self._layers:
+            yield from layer.weights(prefix)
 
     def __call__(self, hidden: torch.Tensor, starts: list[int]) -> torch.Tensor:
         """hidden [num_read, hidden_size] -> float32[num_rows, dimensions], for a classifier its numbers before `config.activation`.
@@ -99,7 +80,7 @@ class Pooler:
         x = torch.stack(rows)
         if self._layers:
             x = x.to(hidden.dtype)
-        for layer in self._layers:
+        for layer, _ in self._layers:
             x = layer(x)
         x = x.float()
         return _each_row(_unit_length, x) if self.config.normalize else x

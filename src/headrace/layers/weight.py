@@ -1,7 +1,7 @@
 """How layers name, load and return their weights: `Weight`, one Hugging Face tensor of one layer, and `Placement`, device and precision of models."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal, Protocol, cast
@@ -88,6 +88,18 @@ class Weight:
     @property
     def is_elsewhere(self) -> bool:
         return NOTHING in self.keepers
+
+
+class RowLayer(Protocol):
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
+        """x [rows, in_size] -> [rows, out_size], each row by itself."""
+
+    def weights(self, prefix: str, /) -> Iterator[Weight]:
+        """Its tensors, whose names begin so."""
+
+
+NamedLayer = tuple[RowLayer, str]
+"""A layer and the prefix of its tensors' names."""
 
 
 class _Nothing:

@@ -9,7 +9,7 @@ import difflib
 import functools
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -139,21 +139,32 @@ def with_whole_numbers(body: object, kind: type[Any]) -> object:
 
     What a client may write freely (tools, schemas, arguments of a template) stays as it is. `body` itself is not changed.
     """
-    return _whole(body, _place_of(cast(Hashable, kind)))
+    return _whole(body, place_of(kind))
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where a value is. takes_whole: integers, but no other numbers. fields: of an object with known fields. items, values: of a list and of an
-    object with any fields; None = nothing there changes."""
+class Place:
+    """Where a value is, and what it may be there.
 
+    required: it must be given. takes_whole: integers, but no other numbers. takes_words: only a few words (a Literal). is_closed: an object whose
+    unknown fields are refused. fields: of an object with known fields; None = it has none. items, values: of a list and of an object with any fields.
+    has_fields: there are objects with known fields in it, alone or in a list.
+    """
+
+    required: bool
+    takes_null: bool = False
+    takes_list: bool = False
+    takes_object: bool = False
     takes_whole: bool = False
-    fields: "Mapping[str, _Place]" = field(default_factory=dict)
-    items: "_Place | None" = None
-    values: "_Place | None" = None
+    takes_words: bool = False
+    is_closed: bool = False
+    fields: "Mapping[str, Place] | None" = None
+    items: "Place | None" = None
+    values: "Place | None" = None
+    has_fields: bool = False
 
 
-def _whole(value: object, place: _Place) -> object:
+def _whole(value: object, place: Place) -> object:
     if isinstance(value, float):
         return int(value) if place.takes_whole and value.is_integer() else value
     if isinstance(value, (list, tuple)) and place.items is not None:
@@ -162,33 +173,49 @@ def _whole(value: object, place: _Place) -> object:
             return value
         return [_whole(item, place.items) for item in value]
     if isinstance(value, dict) and (place.fields or place.values):
-        places = ((name, item, place.fields.get(name, place.values)) for name, item in value.items())
+        fields = place.fields or {}
+        places = ((name, item, fields.get(name, place.values)) for name, item in value.items())
         return {name: item if at is None else _whole(item, at) for name, item, at in places}
     return value
 
 
+def place_of(kind: type[Any]) -> Place:
+    """The place of a whole body of type `kind`, a Struct."""
+    return _place_of(cast(Hashable, kind))
+
+
 @functools.cache
-def _place_of(kind: Hashable) -> _Place:
-    return _place(inspect.type_info(kind))
+def _place_of(kind: Hashable) -> Place:
+    return _place(inspect.type_info(kind), True)
 
 
-def _place(kind: inspect.Type) -> _Place:
-    place, takes_float = _Place(), False
+def _place(kind: inspect.Type, required: bool) -> Place:
+    place, takes_float, takes_text = Place(required), False, False
     for one in alternatives(kind):
         match one:
+            case inspect.AnyType():
+                place.takes_null = place.takes_list = place.takes_object = takes_float = takes_text = True
+            case inspect.NoneType():
+                place.takes_null = True
             case inspect.IntType():
                 place.takes_whole = True
-            case inspect.LiteralType(values=values):
-                place.takes_whole |= any(type(value) is int for value in values)
-            case inspect.FloatType() | inspect.AnyType():
+            case inspect.FloatType():
                 takes_float = True
+            case inspect.StrType():
+                takes_text = True
+            case inspect.LiteralType(values=values):
+                place.takes_words = True
+                place.takes_whole |= any(type(value) is int for value in values)
             case inspect.ListType(item_type=inner):
-                place.items = _place(inner)
+                place.takes_list, place.items = True, _place(inner, True)
             case inspect.DictType(value_type=inner):
-                place.values = _place(inner)
+                place.takes_object, place.values = True, _place(inner, True)
             case inspect.StructType(fields=inner):
-                place.fields = {one.encode_name: _place(one.type) for one in inner}
+                place.takes_object, place.is_closed = True, one.forbid_unknown_fields
+                place.fields = {one.encode_name: _place(one.type, one.required) for one in inner}
     place.takes_whole &= not takes_float
+    place.takes_words &= not takes_text
+    place.has_fields = place.fields is not None or (place.items is not None and place.items.has_fields)
     return place
 
 
@@ -326,75 +353,37 @@ def without_neutral(body: object, kind: type[Any]) -> object:
     Dropped are unknown fields that request nothing, and null, [], {} and (for a Literal) "" where an optional known field does not
     accept them. Nested structs are treated in the same way. `body` itself is not changed.
     """
-    return _pruned(body, _shape_of(cast(Hashable, kind)))
+    return _pruned(body, place_of(kind))
 
 
-@dataclass(slots=True)
-class _Field:
-    """What a field accepts. takes_words: only a few words (a Literal). inner: fields of the struct it holds, alone or in a list; None = no struct."""
-
-    required: bool
-    takes_null: bool
-    takes_list: bool
-    takes_object: bool
-    takes_words: bool
-    inner: "_Shape | None"
-
-
-_Shape = Mapping[str, _Field]
-
-
-def _pruned(value: object, shape: _Shape) -> object:
-    if isinstance(value, list):
-        return [_pruned(item, shape) for item in value]
-    if not isinstance(value, dict):
+def _pruned(value: object, place: Place) -> object:
+    if isinstance(value, list) and place.items is not None:
+        return [_pruned(item, place.items) for item in value]
+    fields = place.fields
+    if fields is None or not isinstance(value, dict):
         return value
     kept = {}
     for name, item in value.items():
-        field = shape.get(name)
-        if field is None:
+        inner = fields.get(name)
+        if inner is None:
             if not asks_for_nothing(name, item):
                 kept[name] = item
-        elif field.required or not _is_left_out(item, field):
-            kept[name] = item if field.inner is None else _pruned(item, field.inner)
+        elif inner.required or not _is_left_out(item, inner):
+            kept[name] = _pruned(item, inner) if inner.has_fields else item
     return kept
 
 
-def _is_left_out(value: object, field: _Field) -> bool:
-    """Whether `value` is an empty value that the field does not accept."""
+def _is_left_out(value: object, place: Place) -> bool:
+    """Whether `value` is an empty value that is not accepted there."""
     if value is None:
-        return not field.takes_null
+        return not place.takes_null
     if value == "":
-        return field.takes_words
+        return place.takes_words
     if isinstance(value, list) and not value:
-        return field.takes_object and not field.takes_list
+        return place.takes_object and not place.takes_list
     if isinstance(value, dict) and not value:
-        return field.takes_list and not field.takes_object
+        return place.takes_list and not place.takes_object
     return False
-
-
-@functools.cache
-def _shape_of(kind: Hashable) -> _Shape:
-    described = inspect.type_info(kind)
-    assert isinstance(described, inspect.StructType), f"{kind} is no struct"
-    return {field.encode_name: _field(field) for field in described.fields}
-
-
-def _field(field: inspect.Field) -> _Field:
-    kinds = list(alternatives(field.type))
-    structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
-    lists = [kind for kind in kinds if isinstance(kind, inspect.ListType)]
-    for items in lists:
-        structs += [item for item in alternatives(items.item_type) if isinstance(item, inspect.StructType)]
-    return _Field(
-        required=field.required,
-        takes_null=any(isinstance(kind, (inspect.NoneType, inspect.AnyType)) for kind in kinds),
-        takes_list=bool(lists) or any(isinstance(kind, inspect.AnyType) for kind in kinds),
-        takes_object=any(isinstance(kind, (inspect.DictType, inspect.StructType, inspect.AnyType)) for kind in kinds),
-        takes_words=any(isinstance(kind, inspect.LiteralType) for kind in kinds)
-        and not any(isinstance(kind, (inspect.StrType, inspect.AnyType)) for kind in kinds),
-        inner=_shape_of(structs[0].cls) if structs else None,
-    )
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -305,8 +305,6 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 class FanOutSender:
-    """Several senders as one."""
-
     def __init__(self, senders: Sequence[Sender]) -> None:
         self._senders = senders
 

@@ -35,8 +35,6 @@ class FrontCancel(Struct, frozen=True, tag=True, array_like=True):
 
 
 class FrontOutput(Struct, frozen=True, tag=True, array_like=True):
-    """One output of a stream."""
-
     id: int
     value: bytes
 

@@ -175,9 +175,6 @@ class Operation(Generic[Q, R]):
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RequestError(f"{self.name}: {error}") from None
 
-    def reply_of(self, message: OperationReply) -> R:
-        return msgspec.msgpack.decode(message.reply, type=self.reply)
-
 
 def _packed(request: msgspec.Struct) -> bytes:
     """Raises RequestError for values that msgpack cannot hold: integers beyond 64 bits, lone surrogates."""

@@ -84,8 +84,6 @@ class InitGroup(_Operation, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class DestroyGroup(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Leave a process group."""
-
     group_name: str
 
 
@@ -113,8 +111,6 @@ class SaveWeights(_Operation, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class SetWeightVersion(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Set the version name of the current weights."""
-
     new_version: str
     abort_all_requests: bool = False
 

@@ -74,7 +74,6 @@ class Tally(_OwnMetric):
         self._sum = 0.0
 
     def add(self, value: float, count: int) -> None:
-        """`count` observations of `value`."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 

@@ -43,8 +43,6 @@ class RequestSpan:
 
 
 class SpanExporter(Protocol):
-    """Receives spans."""
-
     def export(self, span: RequestSpan) -> None:
         """Take a span. Must not block."""
 

@@ -24,9 +24,9 @@ from headrace.layers.linear import Linear
 from headrace.layers.mlp import ACTIVATIONS, FUNCTIONS, ExpertCounts
 from headrace.layers.norm import LayerNorm
 from headrace.layers.pooler import Activation as HeadActivation
-from headrace.layers.pooler import HeadLayer, HeadLinear, Pooler
+from headrace.layers.pooler import HeadLinear, Pooler
 from headrace.layers.rotary import Rotary
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import NamedLayer, Placement, Weight
 
 
 class Block:
@@ -217,22 +217,9 @@ class Encoder:
 _HEAD_ACTIVATIONS: dict[str, HeadActivation] = {"gelu": "gelu", "relu": "relu", "silu": "silu", "tanh": "tanh"}
 
 
-class _HeadNorm:
-    """The norm of a head."""
-
-    def __init__(self, layer: LayerNorm, name: str) -> None:
-        self._norm, self._name = layer, name
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x)
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self._norm.weights(self._name)
-
-
 def _head(
     config: ModelConfig, own: family.Encoder, pooling: PoolingConfig, placement: Placement
-) -> tuple[HeadLayer, ...]:
+) -> tuple[NamedLayer, ...]:
     """What makes scores of a pooled hidden state. Raises ModelError for an activation that is not known."""
     size, (hidden, out) = config.hidden_size, own.head
     act = own.head_activation or encoder_of(config).classifier_act
@@ -240,9 +227,9 @@ def _head(
         known = ", ".join(_HEAD_ACTIVATIONS)
         raise ModelError(f"classifier_activation {act!r:.80} is not supported; known: {known}")
     bias = encoder_of(config).classifier_bias
-    first = HeadLinear("", hidden, size, size, placement, bias=bias, activation=_HEAD_ACTIVATIONS[act])
-    last = HeadLinear("", out, size, len(pooling.labels), placement)
-    return (first, _HeadNorm(norm(config, placement), own.head_norm), last) if own.head_norm else (first, last)
+    first = HeadLinear(hidden, size, size, placement, bias=bias, activation=_HEAD_ACTIVATIONS[act]), ""
+    last = HeadLinear(out, size, len(pooling.labels), placement), ""
+    return (first, (norm(config, placement), own.head_norm), last) if own.head_norm else (first, last)
 
 
 def encoder_of(config: ModelConfig) -> EncoderConfig:

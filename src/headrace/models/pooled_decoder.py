@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from headrace.checkpoint.family import DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
-from headrace.layers.pooler import HeadLayer, HeadLinear, Pooler
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.pooler import HeadLinear, Pooler
+from headrace.layers.weight import NamedLayer, Placement, Weight
 from headrace.models.decoder import DecoderLM
 from headrace.models.spec import ModelSpec, PooledSpec
 
@@ -50,15 +50,15 @@ def pooled_spec(spec: ModelSpec, options: DecoderOptions, pooling: PoolingConfig
     )
 
 
-def _head(config: ModelConfig, pooling: PoolingConfig, placement: Placement) -> tuple[HeadLayer, ...]:
+def _head(config: ModelConfig, pooling: PoolingConfig, placement: Placement) -> tuple[NamedLayer, ...]:
     """`score`: one layer without a bias, and of Qwen2's reward models two layers (A. Yang et al., "Qwen2.5-Math", 2024)."""
     size, count = config.hidden_size, len(pooling.labels)
     if any(name.endswith("ForRewardModel") for name in config.architectures):
         return (
-            HeadLinear("score.", "0", size, size, placement, activation="relu"),
-            HeadLinear("score.", "2", size, count, placement),
+            (HeadLinear("0", size, size, placement, activation="relu"), "score."),
+            (HeadLinear("2", size, count, placement), "score."),
         )
-    return (HeadLinear("", "score", size, count, placement, bias=False),)
+    return ((HeadLinear("score", size, count, placement, bias=False), ""),)
 
 
 def _with_prefix(rename: Callable[[str], str]) -> Callable[[str], str]:

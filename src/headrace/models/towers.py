@@ -19,10 +19,10 @@ from headrace.kernels.encoder import why_not
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import ACTIVATIONS, FUNCTIONS
 from headrace.layers.norm import LayerNorm, RMSNorm
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import NamedLayer, Placement, Weight
 from headrace.messages.media import num_parts
 from headrace.models.media import MediaInput, Slices
-from headrace.models.tower_parts import Table, in_precision, patch_layer, patches_of, shuffled
+from headrace.models.tower_parts import Table, in_precision, patch_layer, patches_of
 
 _QUICK = 1.702
 """Of the sigmoid form of gelu (D. Hendrycks and K. Gimpel, "Gaussian Error Linear Units", 2016)."""
@@ -425,23 +425,31 @@ class TowerEncoder:
 
 
 class ProjectedEncoder(TowerEncoder):
-    """A `MediaEncoder` whose rows are made of what a vision tower gives for each tile, and projected to the size of the text model."""
+    """A `MediaEncoder` whose rows are made of what a vision tower gives for each tile, and projected to the size of the text model.
 
-    def __init__(self, vision: ClipVision, shuffle: int = 1) -> None:
-        """shuffle: see `MediaConfig`."""
+    rows_of: [tiles, patches, size of the tower] -> [rows of all tiles, size that is projected]. project: [rows, size] -> [rows, hidden_size of the
+    text model], by `layers`. sees_ahead: see `MediaEncoder`.
+    """
+
+    def __init__(
+        self,
+        vision: ClipVision,
+        rows_of: Callable[[torch.Tensor], torch.Tensor],
+        project: Callable[[torch.Tensor], torch.Tensor],
+        layers: Sequence[NamedLayer],
+        sees_ahead: bool = False,
+    ) -> None:
         self._vision, self.tower = vision, vision.tower
-        self._shuffle = shuffle
-
-    def rows_of(self, tiles: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, size of the tower] -> [rows of all tiles, size that is projected]."""
-        return shuffled(tiles, self._shuffle)
-
-    def projected(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, size] -> [rows, hidden_size of the text model]."""
-        raise NotImplementedError
+        self._rows_of, self._project, self._layers = rows_of, project, layers
+        self.sees_ahead = sees_ahead
 
     def slices(self, items: Sequence[MediaInput]) -> Slices:
         """An item's values: [tiles, channels, height, width]; its rows are those of the tiles, one after the other."""
         parts = yield from self._vision.run(items)
-        rows = [self.rows_of(part) for part in parts]
-        return list(self.projected(torch.cat(rows)).split([len(part) for part in rows]))
+        rows = [self._rows_of(part) for part in parts]
+        return list(self._project(torch.cat(rows)).split([len(part) for part in rows]))
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self._vision.weights()
+        for layer, prefix in self._layers:
+            yield from layer.weights(prefix)

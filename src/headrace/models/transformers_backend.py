@@ -12,8 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,9 +24,9 @@ from headrace.errors import ModelError
 from headrace.layers.linear import Linear
 from headrace.layers.logits import Peaks, peaks_of
 from headrace.layers.mlp import ExpertCounts
-from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
+from headrace.layers.weight import Keeper, Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
-from headrace.models.transformers_names import ExpertStack, read_names, stacking_of
+from headrace.models.transformers_names import ExpertStack, Parameter, read_names, stacking_of
 
 _INTERFACE = "headrace"
 _STATEFUL = re.compile(
@@ -89,24 +88,6 @@ class _Passthrough(nn.Module):
         return output
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One of the model's own tensors, a `Keeper`."""
-
-    tensor: torch.Tensor
-
-    def kept(self) -> Kept:
-        return {"values": self.tensor.data}
-
-    def restore(self, kept: Kept) -> None:
-        self.tensor.data = cast(torch.Tensor, kept["values"])
-
-    def staged(self, parts: Parts) -> Kept:
-        (given,) = parts.values()
-        assert isinstance(given, torch.Tensor), "a quantised parameter"
-        return {"values": given.to(device=self.tensor.device, dtype=self.tensor.dtype, copy=True)}
-
-
 class TransformersLM:
     """A `CausalLM` over a transformers model. Raises ModelError when transformers does not know the architecture or it cannot be served."""
 
@@ -142,7 +123,7 @@ class TransformersLM:
                 yield from ExpertStack(tensor, name, stacking).weights()
                 continue
             load = functools.partial(_copy_into, tensor.data)
-            keepers: tuple[Keeper, ...] = (_Parameter(tensor),)
+            keepers: tuple[Keeper, ...] = (Parameter(tensor),)
             part, tied_name = "weight", ""
             if isinstance(embedding, nn.Embedding) and tensor is embedding.weight and self._tied_head is not None:
                 load = functools.partial(_load_tied, tensor.data, self._tied_head)
@@ -158,7 +139,7 @@ class TransformersLM:
                 name,
                 tuple(tensor.shape),
                 load,
-                functools.partial(_detached, tensor),
+                tensor.detach,
                 init,
                 tensor.element_size(),
                 keepers=keepers,
@@ -415,10 +396,6 @@ def _load_tied(target: torch.Tensor, head: Linear, tensor: torch.Tensor) -> None
     target.copy_(tensor)
     for weight in head.weights(""):
         weight.load(tensor)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
 
 
 SPEC = ModelSpec(

@@ -5,7 +5,7 @@ out or added, and the stacks of experts, of which checkpoints store one matrix a
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,48 +49,57 @@ class Names:
         return next((candidate for candidate in found if candidate in self.known), renamed)
 
 
-class ExpertStack:
-    """A parameter [experts, rows, columns] as the matrices of its experts. A `Keeper`."""
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One of a model's own tensors, a `Keeper`."""
 
-    def __init__(self, tensor: torch.Tensor, name: str, rule: Stacking) -> None:
-        self._tensor = tensor
-        self._name = name
-        self._rule = rule
+    tensor: torch.Tensor
+
+    def kept(self) -> Kept:
+        return {"values": self.tensor.data}
+
+    def restore(self, kept: Kept) -> None:
+        self.tensor.data = cast(torch.Tensor, kept["values"])
+
+    def staged(self, parts: Parts) -> Kept:
+        (given,) = parts.values()
+        assert isinstance(given, torch.Tensor), "a quantised parameter"
+        return {"values": given.to(device=self.tensor.device, dtype=self.tensor.dtype, copy=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack(Parameter):
+    """A parameter [experts, rows, columns] as the matrices of its experts."""
+
+    name: str
+    rule: Stacking
 
     def weights(self) -> Iterator[Weight]:
         """One a matrix, so that no more than one of them is read at a time."""
-        for expert, number, name in self._rule.names(self._name, self._tensor.shape[0]):
+        for expert, number, name in self.rule.names(self.name, self.tensor.shape[0]):
             part = f"{expert}.{number}"
             yield Weight(
                 name,
-                tuple(_slice(self._tensor, part, self._rule).shape),
+                tuple(_slice(self.tensor, part, self.rule).shape),
                 functools.partial(self._load, part),
                 functools.partial(self._read, part),
-                itemsize=self._tensor.element_size(),
+                itemsize=self.tensor.element_size(),
                 keepers=(self,),
                 part=part,
             )
 
-    def kept(self) -> Kept:
-        return {"values": self._tensor.data}
-
-    def restore(self, kept: Kept) -> None:
-        values = kept["values"]
-        assert isinstance(values, torch.Tensor), type(values)
-        self._tensor.data = values
-
     def staged(self, parts: Parts) -> Kept:
-        values = self._tensor.data.clone()
+        values = self.tensor.data.clone()
         for part, given in parts.items():
             assert isinstance(given, torch.Tensor), "a quantised expert"
-            _slice(values, part, self._rule).copy_(given)
+            _slice(values, part, self.rule).copy_(given)
         return {"values": values}
 
     def _load(self, part: str, given: torch.Tensor) -> None:
-        _slice(self._tensor.data, part, self._rule).copy_(given)
+        _slice(self.tensor.data, part, self.rule).copy_(given)
 
     def _read(self, part: str) -> torch.Tensor:
-        return _slice(self._tensor.data, part, self._rule)
+        return _slice(self.tensor.data, part, self.rule)
 
 
 def _slice(tensor: torch.Tensor, part: str, rule: Stacking) -> torch.Tensor:

@@ -24,10 +24,13 @@ from headrace.checkpoint.media_tokens import ItemFacts, Vocabulary
 from headrace.checkpoint.model_config import read_audio, read_media
 from headrace.checkpoint.preprocessor_config import (
     AudioSettings,
+    image_settings,
     read_audio_settings,
     read_image_settings,
     read_video_settings,
+    video_settings,
 )
+from headrace.checkpoint.projector import MediaFiles
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
 from headrace.config.web import MediaArgs
@@ -325,10 +328,15 @@ class MediaLoader:
 
 
 def make_loader(
-    folder: Path, tokenizer: Vocabulary, args: MediaArgs, reasons: Mapping[MediaKind, str] | None = None
+    folder: Path,
+    tokenizer: Vocabulary,
+    args: MediaArgs,
+    reasons: Mapping[MediaKind, str] | None = None,
+    files: MediaFiles | None = None,
 ) -> MediaLoader:
-    """The loader of a checkpoint. reasons: why it does not take other kinds of media. Raises ModelError, with the reason why none are served."""
-    config = read_json_object(folder / "config.json")
+    """The loader of a checkpoint. reasons: why it does not take other kinds of media. files: of a GGUF file, which is no folder. Raises ModelError,
+    with the reason why none are served."""
+    config = read_json_object(folder / "config.json") if files is None else files.config
     audio, audio_unsupported_reason = read_audio(config)
     if audio is not None:
         family = make_audio_family(audio, tokenizer, reasons or {})
@@ -346,10 +354,14 @@ def make_loader(
     why = {**(reasons or {}), MediaKind.VIDEO: "those of its family are not served; send frames as images"}
     if own.video_processor:
         try:
-            videos = read_video_settings(folder, own.video_processor)
+            videos = (
+                read_video_settings(folder, own.video_processor)
+                if files is None
+                else video_settings(files.processor, own.video_processor)
+            )
         except ModelError as error:
             why[MediaKind.VIDEO] = error.message
-    images = read_image_settings(folder, own.image_processor)
+    images = read_image_settings(folder, own.image_processor) if files is None else image_settings(files.processor)
     family, images = make_family(media, images, tokenizer, config, why, videos)
     images = bounded(images, args.max_patches)
     if videos is None:

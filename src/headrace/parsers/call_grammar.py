@@ -427,7 +427,6 @@ def json_schema(schema: object, root: Mapping[str, object] | None = None) -> Nod
 
 
 def _repeated(item: Node, separator: str) -> Node:
-    """Any number of an item, or none."""
     return {"type": "tags_with_separator", "tags": [tag("", item, "")], "separator": separator}
 
 

@@ -10,7 +10,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -152,7 +153,6 @@ class ChildProcess:
         raise ExecutionError(f"{who} died during start-up (exit code {code})")
 
     def _read_report(self, should_stop: Callable[[], bool]) -> Report | None:
-        """The next one; None when there is no other."""
         while b"\n" not in self._buffer:
             if should_stop():
                 return None
@@ -188,6 +188,13 @@ class ChildProcess:
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # what a child that died at once did not read
             self._popen.stdin.close()
+
+
+def stop_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
+    """`stop` of each, within `timeout_s` together."""
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        child.stop(max(0.0, deadline - time.monotonic()))
 
 
 # Which variables of the environment children get: what the libraries that they use read, and nothing that may be a secret. A server is often

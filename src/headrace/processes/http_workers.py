@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import itertools
 import socket
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from headrace.frontend.front_door import FrontDoor
 from headrace.messages.channel import Channels, Ports
 from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
-from headrace.processes.child import ChildProcess
+from headrace.processes.child import ChildProcess, stop_all
 from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
 from headrace.server.address import local_url
 
@@ -122,9 +121,7 @@ class HttpWorkers:
         recovery.stop()
         for child in self.children:
             self._channels.sender("to_worker", child.index).send(ShutdownReq())
-        deadline_s = time.monotonic() + STOP_WORKER_S
-        for child in self.children:
-            child.stop(max(0.0, deadline_s - time.monotonic()))
+        stop_all(self.children, STOP_WORKER_S)
 
     def _news(self) -> FrontNews:
         return FrontNews(

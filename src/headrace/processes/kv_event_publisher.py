@@ -70,7 +70,6 @@ class KVEventPublisher:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Send what waits, and close the sockets."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
         if self._thread.ident is not None:

@@ -43,7 +43,8 @@ def read_model_config(args: ServerArgs) -> "ModelConfig":
     from headrace.config.resolve import override_model
 
     path = resolve_model(args.model_path)
-    config = open_checkpoint(path).config if path.is_file() and is_gguf(path) else load_model_config(path)
+    is_file = path.is_file() and is_gguf(path)
+    config = open_checkpoint(path, args.mmproj).config if is_file or args.names_mmproj else load_model_config(path)
     return override_model(config, args.json_model_override_args)
 
 
@@ -126,10 +127,14 @@ def open_media(
     by_options = unsupported_by_options(args, pooling is not None)
     if by_options:
         return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, by_options)))
+    from headrace.checkpoint.gguf import is_gguf
+    from headrace.checkpoint.gguf_mmproj import media_files
     from headrace.multimodal.loader import make_loader
 
+    path = resolve_model(args.model_path)
     try:
-        loader = make_loader(resolve_model(args.model_path), tokenizer, limits, reasons)
+        files = media_files(path, args.mmproj) if path.is_file() and is_gguf(path) else None
+        loader = make_loader(path, tokenizer, limits, reasons, files)
     except ModelError as error:
         logger.warning("the model's media are not supported: %s", error.message)
         return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, error.message)))

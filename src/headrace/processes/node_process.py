@@ -18,7 +18,7 @@ from headrace.config.machine import dist_secret
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.messages.channel import IpcDir, Ports
-from headrace.processes.child import ChildProcess
+from headrace.processes.child import ChildProcess, stop_all
 from headrace.processes.numa import bindings
 from headrace.processes.rank_groups import connect, descriptors_of, ranks_here, starts_here
 from headrace.processes.recovery import describe_exit
@@ -107,7 +107,6 @@ class Node:
             self._leave_s = now
 
     def kill(self) -> None:
-        """End the followers now. Idempotent."""
         for follower in self._followers:
             follower.kill()
 
@@ -147,7 +146,8 @@ class Node:
         while not self._must_leave():
             reason = group.failure()
             if group.has_ended:
-                self._end_well()
+                stop_all(self._followers, _LAST_S)
+                self.exit_code = 0
                 return
             if reason is not None:
                 raise ExecutionError(f"the group of ranks is broken: {reason}")
@@ -156,12 +156,6 @@ class Node:
                 if code:
                     raise ExecutionError(f"{follower.name} died ({describe_exit(code)})")
             time.sleep(_CHECK_S)
-
-    def _end_well(self) -> None:
-        deadline = time.monotonic() + _LAST_S
-        for follower in self._followers:
-            follower.stop(max(0.0, deadline - time.monotonic()))
-        self.exit_code = 0
 
     def _must_leave(self) -> bool:
         return self._leave_s is not None and time.monotonic() >= self._leave_s

@@ -28,8 +28,8 @@ _BIND = 2
 _MAX_NODES = 1024
 """As many as Linux can be built for."""
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
-_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-"""Numbers of set_mempolicy and get_mempolicy by architecture; the C library has no functions for them."""
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""Number of the system call by architecture; the C library has no function for it."""
 _AVAILABLE = ("MemFree", "Active(file)", "Inactive(file)")
 
 
@@ -113,9 +113,7 @@ def bind(binding: Binding) -> None:
     """Bind this thread, and those that it starts from now on. Raises ConfigError when the kernel refuses."""
     try:
         os.sched_setaffinity(0, binding.cores)
-        mask = _mask([binding.node])
-        # The kernel takes one bit less than it is told.
-        _call(0, ctypes.c_int(_BIND), mask, ctypes.c_ulong(len(mask) * _WORD_BITS + 1))
+        _bind_memory(binding.node)
     except OSError as error:
         remedy = "leave the option out"
         if error.errno == errno.EPERM:
@@ -126,36 +124,18 @@ def bind(binding: Binding) -> None:
     logger.info("bound to NUMA node %d: its cores %s, and its memory", binding.node, listed(binding.cores))
 
 
-def bound_memory() -> list[int]:
-    """The nodes that this thread's memory is bound to; empty if it is not. Raises OSError when the kernel does not tell."""
-    mode, mask = ctypes.c_int(), _mask([])
-    _call(
-        1,
-        ctypes.byref(mode),
-        mask,
-        ctypes.c_ulong(len(mask) * _WORD_BITS),
-        None,
-        ctypes.c_ulong(0),
-    )
-    if mode.value != _BIND:
-        return []
-    return [node for node in range(_MAX_NODES) if mask[node // _WORD_BITS] >> (node % _WORD_BITS) & 1]
-
-
-def _mask(nodes: Iterable[int]) -> "ctypes.Array[ctypes.c_ulong]":
-    mask = (ctypes.c_ulong * (_MAX_NODES // _WORD_BITS + 1))()
-    for node in nodes:
-        mask[node // _WORD_BITS] |= 1 << (node % _WORD_BITS)
-    return mask
-
-
-def _call(which: int, *arguments: object) -> None:
-    """which: of _CALLS."""
+def _bind_memory(node: int) -> None:
+    """Raises OSError when the kernel refuses."""
     machine = platform.machine()
-    if machine not in _CALLS:
-        raise ConfigError(f"--numa-bind works on {' and '.join(_CALLS)}, not on {machine}; leave the option out")
-    number = ctypes.c_long(_CALLS[machine][which])
-    if ctypes.CDLL(None, use_errno=True).syscall(number, *arguments):
+    if machine not in _SET_MEMPOLICY:
+        raise ConfigError(
+            f"--numa-bind works on {' and '.join(_SET_MEMPOLICY)}, not on {machine}; leave the option out"
+        )
+    mask = (ctypes.c_ulong * (_MAX_NODES // _WORD_BITS + 1))()
+    mask[node // _WORD_BITS] = 1 << (node % _WORD_BITS)
+    # The kernel takes one bit less than it is told.
+    arguments = ctypes.c_int(_BIND), mask, ctypes.c_ulong(len(mask) * _WORD_BITS + 1)
+    if ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(_SET_MEMPOLICY[machine]), *arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 

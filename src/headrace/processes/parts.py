@@ -3,7 +3,6 @@ is done when one dies: another one is started, the other replicas take over, or 
 """
 
 import dataclasses
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from headrace.frontend.server_info import of_all_replicas
 from headrace.messages.channel import Channels, FanOutSender, Ports
 from headrace.messages.control import ReadyInfo, ShutdownReq
 from headrace.messages.sockets import SocketChannels
-from headrace.processes.child import ChildProcess
+from headrace.processes.child import ChildProcess, stop_all
 from headrace.processes.handshake import OnProgress
 from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
 
@@ -89,7 +88,6 @@ class ChildParts(Parts):
             raise
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
-        """A child that dies is restarted, and `manager` is notified."""
         # Clients were told how many tokens fit: a new scheduler must offer as many. Its adapters are sent to it, since others may have come.
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
@@ -109,9 +107,7 @@ class ChildParts(Parts):
         if self._restarts is not None:
             self._restarts.stop()
         self.ask_to_leave()
-        deadline = time.monotonic() + STOP_S
-        for child in self.children:
-            child.stop(max(0.0, deadline - time.monotonic()))
+        stop_all(self.children, STOP_S)
         self.channels.close()
 
     def kill(self) -> None:

@@ -228,7 +228,7 @@ def _model(args: ServerArgs) -> str:
 
     path = resolve_model(args.model_path)
     is_random = args.load_format == "dummy"
-    checkpoint = dummy_checkpoint(path) if is_random else open_checkpoint(path)
+    checkpoint = dummy_checkpoint(path, args.mmproj) if is_random else open_checkpoint(path, args.mmproj)
     try:
         files = () if is_random else checkpoint.files()
         return content_of(files_fingerprint(files, {"config": checkpoint.config.as_file()}))

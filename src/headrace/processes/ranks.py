@@ -8,8 +8,7 @@ scheduler is not started again by its parent, but all nodes end.
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +17,7 @@ from headrace.distributed.base import Group
 from headrace.errors import ExecutionError
 from headrace.log import get_logger
 from headrace.messages.channel import Ports
-from headrace.processes.child import ChildProcess
+from headrace.processes.child import ChildProcess, stop_all
 from headrace.processes.handshake import OnProgress
 from headrace.processes.numa import Binding
 from headrace.processes.rank_groups import descriptors_of, joined, starts_here
@@ -30,26 +29,13 @@ CHECK_S = 0.1
 STOP_S = 2.0
 
 
-def _exit() -> None:
-    os._exit(4)
-
-
 class Ranks:
     """The followers of one scheduler, from the start of the first to the end of the last; a context manager.
 
-    places: with --numa-bind, of all ranks; the leader is bound already. rank: the leader's part of the model. on_death: called, from a thread,
-    when the ranks cannot go on.
+    places: with --numa-bind, of all ranks; the leader is bound already. rank: the leader's part of the model.
     """
 
-    def __init__(
-        self,
-        args: ServerArgs,
-        ports: Ports,
-        replica: int,
-        places: Sequence[Binding] = (),
-        on_death: Callable[[], None] = _exit,
-    ) -> None:
-        self._on_death = on_death
+    def __init__(self, args: ServerArgs, ports: Ports, replica: int, places: Sequence[Binding] = ()) -> None:
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._followers: list[ChildProcess] = []
@@ -75,9 +61,7 @@ class Ranks:
         self._stopping.set()
         if error is not None:
             self._group.break_up("the leader ends")
-        deadline = time.monotonic() + STOP_S
-        for follower in self._followers:
-            follower.stop(max(0.0, deadline - time.monotonic()))
+        stop_all(self._followers, STOP_S)
         self._ends.close()
 
     def checked(self, on_progress: OnProgress) -> OnProgress:
@@ -90,27 +74,25 @@ class Ranks:
         return report
 
     def wait_loaded(self) -> None:
-        """Wait until all followers have their weights. Raises the error of one that cannot load."""
         for follower in self._followers:
             follower.wait_loaded()
         self._group.wait_ready(self.check)
 
     def wait_ready(self) -> None:
-        """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""
         for follower in self._followers:
             follower.wait_ready()
         self._group.wait_ready(self.check)
         self._watcher.start()
 
     def give_up(self, reason: str) -> None:
-        """End every rank: they no longer agree on where they are."""
+        """Also ends this process."""
         if self._stopping.is_set():
             return
         logger.error("the ranks cannot go on: %s", reason)
         self._group.break_up(reason)
         for follower in self._followers:
             follower.end()
-        self._on_death()
+        os._exit(4)
 
     def check(self) -> None:
         """Raises the error of a follower that has ended, ExecutionError if one of another host is lost."""

@@ -183,7 +183,6 @@ def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None"
 def scheduler_config(
     args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, ends: EndTokens, replica: int = 0
 ) -> "SchedulerConfig":
-    """The scheduler's limits, from the options and what fits into memory."""
     from headrace.scheduler.state import SchedulerConfig
 
     return SchedulerConfig(

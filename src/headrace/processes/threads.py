@@ -40,7 +40,6 @@ class ThreadParts(Parts):
         self._on_death: Callable[[str], None] = lambda message: None
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
-        """Start the threads and wait until they can serve. Raises the error of the one that cannot."""
         scheduler = functools.partial(run_scheduler, on_stall=self._stalled)
         bodies: list[tuple[str, _Body]] = [("scheduler", scheduler)]
         if self._args.detokenize_in == "process":

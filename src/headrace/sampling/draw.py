@@ -23,6 +23,7 @@ import torch
 
 from headrace.kernels import ops
 from headrace.kernels.drawing import ONE, masked, weights_of
+from headrace.sampling.params import ResolvedSamplingParams
 
 TEMPERATURES: Final = (1e-30, 1e30)
 """Beyond these a token is sampled in the same way (the largest ones; uniformly), and float32 would come to its end."""
@@ -46,17 +47,6 @@ MaskTensors = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
-    """Checked parameters of one row. temperature > 0; top_k 0 = off; top_p 1 = off; min_p 0 = off; typical_p 1 = off."""
-
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class TokenMasks:
     """Which tokens the rows of a step may draw. words: int32[n, V / 32 rounded up], packed bits. rows: int64[R], for each row its mask, -1 = all."""
 
@@ -72,7 +62,7 @@ class TokenMasks:
 
 
 class DrawTable:
-    """Filters and seed of each sequence, and the draw of one id for each row of a step."""
+    """What each sequence is drawn by, and the draw of one id for each row of a step."""
 
     def __init__(self, max_seqs: int) -> None:
         self._seeds = np.zeros(max_seqs, dtype=np.uint64)
@@ -82,17 +72,17 @@ class DrawTable:
         self._min_weights = np.zeros(max_seqs, dtype=np.int64)
         self._typical_p = np.ones(max_seqs, dtype=np.float64)
 
-    def set(self, seq: int, filters: Filters | None, seed: int) -> None:
-        """Row `seq` from now on; filters None: greedy."""
-        self._seeds[seq] = seed
-        if filters is None:
+    def set(self, seq: int, params: ResolvedSamplingParams) -> None:
+        """Row `seq` from now on."""
+        self._seeds[seq] = params.seed
+        if params.is_greedy:
             self._temperatures[seq] = 0.0
             return
-        self._temperatures[seq] = min(max(filters.temperature, TEMPERATURES[0]), TEMPERATURES[1])
-        self._top_k[seq] = filters.top_k
-        self._top_p[seq] = filters.top_p
-        self._min_weights[seq] = math.ceil(filters.min_p * ONE)
-        self._typical_p[seq] = filters.typical_p
+        self._temperatures[seq] = min(max(params.temperature, TEMPERATURES[0]), TEMPERATURES[1])
+        self._top_k[seq] = max(params.top_k, 0)
+        self._top_p[seq] = params.top_p
+        self._min_weights[seq] = math.ceil(params.min_p * ONE)
+        self._typical_p[seq] = params.typical_p
 
     def all_greedy(self, seqs: Int32Array) -> bool:
         return not self._temperatures[seqs].any()

@@ -23,7 +23,7 @@ from headrace.log import get_logger
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec, SampleTask
 from headrace.messages.step import NewSequence
-from headrace.sampling.draw import DrawTable, Filters, Int32Array, TokenMasks, greedy_ids
+from headrace.sampling.draw import DrawTable, Int32Array, TokenMasks, greedy_ids
 from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
@@ -105,8 +105,7 @@ class Sampler:
             self._penalties.set(seq, params, new.num_prompt_tokens)
         elif edits_logits(params) or task.custom_logit_processor:
             history = TokenHistory(new.token_ids, new.num_prompt_tokens)
-        filters = Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p, params.typical_p)
-        self._draws.set(seq, None if params.is_greedy else filters, params.seed)
+        self._draws.set(seq, params)
         self._table[seq] = _Sequence(
             is_greedy=params.is_greedy,
             logprobs=task.logprobs,

@@ -48,8 +48,6 @@ class GrammarQueue:
 
 
 class _NoGrammars:
-    """Refuses every grammar."""
-
     def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         refused: Future[CompiledGrammar] = Future()
         refused.set_exception(RequestError(f"{spec.field}: this server does not constrain outputs", spec.field))

@@ -13,7 +13,7 @@ how many will be right.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,11 +59,8 @@ class StopChecker(Protocol):
         """Feed the next output token. Returns the earliest stop that is now complete, or None."""
 
 
-class StopCheckers(Protocol):
-    """Makes a StopChecker for a request that has stop strings."""
-
-    def __call__(self, request: TokenizedGenerateReqInput) -> StopChecker:
-        """A new checker for this request."""
+StopCheckers = Callable[[TokenizedGenerateReqInput], StopChecker]
+"""Makes a StopChecker for a request that has stop strings."""
 
 
 @dataclass(slots=True, eq=False)

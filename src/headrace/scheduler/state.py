@@ -58,7 +58,6 @@ class ScheduleBatch:
         return self.rows[-1][3] > 0
 
     def work(self) -> StepWork:
-        """What determines how long the step takes."""
         attended = sum(count * (start + 0.5 * count) for _, start, count, _ in self.rows)
         return StepWork(self.num_tokens, attended, sum(num_logits for *_, num_logits in self.rows))
 

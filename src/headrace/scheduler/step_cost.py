@@ -183,7 +183,6 @@ class PromptBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no prompt may be computed any more."""
         return self.num_taken >= self._tokens or self._seconds_taken >= self._seconds
 
     def allows(self, start: int, num_wanted: int) -> int:

@@ -10,7 +10,7 @@ import hmac
 import json
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -105,9 +105,8 @@ class ApiKeys:
     generation: number of reloads, successful or not.
     """
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._clock = clock
         self._by_name: dict[str, Tenant] = {}
         self._by_digest: dict[bytes, Tenant] = {}
         self.generation = 0
@@ -139,7 +138,7 @@ class ApiKeys:
             if name in self._by_name:
                 self._by_name[name].change(limits)
             else:
-                self._by_name[name] = Tenant(limits, self._clock())
+                self._by_name[name] = Tenant(limits, time.monotonic())
         self._by_name = {name: self._by_name[name] for name in limits_of}
         self._by_digest = {digest: self._by_name[limits.name] for digest, limits in by_digest.items()}
 

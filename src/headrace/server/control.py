@@ -19,7 +19,6 @@ from headrace.messages.control import FaultReq, Outcome
 from headrace.metrics.export import CONTENT_TYPE
 from headrace.server.http import Exchange, send_response
 from headrace.server.middleware import is_browsers
-from headrace.server.request_frontend import answer
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,8 +143,8 @@ async def server_info(exchange: Exchange) -> None:
     info["served_model_name"] = context.model.name
     info["model_path"] = model_name_of(frontend.weights.model_path or context.args.model_path)
     info["weight_version"] = frontend.weights.version
-    changed = await answer(frontend.settings.changed_options())
-    await exchange.reply_json(info | changed | {"frontend": await answer(frontend.counters())})
+    changed = await frontend.settings.changed_options()
+    await exchange.reply_json(info | changed | {"frontend": await frontend.counters()})
 
 
 async def loads(exchange: Exchange) -> None:
@@ -164,7 +163,7 @@ async def internal_state(exchange: Exchange) -> None:
     """Counters and pool accounting of the scheduler, and the counters of this process under `frontend`."""
     frontend = exchange.context.frontend
     states = await frontend.control.internal_states()
-    state = {**msgspec.to_builtins(sum_of_states(states)), "frontend": await answer(frontend.counters())}
+    state = {**msgspec.to_builtins(sum_of_states(states)), "frontend": await frontend.counters()}
     if exchange.context.args.num_replicas > 1:
         state["replicas"] = states
     await exchange.reply_json(state)
@@ -201,7 +200,7 @@ async def abort_request(exchange: Exchange) -> None:
 
 
 async def metrics(exchange: Exchange) -> None:
-    text = await answer(exchange.context.frontend.metrics_text())
+    text = await exchange.context.frontend.metrics_text()
     await send_response(exchange.send, 200, text, CONTENT_TYPE.encode())
 
 
@@ -215,14 +214,14 @@ async def inject_fault(exchange: Exchange) -> None:
 async def explain_request(exchange: Exchange) -> None:
     """The timeline of a recent request, without its text. The admin key sees all requests, other keys only their own."""
     records = exchange.context.frontend.records
-    samples = await answer(records.timelines(exchange.path_param("id"), exchange.caller))
+    samples = await records.timelines(exchange.path_param("id"), exchange.caller)
     await exchange.reply_json({"object": "list", "data": samples})
 
 
 async def latest_requests(exchange: Exchange) -> None:
     """Live requests and those that ended last, without their text. The admin key sees all, other keys only their own."""
     limit = exchange.read_query(LatestQuery).limit
-    samples = await answer(exchange.context.frontend.records.latest(limit, exchange.caller))
+    samples = await exchange.context.frontend.records.latest(limit, exchange.caller)
     await exchange.reply_json({"object": "list", "data": samples})
 
 

@@ -55,10 +55,10 @@ def fill_in_middle(context: ServingContext, param: str) -> FillInMiddle:
     return found
 
 
-async def middle_of(context: ServingContext, suffix: str, param: str = "suffix") -> Middle:
+async def middle_of(context: ServingContext, suffix: str) -> Middle:
     """What a request with a suffix needs. Special tokens that the suffix spells out are text. Raises RequestError."""
-    how = fill_in_middle(context, param)
-    context.check_text_length(param, len(suffix))
+    how = fill_in_middle(context, "suffix")
+    context.check_text_length("suffix", len(suffix))
     return Middle(how, await context.in_text_thread(lambda: context.model.tokenizer.encode(suffix, False)))
 
 

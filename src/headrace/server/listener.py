@@ -157,7 +157,6 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _Refused
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One complete header."""
         self._num_headers += 1
         self._header_bytes += len(name) + len(value)
         if self._num_headers > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:

@@ -164,7 +164,6 @@ class PatternCors(CORSMiddleware):
         self._origins = origins
 
     def is_allowed_origin(self, origin: str) -> bool:
-        """See `Origins.allows`."""
         return self._origins.allows(origin)
 
 

@@ -9,7 +9,6 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.body import embeds_to_base64
 from headrace.server.http import Exchange, encode_json
-from headrace.server.request_frontend import answer
 from headrace.server.sse import failure_frames, frame, stream_reply
 
 
@@ -60,12 +59,12 @@ def render_update(stream: NativeStream, update: SampleUpdate) -> bytes:
 async def open_session(exchange: Exchange) -> None:
     """Open a session for the caller. The reply is its id, a JSON string."""
     body, open_one = await exchange.read_json(OpenSessionBody), exchange.context.frontend.open_session
-    session_id = open_one(body.capacity_of_str_len, body.session_id, body.timeout, exchange.caller)
-    await exchange.reply_json(await answer(session_id))
+    session_id = await open_one(body.capacity_of_str_len, body.session_id, body.timeout, exchange.caller)
+    await exchange.reply_json(session_id)
 
 
 async def close_session(exchange: Exchange) -> None:
     """Close a session of the caller, or any session with the admin key; 404 for an unknown id."""
     body = await exchange.read_json(CloseSessionBody)
-    await answer(exchange.context.frontend.close_session(body.session_id, exchange.caller))
+    await exchange.context.frontend.close_session(body.session_id, exchange.caller)
     await exchange.reply_json({"success": True, "message": "the session is closed"})

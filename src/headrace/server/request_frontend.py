@@ -1,26 +1,32 @@
-"""The server's view of the front end as Protocols: one for generation, and one for each part that the front end exposes; and its proxy.
+"""The server's view of the front end, and its proxy.
 
 The front end is the `TokenizerManager` if the server runs in the main process. In an HTTP worker (--tokenizer-worker-num) it is a proxy whose
-methods, those of the Protocols, run in the main process, which owns requests and limits for all workers. The other side of the proxy is
+methods (`METHODS`) run in the main process, which owns requests and limits for all workers. The other side of the proxy is
 `frontend/front_door.py`.
 """
 
 import asyncio
+import inspect
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, get_type_hints
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.frontend.front_door import WireCaller, remote_methods
+from headrace.frontend.adapters import Adapters
+from headrace.frontend.control import Control
+from headrace.frontend.front_door import WireCaller, remote_method
+from headrace.frontend.records import Records
+from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
+from headrace.frontend.weight_control import WeightControl
 from headrace.media_kinds import MediaRefs
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import FaultReq, InternalState, Outcome, ShutdownReq
+from headrace.messages.control import ShutdownReq
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,
@@ -32,81 +38,10 @@ from headrace.messages.front import (
 )
 from headrace.messages.operations import error_of_fault
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
-from headrace.messages.weights import WeightOperation, WeightOpReply
-
-T = TypeVar("T")
-MaybeAwaitable: TypeAlias = T | Awaitable[T]
-"""A result that is returned directly if the front end is in this process, and awaited if it is not (`remote_frontend`)."""
-
-
-async def answer(result: MaybeAwaitable[T]) -> T:
-    """The result, awaited if necessary."""
-    return await result if isinstance(result, Awaitable) else result
-
-
-class AdaptersFrontend(Protocol):
-    """What the server needs of the `Adapters`."""
-
-    @property
-    def names(self) -> list[str]:
-        """Every adapter that requests may name."""
-
-    async def load(self, name: str, path: str, pinned: bool = False) -> None:
-        """Raises RequestError, CapacityError, ExecutionError."""
-
-    async def unload(self, name: str) -> None:
-        """Wait for the requests that use it, then unload it. Raises NotFoundError, ExecutionError."""
-
-
-class ControlFrontend(Protocol):
-    """What the server needs of the `Control`."""
-
-    async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
-        """A control operation, see `messages.operations`. Raises HeadraceError."""
-
-    async def flush_cache(self, timeout_s: float = 0.0) -> Outcome:
-        """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
-
-    async def internal_states(self) -> list[InternalState]:
-        """Counters and pool accounting of each live scheduler."""
-
-    async def inject_fault(self, fault: FaultReq) -> None: ...
-
-
-class RecordsFrontend(Protocol):
-    """What the server needs of the `Records`."""
-
-    def timelines(self, rid: str, caller: Caller = ...) -> MaybeAwaitable[list[dict[str, Any]]]:
-        """The timelines of a request of the caller, or for an admin of any caller. Raises NotFoundError."""
-
-    def latest(self, limit: int, caller: Caller = ...) -> MaybeAwaitable[list[dict[str, Any]]]:
-        """The last samples of the caller, or for an admin of any caller, without their events; live ones first."""
-
-
-class SettingsFrontend(Protocol):
-    """What the server needs of the `RuntimeSettings`."""
-
-    def changed_options(self) -> MaybeAwaitable[dict[str, Any]]:
-        """Options changed since the start, with their current values."""
-
-
-class WeightFrontend(Protocol):
-    """What the server needs of the `WeightControl`."""
-
-    @property
-    def version(self) -> str:
-        """Version name of the current weights."""
-
-    @property
-    def model_path(self) -> str | None:
-        """From where the current weights were read, if that was after the start."""
-
-    async def operate(self, operation: WeightOperation) -> WeightOpReply:
-        """Carry out one operation; its reply says whether it succeeded."""
 
 
 class RequestFrontend(Protocol):
-    """What the server needs of the TokenizerManager."""
+    """What the server needs of the TokenizerManager; of its parts, see `PARTS`. Results are awaited, since they may come from another process."""
 
     def generate_request(
         self,
@@ -135,58 +70,62 @@ class RequestFrontend(Protocol):
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:
         """Abort the caller's samples of `rid`, or all; unknown rids are ignored."""
 
-    def open_session(
+    async def open_session(
         self,
         capacity_of_str_len: int = 0,
         session_id: str | None = None,
         timeout_s: float | None = None,
         caller: Caller = ...,
-    ) -> MaybeAwaitable[str]:
+    ) -> str:
         """Open a session and return its id. Raises RequestError, CapacityError."""
 
-    def close_session(self, session_id: str, caller: Caller = ...) -> MaybeAwaitable[None]:
+    async def close_session(self, session_id: str, caller: Caller = ...) -> None:
         """Close a session of the caller, or for an admin any session. Raises NotFoundError."""
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine is alive and, with `generate`, can generate a token."""
 
     @property
-    def adapters(self) -> AdaptersFrontend: ...
+    def adapters(self) -> Adapters: ...
 
     @property
-    def control(self) -> ControlFrontend:
+    def control(self) -> Control:
         """Caches, counters and profiles of the schedulers."""
 
     @property
-    def records(self) -> RecordsFrontend:
+    def records(self) -> Records:
         """Timelines and dumps of recent requests."""
 
     @property
-    def settings(self) -> SettingsFrontend: ...
+    def settings(self) -> RuntimeSettings: ...
 
     @property
-    def weights(self) -> WeightFrontend:
+    def weights(self) -> WeightControl:
         """Operations on weights, generation and memory."""
 
-    def counters(self) -> MaybeAwaitable[dict[str, int]]: ...
+    async def counters(self) -> dict[str, int]: ...
 
-    def metrics_text(self) -> MaybeAwaitable[bytes]:
+    async def metrics_text(self) -> bytes:
         """Every metric, in Prometheus' text format."""
 
     def count_reply(self, route: str, status: int) -> None:
         """Count an HTTP reply for the metrics. route: the declared path, not the one that was sent."""
 
 
-PARTS: dict[str, type] = {
-    name: get_type_hints(member.fget)["return"]
-    for name, member in vars(RequestFrontend).items()
-    if isinstance(member, property)
+PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "adapters": (Adapters.load, Adapters.unload),
+    "control": (Control.ask, Control.flush_cache, Control.internal_states, Control.inject_fault),
+    "records": (Records.timelines, Records.latest),
+    "settings": (RuntimeSettings.changed_options,),
+    "weights": (WeightControl.operate,),
 }
-"""The parts of a `RequestFrontend`, by name."""
+"""What a server calls of the parts of a `RequestFrontend`, and nothing else: an HTTP worker has only these, and the properties in `_FROM_NEWS`."""
 
-METHODS = remote_methods(RequestFrontend) | {
-    f"{part}.{name}": method for part, protocol in PARTS.items() for name, method in remote_methods(protocol).items()
-}
+METHODS = {
+    name: remote_method(member)
+    for name, member in vars(RequestFrontend).items()
+    if name[0] != "_" and inspect.isfunction(member)
+} | {f"{part}.{function.__name__}": remote_method(function) for part, called in PARTS.items() for function in called}
 """Every method that an HTTP worker can call in the main process, by name."""
 
 
@@ -321,7 +260,7 @@ def remote_frontend(calls: RemoteCalls) -> RequestFrontend:
 
 
 class _Remote:
-    """An object of the main process, or one of its parts: each method of its Protocol is a call. prefix: of the methods' names."""
+    """An object of the main process, or one of its parts: each of its `METHODS` is a call. prefix: of the methods' names."""
 
     def __init__(self, calls: RemoteCalls, prefix: str = "") -> None:
         self._calls = calls

@@ -37,7 +37,7 @@ from headrace.server.routes import Examples, OpenApi, RouteSpec, operation_route
 from headrace.server.ui.pages import ui_routes
 from headrace.server.weights import weight_routes
 
-_QUESTION = "What is the capital of France?"
+_QUESTION = "Name the capital of France."
 _ANSWER = "Paris is the capital of France."
 _BEGINNING = "The capital of France is"
 _ASKED = [{"role": "user", "content": _QUESTION}]
@@ -170,7 +170,6 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
 
 
 def _pooling_routes(context: ServingContext) -> list[RouteSpec]:
-    """Routes of embedding models, rerankers and classifiers."""
     named: dict[str, Any] = {"model": context.model.name}
     labels = {
         **named,

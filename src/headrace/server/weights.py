@@ -211,7 +211,6 @@ def _outcome(reply: WeightOpReply, note: str = "") -> OperationReply:
 
 
 def weight_routes() -> list[RouteSpec]:
-    """Their rows of the route table."""
     weight, no_tensors = "model.embed_tokens.weight", "AgAAAAAAAAB7fQ=="
     nothing: Examples = {"Nothing to say": {}}
     kv_cache = {"The KV cache": {"tags": ["kv_cache"]}}

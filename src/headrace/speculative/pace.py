@@ -70,6 +70,8 @@ class StepTimes:
 
 USUAL = StepTimes.measured({1: 0.006, 8: 0.006, 16: 0.0089})
 """Where nothing is measured: about that of SmolLM2 in int8 on two cores with VNNI."""
+SLOW = StepTimes.measured({1: 0.0067, 8: 0.016, 16: 0.027})
+"""The same with AVX2."""
 
 
 def learnt(chance: float, is_right: bool) -> float:

@@ -107,7 +107,6 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
@@ -134,7 +133,7 @@ class ChatTemplate:
         values: dict[str, Any] = {
             "messages": [dict(message) for message in messages],
             "tools": list(tools) if tools else None,
-            "documents": list(documents) if documents else None,
+            "documents": None,
             **(kwargs or {}),
         }
         leaves = list(strings_of(values))
@@ -241,20 +240,13 @@ def chat_template_of(tokenizer: Tokenizer, override: str | None = None, has_tool
     return ChatTemplate(source, tokenizer.special_texts, tokenizer.named_tokens)
 
 
-def choose_template(
-    templates: Mapping[str, str], override: str | None = None, has_tools: bool = False, name: str | None = None
-) -> str:
-    """The Jinja source to use: `override` if given, else the one called `name`, else tool_use or default.
+def choose_template(templates: Mapping[str, str], override: str | None = None, has_tools: bool = False) -> str:
+    """The Jinja source to use: `override` if given, else the one for tools or the default.
 
     templates: `Tokenizer.chat_template`. Raises RequestError when the model has no template.
     """
     if override is not None:
         return override
-    if name is not None:
-        if name not in templates:
-            known = ", ".join(sorted(templates)) or "none"
-            raise RequestError(f"this model has no chat template called {name!r}; it has: {known}")
-        return templates[name]
     if has_tools and "tool_use" in templates:
         return templates["tool_use"]
     if "default" in templates:

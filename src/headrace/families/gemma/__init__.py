@@ -8,6 +8,7 @@ from headrace.checkpoint.family import Decoder, DecoderOptions, Family, Gguf, Vi
 from headrace.checkpoint.media_config import MediaConfig, image_token, siglip
 from headrace.checkpoint.media_tokens import KindTokens, Tokens, check_side, token_of
 from headrace.checkpoint.preprocessor_config import ImageSettings
+from headrace.checkpoint.projector import CLIP_LAYER, Projector, VisionKeys, clip_names
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -85,6 +86,29 @@ def _tokens(media: MediaConfig, settings: ImageSettings, tokens: Tokens, config:
     return KindTokens(begin, lambda facts: layout)
 
 
+def _mmproj_config(keys: VisionKeys) -> dict[str, Any]:
+    tower = keys.tower()
+    side, factor = tower["image_size"] // tower["patch_size"], keys.count("projector.scale_factor", 4)
+    return {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "image_token_index": keys.row_token("<image_soft_token>"),
+        "boi_token_index": keys.own_token("<start_of_image>"),
+        "eoi_token_index": keys.own_token("<end_of_image>"),
+        "mm_tokens_per_image": (side // factor) ** 2,
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **tower},
+    }
+
+
+def _mmproj_processor(keys: VisionKeys) -> dict[str, Any]:
+    side = keys.count("image_size")
+    return {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": side, "width": side},
+        **keys.statistics(),
+    }
+
+
 FAMILY = Family(
     decoders={
         "gemma": Decoder(
@@ -129,6 +153,22 @@ FAMILY = Family(
             },
             config=_gguf_config,
             norms_plus_one=True,
+        )
+    },
+    projectors={
+        "gemma3": Projector(
+            architectures=("gemma3",),
+            output=("mm.input_projection.weight", 1),
+            config=_mmproj_config,
+            processor=_mmproj_processor,
+            layers="vision_tower.encoder.layers.{}.",
+            layer=CLIP_LAYER,
+            names={
+                **clip_names("vision_tower."),
+                "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+                "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
+            },
+            norms_plus_one=frozenset({"mm.soft_emb_norm.weight"}),
         )
     },
 )

@@ -3,14 +3,12 @@
 Source: Gemma Team, "Gemma 3 Technical Report" (2025).
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.norm import RMSNorm
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Placement
 from headrace.models.media import MediaEncoder
 from headrace.models.tower_parts import ReshapedLinear
 from headrace.models.towers import ClipVision, ProjectedEncoder
@@ -19,27 +17,16 @@ _PROJECTOR = "multi_modal_projector."
 
 
 def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    return _Encoder(media, config.hidden_size, placement)
+    tower = media.vision
+    vision = ClipVision(media, placement, final_norm=True)
+    norm = RMSNorm(tower.hidden_size, tower.norm_eps, placement, unit_offset=1.0)
+    sizes = tower.hidden_size, config.hidden_size
+    projection = ReshapedLinear(*sizes, sizes, _transposed, _transposed, placement)
+    rows = int(media.mm_tokens**0.5)
+    inner = tower.image_size // tower.patch_size // rows
 
-
-class _Encoder(ProjectedEncoder):
-    sees_ahead = True
-
-    def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
-        config = media.vision
-        super().__init__(ClipVision(media, placement, final_norm=True))
-        self._norm = RMSNorm(config.hidden_size, config.norm_eps, placement, unit_offset=1.0)
-        sizes = config.hidden_size, hidden_size
-        self._projection = ReshapedLinear(*sizes, sizes, _transposed, _transposed, placement)
-        self._rows_of_side = int(media.mm_tokens**0.5)
-        self._patches_of_row = config.image_size // config.patch_size // self._rows_of_side
-
-    def projected(self, x: torch.Tensor) -> torch.Tensor:
-        return self._projection(self._norm(x))
-
-    def rows_of(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Means over squares, summed in the same order for every square."""
-        rows, inner = self._rows_of_side, self._patches_of_row
+    def means(tiles: torch.Tensor) -> torch.Tensor:
+        """Over squares, summed in the same order for every square."""
         squares = tiles.view(len(tiles), rows, inner, rows, inner, tiles.shape[2])
         total = torch.zeros_like(squares[:, :, 0, :, 0])
         for row in range(inner):
@@ -47,10 +34,8 @@ class _Encoder(ProjectedEncoder):
                 total += squares[:, :, row, :, column]
         return (total / inner**2).flatten(0, 2)
 
-    def weights(self) -> Iterator[Weight]:
-        yield from self._vision.weights()
-        yield from self._norm.weights(f"{_PROJECTOR}mm_soft_emb_norm")
-        yield from self._projection.weights(f"{_PROJECTOR}mm_input_projection_weight")
+    layers = (norm, f"{_PROJECTOR}mm_soft_emb_norm"), (projection, f"{_PROJECTOR}mm_input_projection_weight")
+    return ProjectedEncoder(vision, means, lambda x: projection(norm(x)), layers, sees_ahead=True)
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from headrace.checkpoint.family import Family, Vision
 from headrace.checkpoint.media_config import MediaConfig, image_token, transformer
 from headrace.checkpoint.media_tokens import ItemFacts, KindTokens, TokenLayout, Tokens
 from headrace.checkpoint.preprocessor_config import ImageSettings
+from headrace.checkpoint.projector import CLIP_LAYER, Projector, VisionKeys, clip_names
 from headrace.errors import ModelError
 
 
@@ -53,4 +54,37 @@ def _vision(image_processor: str) -> Vision:
     )
 
 
-FAMILY = Family(vision={"idefics3": _vision("Idefics3"), "smolvlm": _vision("SmolVLM")})
+def _mmproj_config(keys: VisionKeys) -> dict[str, Any]:
+    return {
+        "model_type": "idefics3",
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "image_token_id": keys.own_token("<image>"),
+        "scale_factor": keys.count("projector.scale_factor", 2),
+        "vision_config": {"hidden_act": "gelu_pytorch_tanh", **keys.tower()},
+    }
+
+
+def _mmproj_processor(keys: VisionKeys) -> dict[str, Any]:
+    side = keys.count("image_size")
+    return {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": keys.count("preproc_image_size", 4 * side)},
+        "max_image_size": {"longest_edge": side},
+        **keys.statistics(),
+    }
+
+
+FAMILY = Family(
+    vision={"idefics3": _vision("Idefics3"), "smolvlm": _vision("SmolVLM")},
+    projectors={
+        "idefics3": Projector(
+            architectures=(),
+            output=("mm.model.fc.weight", 0),
+            config=_mmproj_config,
+            processor=_mmproj_processor,
+            layers="vision_model.encoder.layers.{}.",
+            layer=CLIP_LAYER,
+            names={**clip_names("vision_model."), "mm.model.fc": "connector.modality_projection.proj"},
+        )
+    },
+)

@@ -3,16 +3,16 @@
 Sources: H. Laurençon et al., "Building and better understanding vision-language models" (Idefics3, 2024); A. Marafioti et al., "SmolVLM" (2025).
 """
 
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Placement
 from headrace.models.media import MediaEncoder
-from headrace.models.tower_parts import in_floats
+from headrace.models.tower_parts import in_floats, shuffled
 from headrace.models.towers import ClipVision, ProjectedEncoder
 
 
@@ -29,19 +29,8 @@ class _Vision(ClipVision):
 
 
 def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    return _Encoder(media, config.hidden_size, placement)
-
-
-class _Encoder(ProjectedEncoder):
-    def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
-        config = media.vision
-        super().__init__(_Vision(media, placement, "vision_model.", final_norm=True), media.shuffle)
-        outputs = {"proj": hidden_size}
-        self._projection = Linear(config.hidden_size * media.shuffle**2, outputs, in_floats(placement))
-
-    def projected(self, x: torch.Tensor) -> torch.Tensor:
-        return self._projection(x)
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self._vision.weights()
-        yield from self._projection.weights("connector.modality_projection.")
+    vision = _Vision(media, placement, "vision_model.", final_norm=True)
+    merged = media.vision.hidden_size * media.shuffle**2
+    projection = Linear(merged, {"proj": config.hidden_size}, in_floats(placement))
+    layers = ((projection, "connector.modality_projection."),)
+    return ProjectedEncoder(vision, partial(shuffled, factor=media.shuffle), projection, layers)

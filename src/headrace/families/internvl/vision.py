@@ -3,18 +3,16 @@
 Source: Z. Chen et al., "InternVL" (2023), and "Expanding Performance Boundaries" (InternVL 2.5, 2024).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-
-import torch
+from functools import partial
 
 from headrace.checkpoint.media_config import MediaConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import LayerNorm
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Placement
 from headrace.models.media import MediaEncoder
-from headrace.models.tower_parts import in_floats
+from headrace.models.tower_parts import in_floats, shuffled
 from headrace.models.towers import BlockOptions, ClipVision, ProjectedEncoder, VisionNames, activation
 
 _OPTIONS = BlockOptions(
@@ -37,26 +35,15 @@ _PROJECTOR = "multi_modal_projector."
 
 
 def encoder(media: MediaConfig, config: ModelConfig, placement: Placement) -> MediaEncoder:
-    return _Encoder(media, config.hidden_size, placement)
-
-
-class _Encoder(ProjectedEncoder):
-    def __init__(self, media: MediaConfig, hidden_size: int, placement: Placement) -> None:
-        config, floats = media.vision, in_floats(placement)
-        blocks = replace(_OPTIONS, rms=config.rms, qkv_bias=config.qkv_bias)
-        vision = ClipVision(media, placement, final_norm=config.final_norm, names=_NAMES, blocks=blocks, stacked=True)
-        super().__init__(vision, media.shuffle)
-        merged = config.hidden_size * media.shuffle**2
-        self._norm = LayerNorm(merged, 1e-5, placement)
-        self._up = Linear(merged, {"linear_1": hidden_size}, floats, bias=True)
-        self._down = Linear(hidden_size, {"linear_2": hidden_size}, floats, bias=True)
-        self._activate = activation(media.projector_act)
-
-    def projected(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._activate(self._up(self._norm(x))))
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self._vision.weights()
-        yield from self._norm.weights(f"{_PROJECTOR}layer_norm")
-        yield from self._up.weights(_PROJECTOR)
-        yield from self._down.weights(_PROJECTOR)
+    tower, size, floats = media.vision, config.hidden_size, in_floats(placement)
+    blocks = replace(_OPTIONS, rms=tower.rms, qkv_bias=tower.qkv_bias)
+    vision = ClipVision(media, placement, final_norm=tower.final_norm, names=_NAMES, blocks=blocks, stacked=True)
+    merged = tower.hidden_size * media.shuffle**2
+    norm = LayerNorm(merged, 1e-5, placement)
+    up = Linear(merged, {"linear_1": size}, floats, bias=True)
+    down = Linear(size, {"linear_2": size}, floats, bias=True)
+    activate = activation(media.projector_act)
+    layers = (norm, f"{_PROJECTOR}layer_norm"), (up, _PROJECTOR), (down, _PROJECTOR)
+    return ProjectedEncoder(
+        vision, partial(shuffled, factor=media.shuffle), lambda x: down(activate(up(norm(x)))), layers
+    )

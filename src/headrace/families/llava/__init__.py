@@ -9,6 +9,7 @@ from headrace.checkpoint.family import Family, Vision
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig, clip, image_token, pixtral, siglip
 from headrace.checkpoint.media_tokens import ItemFacts, KindTokens, TokenLayout, Tokens, check_side
 from headrace.checkpoint.preprocessor_config import ImageSettings
+from headrace.checkpoint.projector import CLIP_LAYER, Projector, VisionKeys, clip_names
 from headrace.errors import ModelError
 from headrace.multimodal.resolutions import best_resolution, shrunk, without_border
 
@@ -177,6 +178,78 @@ def _pixtral_settings(media: MediaConfig, settings: ImageSettings) -> ImageSetti
     return msgspec.structs.replace(settings, patch_size=vision.patch_size, merge_size=merge)
 
 
+def _is_next(keys: VisionKeys) -> bool:
+    return bool(keys.file.get("clip.vision.mm_patch_merge_type") == "spatial_unpad")
+
+
+def _mmproj_llava(keys: VisionKeys) -> dict[str, Any]:
+    """Converters leave out layers after the one that is read, and with them the last norm."""
+    tower, has_first = keys.tower(), keys.has("v.class_embd")
+    layers = keys.file.get("clip.vision.feature_layer")
+    if layers is None:
+        layers = [tower["num_hidden_layers"] - (has_first and keys.has("v.post_ln.weight"))]
+    gelu = "gelu" if has_first else "gelu_pytorch_tanh"
+    own = {
+        "model_type": "clip_vision_model" if has_first else "siglip_vision_model",
+        "hidden_act": gelu if keys.activation == "gelu" else keys.activation,
+    }
+    config: dict[str, Any] = {
+        "model_type": "llava_next" if _is_next(keys) else "llava",
+        "architectures": [f"Llava{'Next' if _is_next(keys) else ''}ForConditionalGeneration"],
+        "image_token_index": keys.row_token("<image>"),
+        "vision_feature_layer": layers[0] if isinstance(layers, list) and len(layers) == 1 else layers,
+        "vision_feature_select_strategy": "default" if has_first else "full",
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": keys.has("mm.0.bias"),
+        "vision_config": {**own, **tower},
+    }
+    if _is_next(keys) and (pinpoints := _mmproj_pinpoints(keys)):
+        config["image_grid_pinpoints"] = pinpoints
+    return config
+
+
+def _mmproj_pinpoints(keys: VisionKeys) -> list[list[int]]:
+    if "clip.vision.image_grid_pinpoints" not in keys.file:
+        return []
+    sides = keys.file.listed("clip.vision.image_grid_pinpoints", int)
+    return [sides[at : at + 2] for at in range(0, len(sides), 2)]
+
+
+def _mmproj_llava_processor(keys: VisionKeys) -> dict[str, Any]:
+    """Of LLaVA 1.5 as it was trained, and as llama.cpp has it: images become squares by a border; of LLaVA-NeXT as of transformers."""
+    side = keys.count("image_size")
+    crop = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}, **keys.statistics()}
+    if not _is_next(keys):
+        return {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **crop}
+    pinpoints = _mmproj_pinpoints(keys)
+    named = {"image_grid_pinpoints": pinpoints} if pinpoints else {}
+    return {"image_processor_type": "LlavaNextImageProcessor", **crop, **named}
+
+
+def _mmproj_pixtral(keys: VisionKeys) -> dict[str, Any]:
+    tower = keys.tower()
+    merges = "clip.vision.spatial_merge_size" in keys.file
+    own: dict[str, Any] = {"model_type": "pixtral", "hidden_act": keys.activation}
+    own["rope_theta"] = keys.file.decimal("clip.rope.freq_base", 10000.0)
+    around: dict[str, Any] = {
+        "model_type": "mistral3" if merges else "llava",
+        "architectures": [f"{'Mistral3' if merges else 'Llava'}ForConditionalGeneration"],
+        "image_token_index": keys.own_token("[IMG]"),
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": keys.has("mm.1.bias"),
+        "vision_config": {**own, **tower},
+    }
+    return around | ({"spatial_merge_size": keys.count("spatial_merge_size")} if merges else {})
+
+
+def _mmproj_pixtral_processor(keys: VisionKeys) -> dict[str, Any]:
+    side = keys.count("patch_size")
+    size = {"size": {"longest_edge": keys.count("image_size")}, "patch_size": {"height": side, "width": side}}
+    return {"image_processor_type": "PixtralImageProcessor", **size, **keys.statistics()}
+
+
 FAMILY = Family(
     vision={
         "llava": Vision(read=_llava, tokens=_fixed_tokens, settings=_pixtral_settings, image_processor="CLIP"),
@@ -188,5 +261,50 @@ FAMILY = Family(
         "llava_onevision": Vision(
             read=_llava_onevision, tokens=_anyres_tokens, image_processor="LlavaOnevision", several_are_squares=True
         ),
-    }
+    },
+    projectors={
+        "mlp": Projector(
+            architectures=(),
+            output=("mm.2.weight", 0),
+            config=_mmproj_llava,
+            processor=_mmproj_llava_processor,
+            layers="vision_tower.encoder.layers.{}.",
+            layer=CLIP_LAYER,
+            names={
+                **clip_names("vision_tower."),
+                "mm.0": "multi_modal_projector.linear_1",
+                "mm.2": "multi_modal_projector.linear_2",
+                "v.image_newline": "image_newline",
+                "model.image_newline": "image_newline",
+            },
+        ),
+        "pixtral": Projector(
+            architectures=(),
+            output=("mm.2.weight", 0),
+            config=_mmproj_pixtral,
+            processor=_mmproj_pixtral_processor,
+            layers="vision_tower.transformer.layers.{}.",
+            layer={
+                "ln1": "attention_norm",
+                "ln2": "ffn_norm",
+                "attn_q": "attention.q_proj",
+                "attn_k": "attention.k_proj",
+                "attn_v": "attention.v_proj",
+                "attn_out": "attention.o_proj",
+                "ffn_gate": "feed_forward.gate_proj",
+                "ffn_up": "feed_forward.up_proj",
+                "ffn_down": "feed_forward.down_proj",
+            },
+            names={
+                "v.patch_embd": "vision_tower.patch_conv",
+                "v.pre_ln": "vision_tower.ln_pre",
+                "mm.1": "multi_modal_projector.linear_1",
+                "mm.2": "multi_modal_projector.linear_2",
+                "mm.input_norm": "multi_modal_projector.norm",
+                "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+            },
+            unused=frozenset({"v.token_embd.img_break"}),  # a row of the text model's embedding
+            interleaved=True,
+        ),
+    },
 )

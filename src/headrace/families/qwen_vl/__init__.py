@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.config_keys import MediaKeys, NotServedError
-from headrace.checkpoint.family import Decoder, Family, Vision
+from headrace.checkpoint.family import Decoder, Family, Gguf, Vision
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig, image_token, theta
 from headrace.checkpoint.media_tokens import (
     ItemFacts,
@@ -18,9 +19,13 @@ from headrace.checkpoint.media_tokens import (
     token_of,
 )
 from headrace.checkpoint.preprocessor_config import ImageSettings
+from headrace.checkpoint.projector import Projector, VisionKeys
 from headrace.errors import ModelError
 from headrace.families import qwen2, qwen3
 from headrace.media_kinds import MediaKind
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.gguf import GgufFile
 
 _QWEN2: dict[str, Any] = {
     "vocab_size": 152064,
@@ -202,6 +207,133 @@ def _vision(read: Callable[[MediaKeys, MediaKeys], MediaConfig], video_processor
     )
 
 
+def _gguf_rope(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
+    sections = file.listed(f"{file.get('general.architecture')}.rope.dimension_sections", int)[:3]
+    rope = {"rope_theta": config["rope_theta"], "mrope_section": sections}
+    return {"rope_parameters": rope | {"mrope_interleaved": config["model_type"] == "qwen3_vl_text"}}
+
+
+def _mmproj(model_type: str, architecture: str, own: Callable[[VisionKeys], dict[str, Any]]) -> Projector:
+    """own: keys of its vision_config, beside those of all."""
+
+    def config(keys: VisionKeys) -> dict[str, Any]:
+        tower = keys.tower()
+        shared = {
+            "depth": tower["num_hidden_layers"],
+            "num_heads": tower["num_attention_heads"],
+            "patch_size": tower["patch_size"],
+            "temporal_patch_size": _FRAMES,
+            "spatial_merge_size": keys.count("spatial_merge_size", 2),
+        }
+        return {
+            "model_type": model_type,
+            "architectures": [architecture],
+            "image_token_id": keys.own_token("<|image_pad|>"),
+            "video_token_id": keys.own_token("<|video_pad|>"),
+            "vision_config": {**shared, **own(keys)},
+        }
+
+    return Projector(
+        architectures=("qwen3vl" if model_type == "qwen3_vl" else "qwen2vl",),
+        output=("mm.2.weight", 0),
+        config=config,
+        processor=partial(_mmproj_processor, _PIXELS[model_type]),
+        layers="visual.blocks.{}.",
+        layer={
+            "ln1": "norm1",
+            "ln2": "norm2",
+            "attn_qkv": "attn.qkv",
+            "attn_q": "attn.qkv",
+            "attn_k": "attn.qkv",
+            "attn_v": "attn.qkv",
+            "attn_out": "attn.proj",
+            **_MLP[model_type],
+        },
+        names={
+            "v.patch_embd.weight": "visual.patch_embed.proj.weight",
+            "v.patch_embd.weight.1": "visual.patch_embed.proj.weight",
+            "v.patch_embd.bias": "visual.patch_embed.proj.bias",
+            **{theirs: f"visual.{ours}" for theirs, ours in _MERGER[model_type].items()},
+        },
+        # Older converters write a table that none of them uses.
+        unused=frozenset() if model_type == "qwen3_vl" else frozenset({"v.position_embd.weight"}),
+    )
+
+
+def _mmproj_processor(pixels: tuple[int, int], keys: VisionKeys) -> dict[str, Any]:
+    """As the published models have it; of the files only new ones have the numbers of pixels."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": keys.count("patch_size"),
+        "temporal_patch_size": _FRAMES,
+        "merge_size": keys.count("spatial_merge_size", 2),
+        "min_pixels": keys.count("image_min_pixels", pixels[0]),
+        "max_pixels": keys.count("image_max_pixels", pixels[1]),
+        **keys.statistics(),
+    }
+
+
+def _mmproj_qwen2(keys: VisionKeys) -> dict[str, Any]:
+    tower = keys.tower()
+    return {
+        "embed_dim": tower["hidden_size"],
+        "mlp_ratio": tower["intermediate_size"] / tower["hidden_size"],
+        "hidden_act": keys.activation,
+        "hidden_size": keys.rows("mm.2.weight"),
+    }
+
+
+def _mmproj_qwen2_5(keys: VisionKeys) -> dict[str, Any]:
+    """Every so many layers tokens see the whole image. The window and the pace of videos are those of all published models."""
+    tower, every = keys.tower(), keys.count("n_wa_pattern")
+    return {
+        "hidden_size": tower["hidden_size"],
+        "intermediate_size": tower["intermediate_size"],
+        "hidden_act": keys.activation,
+        "window_size": keys.count("window_size", 112),
+        "fullatt_block_indexes": list(range(every - 1, tower["num_hidden_layers"], every)),
+        "tokens_per_second": 2,
+        "out_hidden_size": keys.rows("mm.2.weight"),
+    }
+
+
+def _mmproj_qwen3(keys: VisionKeys) -> dict[str, Any]:
+    tower = keys.tower()
+    return {
+        "hidden_size": tower["hidden_size"],
+        "intermediate_size": tower["intermediate_size"],
+        "hidden_act": "gelu_pytorch_tanh" if keys.activation == "gelu" else keys.activation,
+        "out_hidden_size": keys.rows("mm.2.weight"),
+        "num_position_embeddings": keys.rows("v.position_embd.weight"),
+        "deepstack_visual_indexes": [
+            layer for layer in range(tower["num_hidden_layers"]) if keys.has(f"v.deepstack.{layer}.norm.weight")
+        ],
+    }
+
+
+_FRAMES = 2  # of a patch
+_PIXELS = {"qwen2_vl": (3136, 12845056), "qwen2_5_vl": (3136, 12845056), "qwen3_vl": (65536, 16777216)}
+_MLP = {
+    "qwen2_vl": {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    "qwen2_5_vl": {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+    "qwen3_vl": {"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+}
+_SECOND_MERGER = {"v.post_ln": "merger.ln_q", "mm.0": "merger.mlp.0", "mm.2": "merger.mlp.2"}
+_MERGER = {
+    "qwen2_vl": _SECOND_MERGER,
+    "qwen2_5_vl": _SECOND_MERGER,
+    "qwen3_vl": {
+        "v.position_embd": "pos_embed",
+        "v.post_ln": "merger.norm",
+        "mm.0": "merger.linear_fc1",
+        "mm.2": "merger.linear_fc2",
+        **{
+            f"v.deepstack.{{}}.{part}": f"deepstack_merger_list.{{}}.{ours}"
+            for part, ours in (("norm", "norm"), ("fc1", "linear_fc1"), ("fc2", "linear_fc2"))
+        },
+    },
+}
+
 FAMILY = Family(
     decoders={
         "qwen2_vl_text": _QWEN2_TEXT,
@@ -212,5 +344,14 @@ FAMILY = Family(
         "qwen2_vl": _vision(_qwen2_vl, "Qwen2VL", flat_text="qwen2_vl_text"),
         "qwen2_5_vl": _vision(_qwen2_5_vl, "Qwen2VL", flat_text="qwen2_5_vl_text"),
         "qwen3_vl": _vision(_qwen3_vl, "Qwen3VL"),
+    },
+    gguf={
+        "qwen2vl": Gguf(model_type="qwen2_vl_text", architecture="Qwen2VLForConditionalGeneration", config=_gguf_rope),
+        "qwen3vl": Gguf(model_type="qwen3_vl_text", architecture="Qwen3VLForConditionalGeneration", config=_gguf_rope),
+    },
+    projectors={
+        "qwen2vl_merger": _mmproj("qwen2_vl", "Qwen2VLForConditionalGeneration", _mmproj_qwen2),
+        "qwen2.5vl_merger": _mmproj("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _mmproj_qwen2_5),
+        "qwen3vl_merger": _mmproj("qwen3_vl", "Qwen3VLForConditionalGeneration", _mmproj_qwen3),
     },
 )

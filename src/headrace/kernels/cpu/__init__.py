@@ -14,8 +14,8 @@ from headrace.errors import ConfigError
 from headrace.log import get_logger
 
 ISA_VARIABLE = "HEADRACE_CPU_ISA"
-"""Environment variable that overrides the instruction set: baseline, avx2, avx512, avx512vnni, avx512bf16 or amx; on ARM
-neon, neon_dotprod or neon_i8mm."""
+"""Environment variable that overrides the instruction set: baseline, avx2, avxvnni, avx512, avx512vnni, avx512bf16 or
+amx; on ARM neon, neon_dotprod or neon_i8mm."""
 
 _logger = get_logger(__name__)
 _loaded: ModuleType | None = None

@@ -56,8 +56,6 @@ class AnthropicErrorReply(msgspec.Struct, frozen=True):
 
 
 class MessagesServing:
-    """Handlers of /v1/messages and /v1/messages/count_tokens."""
-
     def __init__(self, context: ServingContext) -> None:
         self.context = context
         self._skipped_tools, self._noted = skipped_tools(), noted_fields()
@@ -192,7 +190,6 @@ def content_of(events: Iterable[Event], shows_thinking: bool) -> list[dict[str, 
 
 
 def frame(kind: bytes, data: bytes) -> bytes:
-    """One event of a stream."""
     return b"event: %b\ndata: %b\n\n" % (kind, data)
 
 

@@ -27,6 +27,7 @@ from headrace.server.chat.conversation import (
     Tool,
     ToolChoice,
     check_choice,
+    check_history,
     check_num_messages,
     check_tools,
     function_call,
@@ -99,7 +100,7 @@ Placed = tuple[str, Block]
 
 def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conversation, list[str]]:
     """The conversation of a request, and the names of the tools that are skipped. Raises RequestError that names the field at fault."""
-    messages = _Messages().read(request, context_length)
+    messages = _messages(request, context_length)
     tools, skipped = tools_of(request.tools)
     choice, parallel = choice_of(request.tool_choice, tools)
     effort = request.output_config.effort if request.output_config is not None else None
@@ -144,97 +145,89 @@ def sampling_of(request: MessagesRequest) -> SamplingParams:
     )
 
 
-class _Messages:
-    """Messages in the form for templates."""
+def _messages(request: PromptRequest, context_length: int) -> list[Message]:
+    if not request.messages:
+        raise refused("messages", "is empty")
+    check_num_messages("messages", "messages", len(request.messages), context_length)
+    system = _system_text(request.system)
+    shown: list[Message] = [{"role": "system", "content": system}] if system else []
+    for number, message in enumerate(request.messages):
+        shown += _template_messages(f"messages[{number}]", message)
+    check_history("messages", shown)
+    last = shown[-1]
+    if last.get("tool_calls"):
+        where = f"messages[{len(request.messages) - 1}]"
+        raise refused(where, ": the results of its tool calls are missing")
+    if last == {"role": "assistant", "content": ""} and len(shown) > 1:
+        shown.pop()  # A reply that was begun with nothing is a new one.
+    return shown
 
-    def __init__(self) -> None:
-        self.shown: list[Message] = []
-        # The calls of the last message with calls: their names by id.
-        self.asked: dict[str, str] = {}
 
-    def read(self, request: PromptRequest, context_length: int) -> list[Message]:
-        if not request.messages:
-            raise refused("messages", "is empty")
-        check_num_messages("messages", "messages", len(request.messages), context_length)
-        if system := _system_text(request.system):
-            self.shown.append({"role": "system", "content": system})
-        for number, message in enumerate(request.messages):
-            self._add(f"messages[{number}]", message)
-        last = self.shown[-1]
-        if last.get("tool_calls"):
-            where = f"messages[{len(request.messages) - 1}]"
-            raise refused(where, ": the results of its tool calls are missing")
-        if last == {"role": "assistant", "content": ""} and len(self.shown) > 1:
-            self.shown.pop()  # A reply that was begun with nothing is a new one.
-        return self.shown
+def _template_messages(where: str, message: InputMessage) -> list[Message]:
+    role, content = _ROLE_OF.get(message.role, message.role), message.content
+    if not role:
+        raise refused(f"{where}.role", "is empty")
+    if not content and not isinstance(content, str) and role in ("assistant", "tool"):
+        content = ""  # The model said nothing.
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not content:
+        raise refused(f"{where}.content", "is empty")
+    blocks = read_blocks(f"{where}.content", content)
+    match role:
+        case "assistant":
+            return [_assistant(blocks)]
+        case "system":
+            return [{"role": role, "content": "\n".join(_text_for(role, place, block) for place, block in blocks)}]
+        case _:
+            return _of_user(role, blocks)
 
-    def _add(self, where: str, message: InputMessage) -> None:
-        role, content = _ROLE_OF.get(message.role, message.role), message.content
-        if not role:
-            raise refused(f"{where}.role", "is empty")
-        if not content and not isinstance(content, str) and role in ("assistant", "tool"):
-            content = ""  # The model said nothing.
-        if isinstance(content, str):
-            self.shown.append({"role": role, "content": content})
-            return
-        if not content:
-            raise refused(f"{where}.content", "is empty")
-        blocks = read_blocks(f"{where}.content", content)
-        match role:
-            case "assistant":
-                self._add_assistant(blocks)
-            case "system":
-                texts = [_text_for(role, place, block) for place, block in blocks]
-                self.shown.append({"role": role, "content": "\n".join(texts)})
+
+def _of_user(role: str, blocks: Sequence[Placed]) -> list[Message]:
+    """Results of tools come before the text, because templates expect them right after the calls. role: user, or one of the client's own."""
+    results = [_result(place, block) for place, block in blocks if block.type == "tool_result"]
+    parts = [
+        _image(place, block.source) if block.type == MediaKind.IMAGE else text_part(_text_for("user", place, block))
+        for place, block in blocks
+        if block.type != "tool_result"
+    ]
+    return [*results, {"role": role, "content": parts}] if parts else results
+
+
+def _result(where: str, block: Block) -> Message:
+    call_id = text_of(f"{where}.tool_use_id", block.tool_use_id)
+    content = _result_content(f"{where}.content", block.content)
+    if block.is_error:
+        if isinstance(content, list):
+            content = [text_part("Error:"), *content]
+        else:
+            content = f"Error: {content}" if content else "Error"
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
+
+
+def _assistant(blocks: Sequence[Placed]) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: dict[str, Message] = {}
+    for place, block in blocks:
+        match block.type:
+            case "text":
+                texts.append(block_text(place, block))
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                call = _call(place, block, calls)
+                calls[call["id"]] = call
             case _:
-                self._add_user(role, blocks)
-
-    def _add_user(self, role: str, blocks: Sequence[Placed]) -> None:
-        """Results of tools come before the text, because templates expect them right after the calls. role: user, or one of the client's own."""
-        self.shown += [self._result(place, block) for place, block in blocks if block.type == "tool_result"]
-        parts = [
-            _image(place, block.source) if block.type == MediaKind.IMAGE else text_part(_text_for("user", place, block))
-            for place, block in blocks
-            if block.type != "tool_result"
-        ]
-        if parts:
-            self.shown.append({"role": role, "content": parts})
-
-    def _result(self, where: str, block: Block) -> Message:
-        call_id = text_of(f"{where}.tool_use_id", block.tool_use_id)
-        content = _result_content(f"{where}.content", block.content)
-        if block.is_error:
-            if isinstance(content, list):
-                content = [text_part("Error:"), *content]
-            else:
-                content = f"Error: {content}" if content else "Error"
-        named = {"name": self.asked[call_id]} if call_id in self.asked else {}
-        return {"role": "tool", "content": content, "tool_call_id": call_id, **named}
-
-    def _add_assistant(self, blocks: Sequence[Placed]) -> None:
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: list[Message] = []
-        asked: dict[str, str] = {}
-        for place, block in blocks:
-            match block.type:
-                case "text":
-                    texts.append(block_text(place, block))
-                case "thinking":
-                    thoughts.append(block.thinking or "")
-                case "redacted_thinking":
-                    pass
-                case "tool_use":
-                    calls.append(_call(place, block, asked))
-                case _:
-                    raise _wrong_role(place, block.type, "assistant")
-        message: Message = {"role": "assistant", "content": "\n".join(texts)}
-        if any(thoughts):
-            message["reasoning_content"] = "".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-            self.asked = asked
-        self.shown.append(message)
+                raise _wrong_role(place, block.type, "assistant")
+    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = [*calls.values()]
+    return message
 
 
 def _system_text(system: str | Sequence[Block] | None) -> str:
@@ -258,14 +251,13 @@ def _wrong_role(where: str, kind: str, role: str) -> RequestError:
     return RequestError(f"{where}: blocks of type {kind} do not belong to the role {role}", f"{where}.type")
 
 
-def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
-    """A call in the history; enters its id into `asked`."""
+def _call(where: str, block: Block, before: Mapping[str, Message]) -> Message:
+    """before: the calls of the same message, by their ids."""
     call_id, name = text_of(f"{where}.id", block.id), text_of(f"{where}.name", block.name)
-    if call_id in asked:
+    if call_id in before:
         raise refused(f"{where}.id", f": there are two calls with the id {call_id[:100]!r}")
     if not (is_empty(block.caller) or (isinstance(block.caller, dict) and block.caller.get("type") in _CALLERS)):
         raise unsupported(f"{where}.caller", ": only calls by the model itself are supported")
-    asked[call_id] = name
     return function_call(call_id, name, block.input)
 
 

@@ -7,6 +7,7 @@ arguments are an object), `tool_call_id` and `name`.
 """
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -156,7 +157,6 @@ def check_num_messages(field: str, what: str, count: int, context_length: int) -
 
 
 def calls_of(message: Message) -> list[Message]:
-    """The tool calls of a message, none if it has none."""
     calls: list[Message] = message.get("tool_calls") or []
     return calls
 
@@ -223,26 +223,30 @@ def check_history(field: str, messages: Sequence[Message]) -> None:
     as it is: clients shorten histories. field: name of the list of messages. Raises RequestError that names the message.
     """
     asked: dict[str, str] = {}
+    waiting: dict[str | None, deque[str]] = {}  # the ids of the calls of each name, and under None of all
     answered: set[str] = set()
     for number, message in enumerate(messages):
         where = f"{field}[{number}]"
         match message["role"]:
             case "tool":
-                name = message.get("name")
-                waiting = (one for one in asked if one not in answered and name in (None, asked[one]))
-                call_id = message.get("tool_call_id") or next(waiting, None)
+                calls = waiting.get(message.get("name"), deque())
+                while calls and calls[0] in answered:
+                    calls.popleft()
+                call_id = message.get("tool_call_id") or next(iter(calls), None)
                 if isinstance(call_id, str) and call_id in asked:
                     message["tool_call_id"] = call_id
                     answered.add(call_id)
                     message.setdefault("name", asked[call_id])
             case _ if calls_of(message):
-                asked, answered = {}, set()
+                asked, waiting, answered = {}, {None: deque()}, set()
                 for place, call in enumerate(calls_of(message)):
                     call_id = str(call["id"])
                     if call_id in asked:
                         shown = f"{where}.tool_calls[{place}].id"
                         raise refused(shown, f": there are two calls with the id {call_id[:100]!r}")
-                    asked[call_id] = str(call["function"]["name"])
+                    asked[call_id] = name = str(call["function"]["name"])
+                    waiting[None].append(call_id)
+                    waiting.setdefault(name, deque()).append(call_id)
 
 
 def is_unasked(messages: Sequence[Message]) -> list[bool]:

@@ -169,6 +169,5 @@ def _unescaped(text: str, at: int) -> tuple[str, int]:
 
 
 def input_of(arguments: str) -> str:
-    """The input of a whole call."""
     reader = InputReader()
     return reader.push(arguments) + reader.finish()

@@ -82,7 +82,6 @@ def base64_audio(where: str, given: object) -> Message:
 
 
 def asks_for(fields: Mapping[Any, object]) -> set[object]:
-    """The names of the fields that ask for something."""
     return {name for name, value in fields.items() if not is_empty(value)}
 
 

@@ -1,9 +1,8 @@
 """The messages and tools of Ollama's API as a `Conversation`.
 
-Owns their checks, and which tool call a result answers: calls have no ids in most clients. Pure functions, run in the event loop that serves HTTP.
+Owns their checks, and the ids of calls, which have none in most clients. Pure functions, run in the event loop that serves HTTP.
 """
 
-from collections import deque
 from collections.abc import Sequence
 
 from headrace.errors import RequestError
@@ -31,8 +30,11 @@ def conversation_of(
 ) -> Conversation:
     """The conversation of a request; messages is not empty. Raises RequestError that names the field."""
     check_num_messages("messages", "messages", len(messages), context_length)
-    history = _History()
-    shown = [_template_message(f"messages[{number}]", message, history) for number, message in enumerate(messages)]
+    shown: list[Message] = []
+    num_calls = 0
+    for number, message in enumerate(messages):
+        shown.append(_template_message(f"messages[{number}]", message, num_calls))
+        num_calls += len(message.tool_calls or ())
     check_history("messages", shown)
     return Conversation(
         messages=shown,
@@ -57,36 +59,8 @@ def checked_think(think: bool | str | None, reasons: bool) -> bool | str | None:
     return think
 
 
-class _History:
-    """The tool calls of the messages so far. num_calls: all of them."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        # The calls of the last message with calls, in their order: under "" all ids, under each name those of its calls.
-        self._waiting: dict[str, deque[str]] = {}
-        self._answered: set[str] = set()
-
-    def add(self, calls: Sequence[Message]) -> None:
-        self.num_calls += len(calls)
-        self._waiting, self._answered = {"": deque()}, set()
-        for call in calls:
-            function = call["function"]
-            assert isinstance(function, dict), "made by `function_call`"
-            for name in ("", str(function["name"])):
-                self._waiting.setdefault(name, deque()).append(str(call["id"]))
-
-    def answer(self, call_id: str) -> None:
-        self._answered.add(call_id)
-
-    def next_call(self, name: str) -> str | None:
-        """The first call of this name ("" = of any) that has no result yet; None = there is none."""
-        waiting = self._waiting.get(name, deque())
-        while waiting and waiting[0] in self._answered:
-            waiting.popleft()
-        return waiting[0] if waiting else None
-
-
-def _template_message(where: str, message: OllamaMessage, history: _History) -> Message:
+def _template_message(where: str, message: OllamaMessage, num_calls: int) -> Message:
+    """num_calls: in the messages before, for the ids of calls that have none."""
     role = message.role
     if not role:
         raise RequestError(f"{where}.role is empty", f"{where}.role")
@@ -110,25 +84,17 @@ def _template_message(where: str, message: OllamaMessage, history: _History) -> 
     if message.thinking:
         shown["reasoning_content"] = message.thinking
     if message.tool_calls:
-        first = history.num_calls
-        calls = [
-            function_call(call.id or f"call_{first + place}", call.function.name, call.function.arguments)
-            for place, call in enumerate(message.tool_calls)
+        shown["tool_calls"] = [
+            function_call(call.id or f"call_{place}", call.function.name, call.function.arguments)
+            for place, call in enumerate(message.tool_calls, num_calls)
         ]
-        shown["tool_calls"] = calls
-        history.add(calls)
         if not all(call.function.name for call in message.tool_calls):
             raise RequestError(f"{where}.tool_calls: a function has no name", f"{where}.tool_calls")
-    if role == "tool":
-        name = message.tool_name or message.name or ""
-        call_id = message.tool_call_id or history.next_call(name)
-        if call_id:
-            shown["tool_call_id"] = call_id
-            history.answer(call_id)
-        elif name:
-            shown["name"] = name
-    elif message.name:
-        shown["name"] = message.name
+    speaker = message.tool_name or message.name if role == "tool" else message.name
+    if role == "tool" and message.tool_call_id:
+        shown["tool_call_id"] = message.tool_call_id
+    elif speaker:
+        shown["name"] = speaker
     return shown
 
 

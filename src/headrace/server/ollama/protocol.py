@@ -5,18 +5,17 @@ Fields and options that are not here are ignored, as Ollama does it, and noted i
 Runs in the event loop that serves HTTP.
 """
 
-import functools
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Annotated, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, inspect
+from msgspec import Meta
 
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import LATEST
 from headrace.errors import RequestError
-from headrace.messages.bodies import alternatives, asks_for_nothing
+from headrace.messages.bodies import Place, asks_for_nothing, place_of
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
@@ -189,36 +188,24 @@ async def read_body(noted: HeaderNotes, exchange: Exchange, kind: type[T]) -> tu
     unknown: list[str] = []
 
     def without_unknown(body: object) -> object:
-        return _known(body, cast(Hashable, kind), "", unknown)
+        return _known(body, place_of(kind), "", unknown)
 
     body = await exchange.read_json(kind, any_content_type=True, prepare=without_unknown)
     return body, lambda more: noted.headers([*unknown, *more])
 
 
-def _known(body: object, kind: Hashable, path: str, unknown: list[str]) -> object:
-    """`body` without unknown fields, whose names are added to `unknown`, where `kind`, a Struct, and the structs in its fields have none."""
-    if not isinstance(body, dict):
+def _known(body: object, place: Place, path: str, unknown: list[str]) -> object:
+    """`body` without unknown fields, whose names are added to `unknown`, nor those of closed objects in its fields."""
+    if not isinstance(body, dict) or place.fields is None:
         return body
-    fields, kept = _fields(kind), {}
+    kept = {}
     for name, value in body.items():
-        if name in fields:
-            inner = fields[name]
-            kept[name] = value if inner is None else _known(value, inner, f"{path}{name}.", unknown)
+        inner = place.fields.get(name)
+        if inner is not None:
+            kept[name] = _known(value, inner, f"{path}{name}.", unknown) if inner.is_closed else value
         elif not asks_for_nothing(name, value):
             unknown.append(path + name[:MAX_NAME])
     return kept
-
-
-@functools.cache
-def _fields(kind: Hashable) -> Mapping[str, Hashable | None]:
-    """The fields of a Struct, and the Struct that one holds if it has no other fields than its own."""
-    described = inspect.type_info(kind)
-    assert isinstance(described, inspect.StructType), f"{kind} is no struct"
-    found: dict[str, Hashable | None] = {}
-    for field in described.fields:
-        structs = [one for one in alternatives(field.type) if isinstance(one, inspect.StructType)]
-        found[field.encode_name] = next((one.cls for one in structs if one.forbid_unknown_fields), None)
-    return found
 
 
 TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9

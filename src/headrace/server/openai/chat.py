@@ -31,8 +31,6 @@ from headrace.server.openai.protocol import AS_MANY_AS_FIT, ChatCompletionReques
 
 @dataclass(slots=True)
 class ChatGeneration(Generation[ChatCompletionRequest]):
-    """A chat and the readers of its choices."""
-
     chat: ChatCall = field(kw_only=True)
     choices: dict[int, ChoiceStream] = field(default_factory=dict)
 
@@ -49,7 +47,6 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
         return choice.push(update)
 
     def logprobs(self, update: SampleUpdate) -> dict[str, list[dict[str, object]] | None]:
-        """The logprobs that an update adds to its choice."""
         tokens, alternatives = new_logprobs(update, self.request)
         as_id = bool(self.request.return_tokens_as_token_ids)
         content = chat_logprobs(self.chat.context.model.tokenizer, tokens, alternatives, as_id)
@@ -65,8 +62,6 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
 
 
 class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
-    """Handler of /v1/chat/completions."""
-
     request_type = ChatCompletionRequest
     id_prefix = "chatcmpl-"
     prompt_field = "messages"

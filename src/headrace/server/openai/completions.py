@@ -39,8 +39,6 @@ class _Choice:
 
 @dataclass(slots=True)
 class CompletionGeneration(Generation[CompletionRequest]):
-    """A completion and the state of its choices."""
-
     tokenizer: Tokenizer = field(kw_only=True)
     choices: dict[int, _Choice] = field(default_factory=dict)
 
@@ -78,8 +76,6 @@ class CompletionGeneration(Generation[CompletionRequest]):
 
 
 class CompletionServing(OpenAIServingBase[CompletionRequest, CompletionGeneration]):
-    """Handler of /v1/completions."""
-
     request_type = CompletionRequest
     id_prefix = "cmpl-"
     prompt_field = "prompt"

@@ -196,7 +196,6 @@ def shown_name(namespace: str | None, name: str) -> str:
 
 
 def _joined_contents(contents: Sequence[str | list[Message]], between: str) -> str | list[Message]:
-    """The contents of several messages as that of one."""
     texts = [content for content in contents if isinstance(content, str)]
     if len(texts) == len(contents):
         return between.join(texts)

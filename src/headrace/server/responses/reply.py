@@ -84,7 +84,6 @@ class _OpenItem(ABC):
         return frames
 
     def add(self, text: str, logprobs: Sequence[Fields] = ()) -> bytes:
-        """More text."""
         if not text:
             return b""
         self.texts.append(text)
@@ -100,7 +99,6 @@ class _OpenItem(ABC):
         return frames + self.numbers.frame("response.output_item.done", _inner(done))
 
     def _event(self, kind: str, fields: Fields) -> bytes:
-        """An event about its text."""
         return self.numbers.frame(kind, b"%b,%b" % (self.at, _inner(fields)))
 
 

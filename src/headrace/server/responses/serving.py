@@ -50,8 +50,6 @@ class ItemsQuery(msgspec.Struct, frozen=True):
 
 
 class ResponsesAPI:
-    """Handlers of /v1/responses."""
-
     def __init__(self, context: ServingContext) -> None:
         self.context = context
         self.store = ResponseStore(context.args.max_stored_responses)
@@ -208,7 +206,6 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 
 
 def _with_id(item: Item) -> Item:
-    """An item of the input with the id under which it can be found."""
     if isinstance(item.get("id"), str):
         return item
     prefix = _PREFIXES.get(str(item.get("type", "message")), "item")
@@ -216,7 +213,6 @@ def _with_id(item: Item) -> Item:
 
 
 def _shown(item: Item) -> Mapping[str, object]:
-    """An item as the list shows it."""
     if item.get("type", "message") != "message":
         return item
     content = item.get("content")

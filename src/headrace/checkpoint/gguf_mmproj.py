@@ -1,0 +1,367 @@
+"""The vision encoder beside a GGUF text model: finds and opens its file, gives it a config and a processor, and its tensors Hugging Face's names.
+
+What is a family's own is in its `Projector`. Runs where configs are read and models are loaded; torch is imported when a tensor is.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from headrace.checkpoint.families import encoders, projectors
+from headrace.checkpoint.files import best_mmprojs, first_part, is_mmproj
+from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor, dequantize
+from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
+from headrace.checkpoint.gguf_names import hf_config, hf_row_order
+from headrace.checkpoint.model_config import ModelConfig, parse_hf_config, read_media
+from headrace.checkpoint.preprocessor_config import image_settings
+from headrace.checkpoint.projector import MediaFiles, Projector, VisionKeys
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+AUTO, NONE = "auto", "none"
+_LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NUMBER = re.compile(r"\.(\d+)\.")
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSource:
+    """The tensors that make one of Hugging Face's. row_order: see `gguf_names.hf_row_order`; the others: see `Projector`."""
+
+    parts: list[GgufTensor]
+    row_order: int | None = None
+    subtract_one: bool = False
+    three_dimensions: bool = False
+
+    @property
+    def half(self) -> str:
+        """Its type, if that has 16 bits; else "": its values are float32, quantised ones dequantised."""
+        names = {part.type.name for part in self.parts}
+        return names.pop() if len(names) == 1 and names <= {"F16", "BF16"} else ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        if self.are_frames:
+            return (*first[:2], len(self.parts), *first[2:])
+        rows = (sum(part.shape[0] for part in self.parts), *first[1:])
+        return (1,) * (3 - len(rows)) + rows if self.three_dimensions else rows
+
+    @property
+    def are_frames(self) -> bool:
+        """Whether the parts are those of a convolution over frames."""
+        return len(self.parts) > 1 and len(self.parts[0].shape) == 4
+
+
+class Mmproj(Mapping[str, EncoderSource]):
+    """A vision encoder's file beside that of a text model: its tensors by Hugging Face's names.
+
+    described: with the text model. has_tokens: see `VisionKeys`.
+    """
+
+    def __init__(self, path: Path, text: GgufFile, text_config: dict[str, Any]) -> None:
+        """text_config: the config.json of the text model. Raises ModelError if the file is no vision encoder of a known type, or of another model."""
+        self.file = file = GgufFile(path)
+        own = _projector(file, text)
+        keys = VisionKeys(file, text)
+        name, axis = own.output
+        given, taken = _matrix_shape(file, name)[axis], text_config["hidden_size"]
+        if given != taken:
+            raise ModelError(
+                f"{path.name} is of another model than {text.path.name}: it gives {given} elements for each token, and the text model takes {taken}"
+            )
+        tied = {"tie_word_embeddings": text_config["tie_word_embeddings"]}
+        self.described = MediaFiles(own.config(keys) | tied | {"text_config": text_config}, own.processor(keys))
+        self.has_tokens = keys.has_tokens
+        media, reason = read_media(self.described.config, origin=path.name)
+        if media is None:
+            raise ModelError(f"{path.name}: {reason}")
+        try:
+            image_settings(self.described.processor)
+        except ModelError as error:
+            raise ModelError(f"{path.name}: {error.message}") from None
+        self._sources = _sources(file, own, keys)
+
+    def __getitem__(self, name: str) -> EncoderSource:
+        return self._sources[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @property
+    def types(self) -> str:
+        """Which types its tensors have, in words."""
+        counts = Counter(tensor.type for tensor in self.file.tensors.values())
+        return ", ".join(
+            f"{count} {kind.name}{'' if kind.block_values == 1 else ', dequantised'}" for kind, count in counts.items()
+        )
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """Float types as stored, quantised ones as float32."""
+        import torch
+
+        source = self._sources[name]
+        parts = []
+        for part in source.parts:
+            rows = self._rows_of(part, source)
+            if source.half:
+                dtype = torch.float16 if source.half == "F16" else torch.bfloat16
+                parts.append(torch.from_numpy(np.array(rows)).view(dtype).reshape(part.shape))
+            else:
+                parts.append(torch.from_numpy(dequantize(rows, part.type.name)).reshape(part.shape))
+        tensor = torch.stack(parts, dim=2) if source.are_frames else torch.cat(parts)
+        return (tensor.sub_(1) if source.subtract_one else tensor).reshape(source.shape)
+
+    def _rows_of(self, part: GgufTensor, source: EncoderSource) -> Bytes:
+        rows = self.file.raw(part.name)
+        if source.row_order is None:
+            return rows
+        num_rows = part.shape[0]  # a bias is stored as one row of values
+        return rows.reshape(num_rows, -1)[hf_row_order(num_rows, source.row_order)]
+
+
+class GgufPair(GgufCheckpoint):
+    """A GGUF file with a vision encoder in another one."""
+
+    def __init__(self, path: Path, encoder: Mmproj) -> None:
+        super().__init__(path)
+        self._encoder = encoder
+        self.config = _config(self.config, encoder)
+        self.notes += (f"vision encoder: {encoder.file.path.name} ({encoder.types})",)
+
+    @property
+    def total_bytes(self) -> int:
+        sizes = (math.prod(source.shape) * (2 if source.half else 4) for source in self._encoder.values())
+        return super().total_bytes + sum(sizes)
+
+    def files(self) -> list[Path]:
+        return [*super().files(), self._encoder.file.path]
+
+    def mapped_memory(self) -> list[Bytes]:
+        return [*super().mapped_memory(), *self._encoder.file.mapped_memory()]
+
+    def tensor_names(self) -> list[str]:
+        return [*super().tensor_names(), *self._encoder]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._encoder[name].shape if name in self._encoder else super().shape(name)
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        return self._encoder.tensor(name) if name in self._encoder else super().tensor(name)
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        return None if name in self._encoder else super().quantized(name)
+
+    def blocks(self, name: str) -> BlockMatrix | None:
+        return None if name in self._encoder else super().blocks(name)
+
+    def release(self) -> None:
+        super().release()
+        self._encoder.file.release()
+
+    def file_of(self, name: str) -> str:
+        return self._encoder.file.path.name if name in self._encoder else super().file_of(name)
+
+
+def open_gguf(path: Path, mmproj: str) -> GgufCheckpoint:
+    """A GGUF file with its vision encoder, if it has one: see `find_mmproj`."""
+    encoder, reason = find_mmproj(path, mmproj)
+    if encoder is not None:
+        return GgufPair(path, encoder)
+    checkpoint = GgufCheckpoint(path)
+    if reason:
+        checkpoint.config = msgspec.structs.replace(checkpoint.config, vision_unsupported_reason=reason)
+        checkpoint.notes += (f"vision encoder: none, {reason}",)
+    return checkpoint
+
+
+def gguf_config(path: Path, mmproj: str) -> ModelConfig:
+    """The config of `open_gguf`."""
+    config, (encoder, reason) = config_of(GgufFile(path)), find_mmproj(path, mmproj)
+    if encoder is not None:
+        return _config(config, encoder)
+    return msgspec.structs.replace(config, vision_unsupported_reason=reason)
+
+
+def _config(text: ModelConfig, encoder: Mmproj) -> ModelConfig:
+    whole = parse_hf_config(encoder.described.config, origin=encoder.file.path.name)
+    return msgspec.structs.replace(whole, sampling_defaults=text.sampling_defaults, quantization=text.quantization)
+
+
+def media_files(path: Path, mmproj: str) -> MediaFiles | None:
+    """Of a GGUF file with a vision encoder in another one; else None."""
+    encoder, _ = find_mmproj(path, mmproj)
+    return None if encoder is None else encoder.described
+
+
+def find_mmproj(model: Path, wanted: str) -> tuple[Mmproj | None, str]:
+    """The vision encoder of a GGUF text model, or why there is none although there is a file.
+
+    wanted: a file, `none`, or `auto`: the one beside the model that fits it; of several precisions of one model F16, else BF16, else F32. Raises
+    ModelError for a file that is named and cannot be used, and if those of several models fit.
+    """
+    if wanted == NONE:
+        return None, ""
+    found = beside(model) if wanted == AUTO else [Path(wanted).expanduser()]
+    if not found:
+        return None, ""
+    text = GgufFile(model)
+    text_config = hf_config(text)
+    makes_text = text_config["model_type"] not in encoders()
+    if wanted != AUTO:
+        if not found[0].exists():
+            raise ModelError(f"--mmproj {wanted}: there is no such file")
+        if not makes_text:
+            raise ModelError(f"--mmproj {wanted}: {model.name} is no model that generates text")
+        return Mmproj(found[0], text, text_config), ""
+    fitting: dict[str, Mmproj] = {}
+    reasons: list[str] = []
+    for path in found if makes_text else []:
+        try:
+            encoder = Mmproj(path, text, text_config)
+            if not encoder.has_tokens and _has_others(model):
+                raise ModelError(f"{path.name} may be of another model of its folder; name it as --mmproj {path.name}")
+            fitting[path.name] = encoder
+        except ModelError as error:
+            reasons.append(error.message)
+    best = best_mmprojs(fitting)
+    if len(best) > 1:
+        raise ModelError(
+            f"{len(best)} vision encoders beside {model.name} fit it; name one as --mmproj FILE, or serve text alone with --mmproj none: "
+            f"{', '.join(best)}"
+        )
+    return (fitting[best[0]], "") if best else (None, "; ".join(reasons))
+
+
+def _has_others(model: Path) -> bool:
+    """Whether the folder of a model has other models."""
+    files = {first_part(file.name) for file in model.parent.glob("*.gguf") if not is_mmproj(file.name)}
+    return len(files | {model.name}) > 1
+
+
+def beside(model: Path) -> list[Path]:
+    """The vision encoders in the folder of a model; without one, of the Hugging Face cache those in the snapshot's own folder."""
+    folders = [model.parent]
+    folders += [folder for folder in model.parents if _COMMIT.fullmatch(folder.name)][:1]
+    for folder in folders:
+        found = sorted(file for file in folder.glob("*.gguf") if is_mmproj(file.name) and file != model)
+        if found:
+            return found
+    return []
+
+
+def _projector(file: GgufFile, text: GgufFile) -> Projector:
+    architecture = file.get("general.architecture")
+    if architecture != "clip":
+        raise ModelError(f"{file.path.name} is no vision encoder: its architecture is {architecture!r:.80}, not 'clip'")
+    kind = file.get("clip.projector_type", file.get("clip.vision.projector_type", "mlp"))
+    own = projectors().get(kind) if isinstance(kind, str) else None
+    if own is None:
+        raise ModelError(
+            f"{file.path.name}: projector type {kind!r:.80} is not supported; known: {', '.join(projectors())}"
+        )
+    theirs = text.get("general.architecture")
+    if own.architectures and theirs not in own.architectures:
+        raise ModelError(
+            f"{file.path.name}: projector type {kind} goes with text models of architecture {', '.join(own.architectures)}, "
+            f"and {text.path.name} is of {theirs!r:.80}"
+        )
+    return own
+
+
+def _matrix_shape(file: GgufFile, name: str) -> tuple[int, ...]:
+    if name not in file.tensors:
+        raise ModelError(f"{file.path.name}: tensor {name} is missing")
+    shape = file.tensors[name].shape
+    if len(shape) != 2:
+        raise ModelError(f"{file.path.name}: tensor {name} has {len(shape)} dimensions, not 2")
+    return shape
+
+
+def _sources(file: GgufFile, own: Projector, keys: VisionKeys) -> dict[str, EncoderSource]:
+    swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if keys.swaps_halves else {}
+    heads = keys.count("attention.head_count")
+    places = _places(file, own)
+    sources: dict[str, EncoderSource] = {}
+    for tensor in file.tensors.values():
+        if tensor.name in own.unused:
+            continue
+        layer = _LAYER.fullmatch(tensor.name)
+        order = None
+        if layer is not None:
+            number, part, kind = layer.groups()
+            part = swapped.get(part, part)
+            ours = own.layer.get(f"{part}.{kind}") or (f"{own.layer[part]}.{kind}" if part in own.layer else None)
+            name = None if ours is None else own.layers.format(number) + ours
+            order = heads if own.interleaved and part in ("attn_q", "attn_k") else None
+        else:
+            name = _other_name(tensor.name, own, places)
+        if name is None:
+            raise ModelError(f"{file.path.name}: tensor {tensor.name} is not known in a vision encoder of its type")
+        if order is not None and tensor.shape[0] % (2 * order):
+            raise ModelError(
+                f"{file.path.name}: tensor {tensor.name} has {tensor.shape[0]} rows, not a whole number of rotary pairs for each of {order} heads"
+            )
+        source = sources.setdefault(
+            name,
+            EncoderSource([], order, tensor.name in own.norms_plus_one, tensor.name in own.three_dimensions),
+        )
+        source.parts.append(tensor)
+    for source in sources.values():
+        _check_parts(file, source)
+    return sources
+
+
+def _check_parts(file: GgufFile, source: EncoderSource) -> None:
+    """Puts q, k and v in this order, and frames in theirs. Raises ModelError unless they are of one size."""
+    source.parts.sort(key=lambda part: ("qkv".find(part.name.partition("attn_")[2][:1] or " "), part.name))
+    if len({part.shape for part in source.parts}) > 1:
+        names = ", ".join(part.name for part in source.parts)
+        raise ModelError(f"{file.path.name}: tensors {names}, which are parts of one, differ in shape")
+
+
+def _places(file: GgufFile, own: Projector) -> dict[str, int]:
+    """Of the layers that have tensors of their own elsewhere, by number: which of them each is."""
+    numbers = {
+        int(found[1])
+        for name in file.tensors
+        if not name.startswith("v.blk.") and (found := _NUMBER.search(name)) and _pattern(name) in own.names
+    }
+    return {str(number): place for place, number in enumerate(sorted(numbers))}
+
+
+def _pattern(name: str) -> str:
+    """The name of a module, with {} for its number."""
+    return _NUMBER.sub(".{}.", name.removesuffix(".weight").removesuffix(".bias"), count=1)
+
+
+def _other_name(name: str, own: Projector, places: dict[str, int]) -> str | None:
+    for module, ending in _split(name):
+        if module in own.names:
+            return own.names[module] + ending
+    number = _NUMBER.search(name)
+    ours = own.names.get(_pattern(name))
+    if number is None or ours is None or number[1] not in places:
+        return None
+    return ours.format(places[number[1]]) + name[len(name.removesuffix(".weight").removesuffix(".bias")) :]
+
+
+def _split(name: str) -> Iterator[tuple[str, str]]:
+    """The name as a whole, and as a module with its ending."""
+    yield name, ""
+    for ending in (".weight", ".bias"):
+        if name.endswith(ending):
+            yield name.removesuffix(ending), ending
