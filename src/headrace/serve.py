@@ -207,8 +207,9 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     for choice in ready.decisions:
         if choice.startswith(_EXPLAINED) and (has_kv or not choice.startswith("kv_cache")):
             rows.append(("because", choice))
-        elif choice.startswith("vision encoder: "):
-            rows.append(("vision", choice.removeprefix("vision encoder: ")))
+        for name, begin in (("tensors", "tensors of the file: "), ("vision", "vision encoder: ")):
+            if choice.startswith(begin):
+                rows.append((name, choice.removeprefix(begin)))
     if has_kv:
         rows.append(("KV cache", cache))
     rows.append(("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.model_config import load_model_config, parse_hf_config
+from headrace.checkpoint.quantized_formats import stored_format
 from headrace.checkpoint.source import open_checkpoint
-from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
 from headrace.text.tokenizers import load_tokenizer
 
@@ -86,7 +86,7 @@ def refusal(use: Callable[[T], object], given: T) -> str:
 def read(raw: dict[str, object]) -> None:
     """All that is made of a config.json."""
     config = parse_hf_config(raw)
-    stored_settings(config.quantization)
+    stored_format(config.quantization)
     assert config.attention_scale > 0
 
 

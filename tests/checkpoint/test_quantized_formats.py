@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from headrace.checkpoint.gguf import dequantize
 from headrace.checkpoint.gguf_checkpoint import quantized_matrix
-from headrace.checkpoint.quantized_formats import own_tensors, stored_format
+from headrace.checkpoint.quantized_formats import own_tensors, stored_format, stored_scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import open_checkpoint
-from headrace.checkpoint.weight_formats import OWN_METHOD, stored_scheme
+from headrace.checkpoint.weight_formats import OWN_METHOD
 from headrace.errors import ModelError
 
 K, N = 128, 24
@@ -107,11 +107,33 @@ def test_one_group_for_a_whole_row(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method bitsandbytes are not supported"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "of 3 bits"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "group_size 48"),
+        ({"quant_method": "eetq"}, "quant_method eetq are not supported"),
+        ({"quant_method": ["gptq"]}, "are not supported"),
+        ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "of 5 bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMV"}, "version gemv"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "marlin"}, "version marlin"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "of 8 bits"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp"}, "mx_fp weights"),
+        ({"quant_method": "compressed-tensors"}, "without config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": ["Linear"]}}, "config_groups.a has no weights"),
+        (
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": {}}}},
+            "format marlin-24",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {}}},
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            "with a sparsity_config",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "other"}, "activation_scheme other"),
+        ({"quant_method": "modelopt", "quant_algo": "INT2"}, "quant_algo INT2"),
+        ({"quant_method": "hqq", "quant_config": {"nbits": 5}}, "of 5 bits"),
+        ({"quant_method": "torchao"}, "does not say their quant_type"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "bfp16"}}}, "bfp16 weights"),
         ({"quant_method": OWN_METHOD, "scheme": "int3", "group_size": 32}, "scheme int3"),
     ],
 )
@@ -124,15 +146,6 @@ def test_a_float_checkpoint_has_no_stored_scheme():
     assert stored_scheme(None) == "none"
     assert stored_scheme({"quant_method": "awq", "bits": 4, "group_size": 128}) == "int4"
     assert stored_scheme({"quant_method": OWN_METHOD, "scheme": "int8", "group_size": 32}) == "int8"
-
-
-def test_columns_grouped_in_another_order_are_refused(tmp_path):
-    codes, zeros, scales, _ = random_layer(32, True)
-    parts = gptq_parts(codes, zeros, scales, 32)
-    parts[f"{LAYER}.g_idx"] = parts[f"{LAYER}.g_idx"].flip(0)
-    folder = write(tmp_path, parts, quant_method="gptq", bits=4, group_size=32, desc_act=True)
-    with pytest.raises(ModelError, match="desc_act"):
-        open_checkpoint(folder).tensor(f"{LAYER}.weight")
 
 
 def test_a_missing_part_and_a_wrong_shape_are_named(tmp_path):
@@ -171,6 +184,16 @@ def test_our_own_layout_reads_back_what_was_written(tmp_path, kind):
     assert got.scheme == matrix.scheme
     assert torch.equal(got.codes, codes)
     assert torch.equal(got.dequantize(), matrix.dequantize())
+
+
+def test_columns_cut_large_groups_exactly_and_small_ones_never():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (4, 192), generator=generator, dtype=torch.uint8)
+    scales, minimums = torch.rand(2, 4, 3, generator=generator).unbind()
+    matrix = QuantizedMatrix("int4", codes, scales, minimums, 64)
+    assert torch.equal(matrix.columns(32, 160).dequantize(), matrix.dequantize()[:, 32:160])
+    with pytest.raises(ModelError, match="groups of 64 cannot be cut at columns 48 and 192"):
+        matrix.columns(48, 192)
 
 
 def test_scales_too_small_for_half_precision_are_stored_in_single():

@@ -32,6 +32,7 @@ HOPPER = DeviceFacts(
 AMPERE = dataclasses.replace(HOPPER, cuda_capability=(8, 0))
 LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 GGUF = {"quant_method": GGUF_METHOD, "mostly_blocks": True}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -149,6 +150,13 @@ def test_graphs_take_their_room_from_the_kv_cache():
         (HOPPER, {}, {"quantization": "fp8"}, "fp8"),
         (HOPPER, {}, {"quantization": "int4"}, "int4"),
         (HOPPER, {"quantization_config": GPTQ}, {}, "int4"),
+        (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "fp8"),
+        (HOPPER, {"quantization_config": GPTQ}, {"quantization": "none"}, "none"),
+        (LAPTOP, {"quantization_config": GPTQ}, {}, "int4"),
+        (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "none"}, "none"),
+        (LAPTOP, {"quantization_config": BNB}, {}, "none"),
+        (LAPTOP, {"quantization_config": BNB}, {"quantization": "int4"}, "int4"),
+        (HOPPER, {"quantization_config": FP8}, {"quantization": "none"}, "none"),
         (HOPPER, {"quantization_config": FP8}, {}, "fp8"),
         (AMPERE, {"quantization_config": FP8}, {}, "none"),
         (LAPTOP, {"quantization_config": FP8}, {}, "none"),
@@ -183,7 +191,6 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
         (HOPPER, {}, {"quantization": "int8"}, "fp8 and int4 do"),
         (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
         (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
-        (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "already quantised"),
         (LAPTOP, {}, {"quantization": "gguf"}, "no GGUF file"),
         (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "gguf"}, "no GGUF file"),
         (

@@ -12,7 +12,7 @@ from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import FORMATS, OWN_METHOD, STORED, names_on_cpu
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, ModelError
+from headrace.errors import ModelError
 from headrace.execution.build import build_worker
 from headrace.execution.calibrate import WindowRunner, perplexity, quantize_checkpoint
 from headrace.execution.load_weights import load_model, load_threads
@@ -86,8 +86,10 @@ def test_a_quantised_checkpoint_serves_without_being_asked(tmp_path):
     worker, plain = build_worker(ServerArgs(model_path=str(tmp_path / "float"), **options))
     worker.close()
     assert info.weight_bytes < 0.75 * plain.weight_bytes
-    with pytest.raises(ConfigError, match="already quantised, to int4"):
-        build_worker(ServerArgs(model_path=str(tmp_path / "stored"), quantization="int8", **options))
+    for asked, what in (("none", "dequantised"), ("int8", "dequantised and rounded again")):
+        worker, info = build_worker(ServerArgs(model_path=str(tmp_path / "stored"), quantization=asked, **options))
+        worker.close()
+        assert f"quantization {asked}: the checkpoint's headrace int4 weights are {what}" in info.decisions
 
 
 def test_a_zero_filled_stored_matrix_is_refused(tmp_path):

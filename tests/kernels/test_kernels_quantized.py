@@ -252,6 +252,23 @@ def test_tiny_and_huge_scales_keep_eleven_bits():
     assert torch.allclose(halves.float() * columns[:, None], scales, rtol=2.0**-11, atol=0.0)
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_one_scale_a_row_keeps_all_its_bits(scheme):
+    codes = torch.randint(0, 16, (33, 96), dtype=torch.uint8)
+    matrix = QuantizedMatrix(scheme, codes, torch.rand(33, 1) + 0.1, None, 96)
+    packed = pack_native_quantized(matrix, None)
+    assert torch.equal(unpack_linear(packed), matrix.dequantize())
+
+
+def test_scales_that_round_to_the_same_are_packed_to_the_same_bytes():
+    scales = torch.tensor([[1.0001, 1.0002], [0.3, 0.3]])
+    matrix = QuantizedMatrix("int8", torch.full((2, 64), 7, dtype=torch.uint8), scales, None, 32)
+    packed = pack_native_quantized(matrix, None)
+    again = pack_native_quantized(quantized_matrix(packed), None)
+    assert torch.equal(again.data, packed.data)
+    assert torch.equal(again.column_scales, packed.column_scales)
+
+
 @pytest.mark.parametrize("largest", [1.0, 1.0 - 2.0**-13, 1.0 - 2.0**-11, 2.0**-140, 0.75])
 def test_what_was_packed_is_packed_to_the_same_bytes(largest):
     matrix = random_matrix("native_int4_min", 33, 96)

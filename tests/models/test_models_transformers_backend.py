@@ -260,7 +260,7 @@ def _config(model_type: str = "llama", **changes: object):
 @pytest.mark.parametrize(
     ("config", "impl", "message"),
     [
-        (_config(quantization_config={"quant_method": "bitsandbytes"}), "auto", "quant_method bitsandbytes"),
+        (_config(quantization_config={"quant_method": "eetq"}), "auto", "quant_method eetq"),
         (_config(model_type="unheard_of"), "headrace", "unheard_of has no implementation in Headrace"),
         (_config(model_type="x", auto_map={"AutoModel": "m.M"}), "auto", "its own code"),
         (_config(model_type="x", layer_types=["chunked_attention"] * 2), "auto", "chunks"),

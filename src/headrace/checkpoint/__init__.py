@@ -9,8 +9,8 @@ Read first: base.py (`Checkpoint`), source.py (what a path is), model_config.py 
 - Families: family.py (what each says of itself), projector.py (of its vision encoder in a GGUF file), media_tokens.py (what stands for
   an image in a prompt), families.py (finds `headrace.families`; which model types can be served)
 - preprocessor_config.py: how images, frames and audio are prepared
-- Quantised: weight_formats.py (every weight format, a row each), quantized_formats.py (GPTQ, AWQ, ours), quantized_matrix.py (a weight in
-  plain form)
+- Quantised: weight_formats.py (every weight format, a row each), quantized_formats (how GPTQ, AWQ, ... and ours lie in safetensors, a file
+  each), quantized_matrix.py (a weight in plain form)
 - Files: files.py (nothing but regular ones is opened; JSON), names.py (models that need no path), hub_cache.py (those of the Hugging
   Face cache), hub_download.py (bringing them there), weight_cache.py (packed weights, for a second start)
 """

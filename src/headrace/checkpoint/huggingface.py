@@ -2,6 +2,7 @@
 
 import math
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ from headrace.checkpoint.files import read_json_object
 from headrace.checkpoint.gguf import Bytes
 from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.pooling import dense_folders
-from headrace.checkpoint.quantized_formats import QuantizedFormat
+from headrace.checkpoint.quantized_formats import Parts, QuantizedFormat
+from headrace.checkpoint.quantized_formats.base import FLOATS
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, DTYPES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ModelError
@@ -151,24 +153,41 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
     def __init__(self, path: Path, stored: QuantizedFormat) -> None:
         super().__init__(path)
         self._stored = stored
-        main = "." + stored.suffixes[0]
-        self._layers = {name.removesuffix(main): name for name in self._files if name.endswith(main)}
-        self._names: list[str] = []
-        self._parts: dict[str, list[str]] = {layer: [] for layer in self._layers}
-        for name in self._files:
-            layer, _, suffix = name.rpartition(".")
-            if layer not in self._layers or suffix not in stored.suffixes:
-                self._names.append(name)
-                continue
-            self._parts[layer].append(suffix)
-            if suffix == stored.suffixes[0]:
-                self._names.append(f"{layer}.weight")
-        for layer, suffixes in self._parts.items():
-            missing = [name for name in stored.suffixes if name not in suffixes and name not in stored.optional]
+        ends = [f".{suffix}" for suffix in stored.telling]
+        layers = {name.removesuffix(end): None for name in self._files for end in ends if name.endswith(end)}
+        self._layers = {layer: self._parts(layer) for layer in layers}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        parts = {name: layer for layer, found in self._layers.items() for name in found.names.values()}
+        dropped = tuple(f".{suffix}" for suffix in stored.unused)
+        # A layer's weight has the place of the first of its parts.
+        names = (
+            f"{parts[name]}.weight" if name in parts else name for name in self._files if not name.endswith(dropped)
+        )
+        self._names = list(dict.fromkeys(names))
+        for layer, found in self._layers.items():
+            missing = [suffix for suffix in stored.required(found) if suffix not in found]
             if missing:
                 raise ModelError(f"{path.name}: quantised layer {layer} has no {', '.join(missing)}")
+            self._shapes[layer] = stored.shape(found)
+            if min(self._shapes[layer]) == 0:
+                raise ModelError(f"{path.name}: quantised layer {layer} is empty")
+        for name in self._names:
+            if name.endswith(".weight") and name[: -len(".weight")] not in self._layers:
+                self._check_float(name)
         if not self._layers:
-            raise ModelError(f"{path.name}: its config says that it is quantised, but it has no {main[1:]} tensors")
+            raise ModelError(
+                f"{path.name}: its config says that it is quantised, but it has no {' or '.join(stored.telling)} tensors"
+            )
+
+    def _parts(self, layer: str) -> Parts:
+        names = {suffix: f"{layer}.{suffix}" for suffix in self._stored.suffixes if f"{layer}.{suffix}" in self._files}
+        return Parts(layer, names, self)
+
+    def _check_float(self, name: str) -> None:
+        if self._entry(name).dtype not in (*FLOATS, "F64") and len(self._entry(name).shape) > 1:
+            raise ModelError(
+                f"{self.path.name}: tensor {name} is {self._entry(name).dtype} without the scales that it needs"
+            )
 
     def _itemsize(self, name: str) -> int:
         return super()._itemsize(name) if self._layer(name) is None else 4
@@ -178,68 +197,40 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         layer = self._layer(name)
-        return super().shape(name) if layer is None else self._stored.shape(layer, super().shape)
+        return super().shape(name) if layer is None else self._shapes[layer.layer]
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def stored_dtype(self, name: str) -> str:
+        return self._entry(name).dtype
+
+    def stored_tensor(self, name: str) -> "torch.Tensor":
+        return super().tensor(name)
+
+    def metadata(self, name: str) -> Mapping[str, str]:
+        return self._files[name].metadata
 
     def tensor(self, name: str) -> "torch.Tensor":
-        matrix = self.quantized(name)
-        return super().tensor(name) if matrix is None else matrix.dequantize()
+        layer = self._layer(name)
+        if layer is None:
+            return super().tensor(name)
+        found = self._stored.read(layer)
+        return self._check_matrix(name, found).dequantize() if isinstance(found, QuantizedMatrix) else found
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
         layer = self._layer(name)
         if layer is None:
             return None
-        parts = {suffix: super(QuantizedCheckpoint, self).tensor(f"{layer}.{suffix}") for suffix in self._parts[layer]}
-        return self._check_matrix(name, self._stored.read(layer, parts))
+        found = self._stored.read(layer)
+        return self._check_matrix(name, found) if isinstance(found, QuantizedMatrix) else None
 
     def file_of(self, name: str) -> str:
         layer = self._layer(name)
-        return super().file_of(name if layer is None else self._layers[layer])
+        return super().file_of(name if layer is None else next(iter(layer.names.values())))
 
-    def _layer(self, name: str) -> str | None:
-        layer = name.removesuffix(".weight")
-        return layer if layer != name and layer in self._layers else None
-
-
-class Fp8Checkpoint(HuggingFaceCheckpoint):
-    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, dequantised when it is read. block: (rows,
-    columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix."""
-
-    def __init__(self, path: Path, block: tuple[int, int]) -> None:
-        super().__init__(path)
-        self._block = block
-        suffix = "_scale_inv" if block[0] else "_scale"
-        self._scales = {name.removesuffix(suffix): name for name in self._files if name.endswith(f".weight{suffix}")}
-        for name, scale in self._scales.items():
-            if name not in self._files:
-                raise ModelError(f"{path.name}: {scale} has no corresponding weight")
-            self._check_scale(name, scale)
-        for name in self._files:
-            if self._entry(name).dtype.startswith("F8") and name not in self._scales:
-                raise ModelError(f"{path.name}: the float8 tensor {name} has no {name}{suffix}")
-
-    def _itemsize(self, name: str) -> int:
-        return 4 if name in self._scales else super()._itemsize(name)
-
-    def tensor_names(self) -> list[str]:
-        scales = set(self._scales.values())
-        return [name for name in self._files if name not in scales]
-
-    def tensor(self, name: str) -> "torch.Tensor":
-        if name not in self._scales:
-            return super().tensor(name)
-        values, scales = super().tensor(name).float(), super().tensor(self._scales[name]).float()
-        if self._block[0]:
-            n, k = values.shape
-            rows, columns = self._block
-            scales = scales.repeat_interleave(rows, dim=0)[:n].repeat_interleave(columns, dim=1)[:, :k]
-        return values.mul_(scales)
-
-    def _check_scale(self, name: str, scale: str) -> None:
-        shape, found = self.shape(name), self.shape(scale)
-        rows, columns = self._block
-        wanted = (-(-shape[0] // rows), -(-shape[1] // columns)) if rows and len(shape) == 2 else (1,)
-        if math.prod(found) != 1 if not rows else found != wanted:
-            raise ModelError(f"tensor {scale} is {list(found)}, expected {list(wanted)}")
+    def _layer(self, name: str) -> Parts | None:
+        return self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
 
 
 def _shards(path: Path, stated: dict[str, str]) -> list[Path]:

@@ -131,7 +131,24 @@ def load_model_config(path: Path) -> ModelConfig:
     file = path / "config.json" if path.is_dir() else path
     generation_file = file.with_name("generation_config.json")
     generation = read_json_object(generation_file) if generation_file.is_file() else {}
-    return parse_hf_config(read_json_object(file), generation, origin=file.name)
+    config = read_json_object(file)
+    if "quantization_config" not in config and (beside := _quantization_beside(file)) is not None:
+        config["quantization_config"] = beside
+    return parse_hf_config(config, generation, origin=file.name)
+
+
+_QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where older checkpoints say how they are quantised, and by which quant_method."""
+
+
+def _quantization_beside(file: Path) -> dict[str, Any] | None:
+    """What stands for `quantization_config` in the folder of a config.json that has none."""
+    for name, method in _QUANTIZATION_FILES.items():
+        if file.with_name(name).is_file():
+            stated = read_json_object(file.with_name(name))
+            settings = stated.get("quantization", stated)
+            return {"quant_method": method, **settings} if isinstance(settings, dict) else None
+    return None
 
 
 def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:

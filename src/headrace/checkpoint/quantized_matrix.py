@@ -101,13 +101,16 @@ class QuantizedMatrix:
         return replace(self, codes=self.codes[begin:end], scales=self.scales[begin:end], minimums=minimums)
 
     def columns(self, begin: int, end: int) -> "QuantizedMatrix":
-        """Columns begin .. end - 1. Both are multiples of group_size, or the ends of the matrix. Raises ModelError if they are not."""
+        """Columns begin .. end - 1. Both are multiples of KERNEL_GROUP, or the ends of the matrix; groups that they cut are made smaller. Raises
+        ModelError if they are not."""
         size, k = self.group_size, self.codes.shape[1]
         if (begin, end) == (0, k):
             return self
         if size == k:
             return replace(self, codes=self.codes[:, begin:end], group_size=end - begin)
         if begin % size or (end % size and end != k):
+            if size % KERNEL_GROUP == 0 and begin % KERNEL_GROUP == 0 and (end % KERNEL_GROUP == 0 or end == k):
+                return self.regrouped(KERNEL_GROUP).columns(begin, end)
             raise ModelError(f"weights in groups of {size} cannot be cut at columns {begin} and {end}")
         groups = slice(begin // size, -(-end // size))
         minimums = None if self.minimums is None else self.minimums[:, groups]
@@ -148,6 +151,17 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         minimums = torch.cat([part.minimums for part in parts if part.minimums is not None])
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     return QuantizedMatrix(parts[0].scheme, codes, scales, minimums, parts[0].group_size)
+
+
+def in_one_grid(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix] | None:
+    """The same weights in one scheme: as they are, or symmetric ones of fewer bits in the most that any has. None if that is not exact."""
+    widest = max(parts, key=lambda part: codes_of(part.scheme).bits).scheme
+    if all(part.scheme == widest for part in parts):
+        return list(parts)
+    grid = codes_of(widest)
+    if grid.scale_per_row or grid.rotated or any(part.minimums is not None for part in parts):
+        return None
+    return [replace(part, scheme=widest, codes=part.codes + (grid.zero - codes_of(part.scheme).zero)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ import msgspec
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import gguf_of, is_gguf
 from headrace.checkpoint.gguf_mmproj import AUTO, NONE, gguf_config, open_gguf
-from headrace.checkpoint.huggingface import Fp8Checkpoint, HuggingFaceCheckpoint, QuantizedCheckpoint
+from headrace.checkpoint.huggingface import HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.quantized_formats import stored_format
-from headrace.checkpoint.weight_formats import stored_settings
 from headrace.errors import ModelError
 
 
@@ -50,10 +49,7 @@ def open_checkpoint(path: Path | str, mmproj: str = AUTO) -> Checkpoint:
         raise ModelError(f"--mmproj is for GGUF files; {path.name} is none: its own files say how it sees")
     if path.is_dir():
         if (path / "config.json").is_file():
-            quantization = load_model_config(path).quantization
-            settings, stored = stored_settings(quantization), stored_format(quantization)
-            if settings is not None and settings.method == "fp8":
-                return Fp8Checkpoint(path, settings.block)
+            stored = stored_format(load_model_config(path).quantization)
             return HuggingFaceCheckpoint(path) if stored is None else QuantizedCheckpoint(path, stored)
         raise ModelError(f"{path.name} holds neither config.json nor a .gguf file")
     if not path.exists():

@@ -86,7 +86,10 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Values of options of ours, by field, as others write them."""
 
-CHECKPOINT_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors")
+CHECKPOINT_FORMATS = (
+    *("auto-round", "awq", "awq_marlin", "compressed-tensors", "fbgemm_fp8", "gptq", "gptq_marlin", "hqq", "modelopt"),
+    *("modelopt_fp4", "quark", "torchao"),
+)
 """Values of --quantization that say what a checkpoint is: accepted, since checkpoints are served in the format that they have."""
 
 LISTS: Mapping[str, str] = {

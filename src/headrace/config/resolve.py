@@ -12,8 +12,9 @@ import msgspec
 
 from headrace.checkpoint.families import native_types
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
+from headrace.checkpoint.quantized_formats import stored_format, stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme, stored_scheme
+from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
 from headrace.config.checks import speculative_algorithm
 from headrace.config.machine import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
@@ -365,12 +366,14 @@ def _quantization(
     if refusal:
         decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
         return "none"
+    quantised = stored_format(model.quantization)
+    if quantised is not None and asked != stored and (asked or args.quantization == "none" or stored == "none"):
+        kept = asked is not None and stored in FORMATS[asked].takes
+        what = "kept" if kept else "dequantised and rounded again" if asked else "dequantised"
+        decisions.append(f"quantization {asked or 'none'}: the checkpoint's {quantised.described} are {what}")
+        return asked or "none"
     if stored == "none":
         return asked or "none"
-    if asked and asked != stored:
-        raise ConfigError(
-            f"--quantization {asked}: the checkpoint is already quantised, to {stored}; leave the option out"
-        )
     decisions.append(f"quantization {stored}: that of the checkpoint")
     return stored
 

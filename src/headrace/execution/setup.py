@@ -19,6 +19,7 @@ from headrace.checkpoint.gguf_mmproj import AUTO
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
+from headrace.checkpoint.quantized_formats import keeps_codes
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.checkpoint.weight_formats import StoredType
@@ -104,6 +105,7 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         whole_experts=deals,
         whole_attention=args.enable_dp_attention,
         composed_positions=max(args.max_prefill_tokens, config.max_running_requests) if has_places else 0,
+        keeps_floats=checkpoint.kind != "dummy" and keeps_codes(model_config.quantization, config.quantization),
     )
     types = checkpoint.stored_types(config.quantization)
     stored = checkpoint.file_format, checkpoint.stored_precision, types, fingerprint

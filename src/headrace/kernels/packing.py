@@ -42,6 +42,9 @@ Layout = Literal[
 ]
 
 
+FLOAT_LAYOUTS: frozenset[Layout] = frozenset(("native_bf16", "native_bf16_pairs", "native_f32", "torch", "torch_bf16"))
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedLayout:
     """A layout of codes for the native kernels. kernel: its QuantScheme in csrc/cpu/ops.h. minimums: the scales are followed by minimums."""

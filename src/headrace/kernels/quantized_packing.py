@@ -114,10 +114,11 @@ def pack_torch_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> 
 
 
 def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(scales, minimums) float16[n, k / 32] and a power of two for each row, float32[n], that multiplies both.
+    """(scales, minimums) float16[n, k / 32] and a factor for each row, float32[n], that multiplies both.
 
-    The power brings the largest of a row to 2^14 .. 2^15, so no scale is subnormal unless it is 2^28 times smaller than that. A scale
-    that was a float16 stays exact; others round to 11 bits.
+    The factor is a power of two that brings the largest of a row to 2^14 .. 2^15, so no scale is subnormal unless it is 2^28 times smaller than
+    that. A scale that was a float16 stays exact; others round to 11 bits. But of a row without minimums whose scales are all the same, the factor
+    is that scale, exactly.
     """
     matrix = matrix.regrouped(KERNEL_GROUP) if matrix.group_size % KERNEL_GROUP == 0 else matrix
     largest = matrix.scales.abs().amax(dim=1)
@@ -128,8 +129,12 @@ def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | N
     exponents = (exponents + ((mantissas * 2**11).round() == 2**11)).clamp(min=-100) - 15
     columns = torch.ldexp(torch.ones_like(largest), exponents)
     scales = torch.ldexp(matrix.scales, -exponents[:, None]).to(torch.float16)
-    minimums = None if matrix.minimums is None else torch.ldexp(matrix.minimums, -exponents[:, None]).to(torch.float16)
-    return scales, minimums, columns
+    if matrix.minimums is not None:
+        return scales, torch.ldexp(matrix.minimums, -exponents[:, None]).to(torch.float16), columns
+    were_same = (matrix.scales == matrix.scales[:, :1]).all(dim=1)
+    are_same = (scales == scales[:, :1]).all(dim=1)
+    one = torch.where(were_same, matrix.scales[:, 0], scales[:, 0].float() * columns)
+    return scales.masked_fill_(are_same[:, None], 1), None, torch.where(are_same, one, columns)
 
 
 def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:

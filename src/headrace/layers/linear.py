@@ -17,8 +17,8 @@ from headrace.checkpoint.quantized_matrix import StoredMatrix
 from headrace.distributed.base import length
 from headrace.errors import ModelError
 from headrace.kernels import LoraFactors, LoraRows, PackedLinear
-from headrace.kernels.packing import itemsize
-from headrace.layers.quantization.base import Part, stack_floats
+from headrace.kernels.packing import FLOAT_LAYOUTS, itemsize
+from headrace.layers.quantization.base import Part, pack_as_stored, stack_floats
 from headrace.layers.weight import Kept, Parts, Placement, Weight, fields_of
 
 
@@ -98,7 +98,8 @@ class Linear:
     @property
     def _itemsize(self) -> float:
         facts = self._placement.format.facts
-        if facts.blocks and self._is_packed:  # a file has many types
+        # A file has many types.
+        if (facts.blocks or self._placement.keeps_floats) and self._is_packed:
             return itemsize(self._packed)
         return facts.itemsize(self._placement.weight_dtype.itemsize)
 
@@ -158,7 +159,8 @@ class Linear:
                 whole[f"{name}.weight"] = self._present_weight(name)
             if name in self._biased and f"{name}.bias" not in whole:
                 whole[f"{name}.bias"] = self._read_bias(name)
-        packed = self._pack(whole)
+        in_floats = self._placement.keeps_floats and self._packed.layout in FLOAT_LAYOUTS
+        packed = self._pack(whole, self._packed.data.dtype) if in_floats else self._pack(whole)
         kept = dict(fields_of(packed))
         given = {tensor.untyped_storage().data_ptr() for tensor in parts.values() if isinstance(tensor, torch.Tensor)}
         if packed.data.untyped_storage().data_ptr() in given:
@@ -195,15 +197,19 @@ class Linear:
             if len(self._parts) < len(self.outputs) + len(self._biased):
                 return
             parts, self._parts = self._parts, {}
-        self._packed, self._is_packed = self._pack(parts), True
+        dtype = self._placement.weight_dtype if self._placement.keeps_floats else None
+        self._packed, self._is_packed = self._pack(parts, dtype), True
 
-    def _pack(self, parts: Mapping[str, Part]) -> PackedLinear:
+    def _pack(self, parts: Mapping[str, Part], floats: torch.dtype | None = None) -> PackedLinear:
+        """floats: the dtype of parts that are to stay floats; None = they are rounded to the format."""
         weights = [parts[f"{name}.weight"] for name in self.outputs]
         bias = None
         if self._biased:
             sizes = self.outputs.items()
             biases = [parts.get(f"{name}.bias", self._placement.place(torch.zeros(size))) for name, size in sizes]
             bias = stack_floats(biases)
+        if floats is not None:
+            return pack_as_stored(self._placement.format, weights, bias, floats)
         return self._placement.format.pack(weights, bias, self._placement.weight_dtype)
 
     def _present_weight(self, name: str) -> Part:

@@ -139,6 +139,7 @@ class Placement:
     shard: the part of each layer that this process has; stage: the layers that it has. whole_experts: of a mixture, some whole experts instead
     of a part of each. whole_attention: attention is not split: each rank has all of its weights, and the KV of other sequences.
     composed_positions: most tokens of images in a step, of a model that has three positions for each of them.
+    keeps_floats: layers that a quantised checkpoint has in floats stay floats, but for the output projection.
     """
 
     device: torch.device
@@ -150,6 +151,7 @@ class Placement:
     whole_experts: bool = False
     whole_attention: bool = False
     composed_positions: int = 0
+    keeps_floats: bool = False
 
     @property
     def format(self) -> WeightFormat:
@@ -178,7 +180,7 @@ class Placement:
         """For the output projection: it decides every token, so a format may give it more bits, and on a GPU it keeps all 16."""
         if self.device.type != "cpu":
             return self.unquantized
-        return replace(self, quantization=self.format.facts.head or self.quantization)
+        return replace(self, quantization=self.format.facts.head or self.quantization, keeps_floats=False)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A matrix on the device in the weights' dtype."""

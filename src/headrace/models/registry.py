@@ -11,7 +11,7 @@ from headrace.checkpoint.families import code, decoders, encoders, vision
 from headrace.checkpoint.family import Decoder, DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
-from headrace.checkpoint.weight_formats import stored_scheme
+from headrace.checkpoint.quantized_formats import stored_scheme
 from headrace.errors import ModelError
 from headrace.layers.weight import Placement
 from headrace.models.decoder import DecoderLM

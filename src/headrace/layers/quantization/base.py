@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix, stack
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix, in_one_grid, stack
 from headrace.checkpoint.weight_formats import FINEST_STORED, FORMATS, FormatFacts, Scheme
 from headrace.kernels import PackedLinear
 
@@ -76,6 +76,20 @@ class IntegerFormat(WeightFormat):
 
     def pack(self, parts: Sequence[Part], bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         return kernels.pack_linear(self.join(parts), bias)
+
+
+def pack_as_stored(
+    own: WeightFormat, parts: Sequence[Part], bias: torch.Tensor | None, dtype: torch.dtype
+) -> PackedLinear:
+    """Pack the rows of all parts in the precision that their checkpoint has. own: the format that has its codes.
+
+    Parts in floats, or in codes that have no one grid in common, make all of the product floats: in float32 if any has codes.
+    """
+    matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    if len(matrices) == len(parts) and (grid := in_one_grid(matrices)) is not None:
+        return own.pack(grid, bias, dtype)
+    floats = [part if isinstance(part, torch.Tensor) else part.dequantize() for part in parts]
+    return weight_format("none").pack(floats, bias, torch.float32 if matrices else dtype)
 
 
 _Format = TypeVar("_Format", bound=WeightFormat)

@@ -1,0 +1,123 @@
+"""Matrices of 8-bit integers, float8 or FP4 in a tensor `weight` (`weight_packed`) with `weight_scale` beside it, as most tools for GPUs store
+them: the tensors' dtypes and shapes say what they are.
+
+compressed-tensors: https://github.com/vllm-project/compressed-tensors (int-quantized, float-quantized, nvfp4- and mxfp4-pack-quantized).
+modelopt: https://github.com/NVIDIA/TensorRT-Model-Optimizer (FP8, NVFP4, MXFP4, W8A8, W4A16_AWQ). fp8: P. Micikevicius et al., "FP8 Formats for
+Deep Learning" (2022), stored as transformers (`fp8`, `fbgemm_fp8`) does. FP4: OCP Microscaling Formats 1.0; NVFP4 adds a float32 scale for all
+of a matrix.
+"""
+
+from typing import TYPE_CHECKING
+
+from headrace.checkpoint.quantized_formats.base import (
+    FLOAT8,
+    FLOATS,
+    POWERS,
+    Parts,
+    doubled_fp4,
+    integers,
+    power_scales,
+)
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP
+
+if TYPE_CHECKING:
+    import torch
+
+ACTIVATION_SCALES = (
+    *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale", "input_scale_ub"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "attn.k_scale", "attn.v_scale"),
+    *("k_zero_point", "v_zero_point", "k_proj.output_scale", "v_proj.output_scale"),
+)
+"""Scales of activations and of a KV cache: ours are rounded with scales of their own, by token and by group."""
+
+_MX_GROUP, _NV_GROUP = 32, 16
+
+
+def scaled(parts: Parts, weight: str, scale: str, block: tuple[int, int] = (0, 0)) -> "QuantizedMatrix | torch.Tensor":
+    """The matrix of the tensors with these suffixes. block: (rows, columns) that share a scale; (0, 0) = the scales' shape tells."""
+    dtype = parts.dtype(weight)
+    if dtype == "I8":
+        return _int8(parts, weight, scale)
+    if dtype in FLOAT8:
+        return _float8(parts, weight, scale, block)
+    if dtype == "U8":
+        return _fp4(parts, weight, scale)
+    raise parts.fault(weight, f"is {dtype}, expected I8, U8 or a float8")
+
+
+def scaled_shape(parts: Parts, weight: str) -> tuple[int, int]:
+    n, k = parts.matrix_shape(weight)
+    return (n, 2 * k) if parts.dtype(weight) == "U8" else (n, k)
+
+
+def _int8(parts: Parts, weight: str, scale: str) -> "QuantizedMatrix | torch.Tensor":
+    """scale * (code - zero), a scale for the matrix, a row or a group of a row."""
+    import torch
+
+    n, k = parts.matrix_shape(weight)
+    scales = by_group(parts, scale, n, k)
+    # As unsigned codes: 128 more.
+    codes = parts.tensor(weight, ("I8",)).view(torch.uint8) ^ 128
+    zeros: torch.Tensor | int = 128
+    point = f"{weight}_zero_point"
+    if point in parts:
+        zeros = by_group(parts, point, n, k, ("I8", "I32", "I64", *FLOATS)) + 128
+        zeros = zeros.expand(scales.shape)
+    return integers(codes, 8, scales, zeros, k // scales.shape[1])
+
+
+def by_group(parts: Parts, suffix: str, n: int, k: int, dtypes: tuple[str, ...] = FLOATS) -> "torch.Tensor":
+    """float32[n, groups] of one value, one a row, or [n, groups]. Raises ModelError for other shapes."""
+    shape = parts.shape(suffix)
+    values = parts.tensor(suffix, dtypes).float()
+    if values.numel() == 1:
+        return values.reshape(1, 1).expand(n, 1)
+    if shape in ((n,), (n, 1)):
+        return values.reshape(n, 1)
+    if len(shape) == 2 and shape[0] == n and shape[1] and k % shape[1] == 0:
+        return values
+    raise parts.fault(
+        suffix, f"is {list(shape)}: not one value, one for each of {n} rows, or one for each group of {k}"
+    )
+
+
+def _float8(parts: Parts, weight: str, scale: str, block: tuple[int, int]) -> "torch.Tensor":
+    values, are_powers = parts.tensor(weight, FLOAT8).float(), parts.dtype(scale) in POWERS
+    read = power_scales if are_powers else Parts.floats
+    if block[0]:
+        n, k = parts.matrix_shape(weight)
+        rows, columns = block
+        blocks = (-(-n // rows), -(-k // columns))
+        scales = read(parts, scale, blocks, (blocks[0], 1, blocks[1], 1)).reshape(blocks)
+        return values.mul_(scales.repeat_interleave(rows, dim=0)[:n].repeat_interleave(columns, dim=1)[:, :k])
+    if not are_powers and parts.tensor(scale, FLOATS).numel() == 1:
+        return values.mul_(parts.floats(scale).reshape(()))
+    n, k = parts.matrix_shape(weight)
+    scales = read(parts, scale, (n, k // _MX_GROUP)) if are_powers else by_group(parts, scale, n, k)
+    if k % scales.shape[1]:
+        raise parts.fault(scale, f"does not divide rows of {k} into groups")
+    return values.mul_(scales.repeat_interleave(k // scales.shape[1], dim=1))
+
+
+def _fp4(parts: Parts, weight: str, scale: str) -> "QuantizedMatrix | torch.Tensor":
+    """MXFP4 (scales are powers of two) in 8-bit codes, exactly; NVFP4 (scales are float8, and one for all) in float32."""
+    import torch
+
+    n, k = scaled_shape(parts, weight)
+    doubled = doubled_fp4(parts.tensor(weight, ("U8",)))
+    if parts.dtype(scale) in POWERS:
+        if k % _MX_GROUP:
+            raise parts.fault(weight, f"has rows of {k}, which groups of {_MX_GROUP} do not divide")
+        scales = power_scales(parts, scale, (n, k // _MX_GROUP)) * 0.5
+        return integers(doubled.view(torch.uint8) ^ 128, 8, scales, 128, KERNEL_GROUP)
+    if k % _NV_GROUP:
+        raise parts.fault(weight, f"has rows of {k}, which groups of {_NV_GROUP} do not divide")
+    scales = parts.tensor(scale, FLOAT8, (n, k // _NV_GROUP)).float()
+    if "weight_global_scale" in parts:  # compressed-tensors has its inverse
+        scales = scales / parts.scalar("weight_global_scale")
+    elif "weight_scale_2" in parts:
+        scales = scales * parts.scalar("weight_scale_2")
+    else:
+        raise parts.fault(weight, "has scales of float8, but no scale of those")
+    return (doubled.float() * 0.5).mul_(scales.repeat_interleave(_NV_GROUP, dim=1))
