@@ -93,9 +93,8 @@ class Config:
     """What the options leave open. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step; max_step_ms: None = no bound.
 
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
-    deterministic: results on a GPU do not depend on the batch. On CPU they never do.
+    deterministic: results on a GPU do not depend on the batch. On CPU they never do. speculative_algorithm: auto may still turn out not to pay.
     activations: dtype of what linear layers that are not quantised multiply with their weights.
-    speculative_algorithm: what drafts tokens; auto was not refused, and may still turn out not to pay.
     kv_cache_fallback: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured; None = it stays.
     kv_cache_added_error: what was measured, see `execution.kv_precision`; None = nothing.
     decisions: one sentence per choice that the user did not make.
@@ -161,13 +160,11 @@ def resolve(
     quantization, activations = _activations(args, device, dtype, quantization, facts if native else None, decisions)
     deterministic = _deterministic(args, device, quantization, decisions)
     _check_compile(args, device, quantization, deterministic)
-    algorithm = speculative_algorithm(args, device, batch_invariant, most_tokens is None, decisions)
     kv_floats = _kv_cache_dtype(args, device, dtype)
     needs = AttentionNeeds(device, native, model.head_dim, kv_floats, args.page_size, deterministic)
     backend = _attention_backend(args, needs, backends, decisions)
-    kv_cache_dtype = kv_floats
-    if args.kv_cache_dtype == "auto":
-        kv_cache_dtype = _automatic_kv_cache_dtype(needs, quantization, backend, decisions)
+    is_chosen = args.kv_cache_dtype != "auto"
+    kv_cache_dtype = kv_floats if is_chosen else _automatic_kv_cache_dtype(needs, quantization, backend, decisions)
     page_size = args.page_size
     if page_size is None:
         page_size = backend.page_size
@@ -194,7 +191,7 @@ def resolve(
         quantization=quantization,
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
         cuda_graph_sizes=cuda_graph_sizes,
-        speculative_algorithm=algorithm,
+        speculative_algorithm=speculative_algorithm(args, device, batch_invariant, most_tokens is None, decisions),
         decisions=tuple(decisions),
         kv_cache_fallback=None if kv_cache_dtype == kv_floats else kv_floats,
     )
