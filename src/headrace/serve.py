@@ -214,6 +214,8 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
         rows.append(("KV cache", cache))
     rows.append(("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"))
     rows.append(("attention", ready.attention))
+    if ready.speculation != "off":
+        rows.append(("drafts", ready.speculation))
     if pooling is not None:
         rows.append(("makes", pooling.summary()))
     else:

@@ -123,7 +123,7 @@ def test_the_oldest_go_when_the_share_of_the_disk_is_used_up(monkeypatch: pytest
 
 def test_what_was_measured_is_kept_beside_the_weights_and_goes_with_them(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in (("a", 0.25), ("b", 1.5), ("a", 0.5)):
-        weight_cache.keep_measured(ONE, name, value)
+        weight_cache.keep_measured(ONE, {name: value})
     measured = weight_cache.path_of(ONE).with_suffix(".measured")
     kept = measured.read_bytes()
 
@@ -139,7 +139,7 @@ def test_what_was_measured_is_kept_beside_the_weights_and_goes_with_them(folder:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=4 * int(1.5 * size) - size))
     write(TWO)
     assert weight_cache.read_measured(ONE) == {}
-    weight_cache.keep_measured(TWO, "a", 0.25)
+    weight_cache.keep_measured(TWO, {"a": 0.25})
     weight_cache.clear()
     assert list(folder.iterdir()) == []
 

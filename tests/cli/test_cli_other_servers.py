@@ -97,6 +97,7 @@ def changed(argv):
             "--speculative-algorithm NGRAM --num-speculative-tokens 5",
             {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5},
         ),
+        ("--speculative-algorithm none", {"speculative_algorithm": "off"}),
         ("--nccl-init-addr a:1 --nnodes 2", {"dist_init_addr": "a:1", "nnodes": 2}),
     ],
 )

@@ -30,12 +30,12 @@ CASES = make_cases([1, 130], SAMPLINGS)
 @pytest.fixture(autouse=True)
 def _always_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the draft model is."""
-    monkeypatch.setattr(base, "worthwhile", lambda chances, counts, pass_time: counts)
+    monkeypatch.setattr(base, "worthwhile", lambda chances, counts, times, pass_time: counts)
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: str) -> dict[str, Answer]:
-    with running_engine(tiny_model) as engine:
+    with running_engine(tiny_model, speculative_algorithm="off") as engine:
         return one_by_one(engine, CASES)
 
 
@@ -59,7 +59,7 @@ def test_answers_are_those_without_a_draft_model(
     cases = CASES
     if "attention_backend" in options:
         cases = [case for case in CASES if len(case.ids) > 1]
-        with running_engine(tiny_model, **options) as engine:
+        with running_engine(tiny_model, speculative_algorithm="off", **options) as engine:
             plain = one_by_one(engine, cases)
     for draft in (tiny_model, tiny_mixture):
         with running_engine(tiny_model, **drafting(draft, **options)) as engine:
@@ -75,7 +75,7 @@ def test_a_draft_model_on_a_device_is_queued_with_the_steps(
     samplings = {"greedy": GREEDY, "seeded": SEEDED}
     cases = [Case(f"{name} {n}", [*range(50, 50 + n)], samplings[name]) for name in samplings for n in (3, 90)]
     penalised = [Case("penalised", [*range(50, 70)], PENALISED)]
-    with running_engine(tiny_model, **own) as engine:
+    with running_engine(tiny_model, speculative_algorithm="off", **own) as engine:
         plain = one_by_one(engine, cases)
         plain_penalised = one_by_one(engine, penalised)
     device = FakeDevice()
@@ -208,7 +208,7 @@ def test_a_draft_model_lets_its_memory_go_with_the_models_and_guesses_on(tiny_mo
         engine.resume_memory_occupation()
         return found
 
-    with running_engine(tiny_model, quantization="int8") as engine:
+    with running_engine(tiny_model, speculative_algorithm="off", quantization="int8") as engine:
         alone = released_bytes(engine)
     for draft in (tiny_model, tiny_mixture):
         with running_engine(tiny_model, **drafting(draft, quantization="int8")) as engine:

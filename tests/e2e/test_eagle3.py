@@ -163,7 +163,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tiny_deep_model: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    with running_engine(tiny_deep_model, dtype="float32") as engine:
+    with running_engine(tiny_deep_model, speculative_algorithm="off", dtype="float32") as engine:
         outputs = engine.generate(input_ids=PROMPTS, sampling_params=OUTPUT)
     said = [output["output_ids"] for output in outputs]
     sequences = [prompt + ids for prompt, ids in zip(PROMPTS, said, strict=True)]
@@ -195,7 +195,7 @@ def trained(tiny_deep_model: str, tmp_path_factory: pytest.TempPathFactory) -> T
 @pytest.fixture(autouse=True)
 def _always_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it does not pay."""
-    monkeypatch.setattr(base, "worthwhile", lambda chances, counts, pass_time: counts)
+    monkeypatch.setattr(base, "worthwhile", lambda chances, counts, times, pass_time: counts)
 
 
 def guessing(trained: Trained, **options: Any) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def test_answers_are_those_without_a_head(tiny_deep_model: str, trained: Trained
     for options in ({}, {"max_total_tokens": 448}, {"attention_backend": "torch_native"}):
         if "attention_backend" in options:
             cases = [case for case in cases if len(case.ids) > 1]
-        with running_engine(tiny_deep_model, **options) as engine:
+        with running_engine(tiny_deep_model, speculative_algorithm="off", **options) as engine:
             plain = one_by_one(engine, cases)
         with running_engine(tiny_deep_model, **guessing(trained, **options)) as engine:
             assert one_by_one(engine, cases) == plain
@@ -314,7 +314,7 @@ def test_answers_on_a_device_are_those_without_a_head(
         Case("penalised", [*range(50, 70)], WEARY),
         Case("constrained", [*range(50, 60)], {**DRAWN, "regex": "[a-z ]{6,20}"}),
     ]
-    with running_engine(tiny_deep_model, **ON_DEVICE) as engine:
+    with running_engine(tiny_deep_model, speculative_algorithm="off", **ON_DEVICE) as engine:
         plain = one_by_one(engine, cases + by_host)
     device = FakeDevice()
     waits = queue_on(device, monkeypatch, sizes)

@@ -167,6 +167,7 @@ def make_driver(folder: Path, **options: Any) -> Driver:
         "disable_overlap_schedule": True,
         "max_running_requests": 4,
         "max_total_tokens": 4 * CONTEXT,
+        "speculative_algorithm": "off",  # steps are planned by tests, which know of no draft tokens
         "num_threads": 2,
     }
     worker, info = build_worker(ServerArgs(model_path=str(folder), **{**defaults, **options}))

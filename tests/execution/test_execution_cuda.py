@@ -168,7 +168,7 @@ def guessed_by_head(
 
         return note
 
-    patch.setattr(base, "worthwhile", lambda chances, counts, pass_time: counts)
+    patch.setattr(base, "worthwhile", lambda chances, counts, times, pass_time: counts)
     for steps in (DraftSteps, DeviceDraftSteps):
         patch.setattr(steps, "guess", noting(steps.guess))
     options |= {

@@ -260,3 +260,21 @@ def test_guesses_on_several_gpus_are_refused_by_name(algorithm):
     with pytest.raises(ConfigError, match=rf"--speculative-algorithm {algorithm} .*(on CPUs only so far|--tp-size)"):
         config(**options, tp_size=2)
     config(**options)
+
+
+def test_drafts_by_default_are_off_where_they_are_not_supported_and_refuse_nothing():
+    gpu = config(tp_size=2)
+    assert gpu.speculative_algorithm == "off"
+    assert any("speculative_algorithm off: auto drafts on CPUs only" in decision for decision in gpu.decisions)
+    assert config(LAPTOP).speculative_algorithm == "auto"
+    assert config(LAPTOP, speculative_algorithm="off").speculative_algorithm == "off"
+    model = parse_hf_config(MODEL)
+    others = resolve(ServerArgs(), model, LAPTOP, QUANTISED, batch_invariant=False)
+    vectors = resolve(ServerArgs(), model, LAPTOP, QUANTISED, most_tokens=64)
+    assert others.speculative_algorithm == vectors.speculative_algorithm == "off"
+
+
+def test_tokens_of_others_are_not_asked_for_where_nothing_is_drafted():
+    with pytest.raises(ConfigError, match="--speculative-shared-tokens: nothing is drafted: auto drafts on CPUs only"):
+        config(speculative_shared_tokens=100)
+    assert config(LAPTOP, speculative_shared_tokens=100).speculative_algorithm == "auto"

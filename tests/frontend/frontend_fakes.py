@@ -217,7 +217,7 @@ class Frontend:
         more = {} if clock is None else {"clock": clock}
         self.manager = TokenizerManager(
             self.args,
-            ready,
+            msgspec.structs.replace(ready, speculative_algorithm=self.args.speculative_algorithm),
             self.tokenizer,
             self.channels.sender("to_scheduler"),
             self.channels.receiver("to_tokenizer"),

@@ -11,7 +11,6 @@ from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.speculative.base import Drafts
 from headrace.speculative.ngram import LONGEST, MOST_INDEXED, SHARED_AT_A_TIME, SHORTEST, NgramDrafter, SharedOutputs
-from headrace.speculative.pace import FIRST_CHANCE, HIDDEN, TOKEN, WAIT, learnt, worthwhile
 
 SEQ = 3
 
@@ -96,43 +95,6 @@ def test_sequences_without_tokens_to_look_up_are_left_alone():
     drafter.add(sequence([1, 2, 3] * 5, return_hidden_states=True))
     drafter.extend(SEQ, [1, 2, 3])
     assert drafter.propose([SEQ]) == [[]]
-
-
-def rate(chances: list[float], lengths: list[int]) -> float:
-    """Tokens of a step over its time."""
-    tokens = sum(1 + sum(chance**k for k in range(1, n + 1)) for chance, n in zip(chances, lengths, strict=True))
-    guesses = sum(lengths)
-    return tokens / (1 + TOKEN * max(0, len(chances) + guesses - HIDDEN) + WAIT * bool(guesses))
-
-
-@given(
-    rows=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 6)), min_size=1, max_size=4),
-    other=st.lists(st.integers(0, 6), min_size=4, max_size=4),
-)
-def test_no_other_lengths_give_more_tokens_in_the_time(rows, other):
-    chances, guessed = [chance for chance, _ in rows], [count for _, count in rows]
-    lengths = worthwhile(chances, guessed)
-
-    assert all(0 <= length <= most for length, most in zip(lengths, guessed, strict=True))
-    others = [min(length, most) for length, most in zip(other, guessed, strict=False)]
-    assert rate(chances, lengths) >= rate(chances, others) - 1e-9
-    assert rate(chances, lengths) >= rate(chances, [0] * len(chances))
-
-
-def test_many_rows_leave_no_time_for_guesses_that_are_often_wrong():
-    assert worthwhile([0.6], [4]) != [0]
-    assert worthwhile([0.6] * 32, [4] * 32) == [0] * 32
-    assert sum(worthwhile([1.0] * 32, [4] * 32)) > 0
-
-
-def test_a_chance_follows_the_last_guesses():
-    chance = FIRST_CHANCE
-    for _ in range(20):
-        chance = learnt(chance, True)
-    assert chance > 0.97
-    for _ in range(20):
-        chance = learnt(chance, False)
-    assert chance < 0.05
 
 
 def test_what_others_of_the_namespace_have_said_is_guessed():

@@ -143,9 +143,9 @@ def read_measured(identity: str) -> dict[str, float]:
     return found.values if found.identity == identity else {}
 
 
-def keep_measured(identity: str, name: str, value: float) -> None:
+def keep_measured(identity: str, values: Mapping[str, float]) -> None:
     path = _measured_path(identity)
-    text = msgspec.json.encode(Measured(identity, read_measured(identity) | {name: value}))
+    text = msgspec.json.encode(Measured(identity, {**read_measured(identity), **values}))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_whole(path, lambda file: file.write(text))

@@ -141,9 +141,9 @@ def _check_dp_attention(args: ServerOptions) -> None:
         raise ConfigError(f"{option} cannot be combined with --lora-paths: adapters are not supported with it")
 
 
-def guesses_by_text(args: ServerOptions) -> bool:
+def guesses_by_text(algorithm: str) -> bool:
     """Whether tokens are guessed from those that are known, without a model."""
-    return args.speculative_algorithm in ("ngram", "auto")
+    return algorithm in ("ngram", "auto")
 
 
 def _check_speculation(args: ServerOptions) -> None:
@@ -155,7 +155,7 @@ def _check_speculation(args: ServerOptions) -> None:
         raise ConfigError(f"--speculative-draft-model-path needs {_ALGORITHM} draft or eagle3")
     if args.speculative_draft_model_quantization != "auto" and algorithm != "draft":
         raise ConfigError(f"--speculative-draft-model-quantization needs {_ALGORITHM} draft")
-    if args.speculative_shared_tokens and not guesses_by_text(args):
+    if args.speculative_shared_tokens and not guesses_by_text(algorithm):
         raise ConfigError(f"--speculative-shared-tokens needs {_ALGORITHM} ngram or auto")
     if has_weights and (args.num_ranks > 1 or args.enable_dp_attention):
         raise ConfigError(
@@ -165,11 +165,31 @@ def _check_speculation(args: ServerOptions) -> None:
         raise ConfigError(f"{_ALGORITHM} eagle3 cannot be combined with --enable-torch-compile")
 
 
-def check_guesses_on(device: str, args: ServerOptions, batch_invariant: bool) -> None:
-    """Raises ConfigError if tokens cannot be guessed there.
+def speculative_algorithm(
+    args: ServerOptions, device: str, batch_invariant: bool, generates: bool, decisions: list[str]
+) -> str:
+    """What drafts tokens there: as asked, but `auto` is off where it is not supported. Raises ConfigError if another one is not.
 
-    batch_invariant: whether, on a CPU, a token has the same logits in a step of several tokens as alone.
+    batch_invariant: whether, on a CPU, a token has the same logits in a step of several tokens as alone. generates: it is no embedding model.
     """
+    if args.speculative_algorithm != "auto":
+        _check_guesses_on(device, args, batch_invariant)
+        return args.speculative_algorithm
+    if not generates:
+        reason = "an embedding model generates no tokens"
+    elif device != "cpu":
+        reason = "auto drafts on CPUs only; ngram drafts on a GPU, too"
+    elif not batch_invariant:
+        reason = "the bits of models that run through transformers' code depend on the batch"
+    else:
+        return "auto"
+    if args.speculative_shared_tokens:
+        raise ConfigError(f"--speculative-shared-tokens: nothing is drafted: {reason}; leave the option out")
+    decisions.append(f"speculative_algorithm off: {reason}")
+    return "off"
+
+
+def _check_guesses_on(device: str, args: ServerOptions, batch_invariant: bool) -> None:
     algorithm = args.speculative_algorithm
     if algorithm == "off":
         return
@@ -190,7 +210,7 @@ def check_pooling(args: ServerOptions, is_encoder: bool) -> None:
         for name, why in _NOT_OF_ENCODERS.items():
             if getattr(args, name) != default[name]:
                 raise ConfigError(f"{flag(name)}: {why}; leave the option out")
-    if args.speculative_algorithm != "off":
+    if args.speculative_algorithm not in ("off", "auto"):
         raise ConfigError(
             f"{_ALGORITHM} {args.speculative_algorithm}: an embedding model generates no tokens; leave the option out"
         )

@@ -82,7 +82,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "TORCH_SDPA": "torch_native",
     },
     "sampling_defaults": {"auto": "model", "vllm": "openai"},
-    "speculative_algorithm": {"NGRAM": "ngram", "STANDALONE": "draft", "EAGLE3": "eagle3"},
+    "speculative_algorithm": {"NGRAM": "ngram", "STANDALONE": "draft", "EAGLE3": "eagle3", "none": "off"},
 }
 """Values of options of ours, by field, as others write them."""
 

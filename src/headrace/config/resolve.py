@@ -15,7 +15,7 @@ from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantized_formats import stored_format, stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
-from headrace.config.checks import check_guesses_on
+from headrace.config.checks import speculative_algorithm
 from headrace.config.machine import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -93,7 +93,7 @@ class Config:
     """What the options leave open. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step; max_step_ms: None = no bound.
 
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
-    deterministic: results on a GPU do not depend on the batch. On CPU they never do.
+    deterministic: results on a GPU do not depend on the batch. On CPU they never do. speculative_algorithm: auto may still turn out not to pay.
     activations: dtype of what linear layers that are not quantised multiply with their weights.
     kv_cache_fallback: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured; None = it stays.
     kv_cache_added_error: what was measured, see `execution.kv_precision`; None = nothing.
@@ -116,6 +116,7 @@ class Config:
     quantization: Scheme
     mem_fraction_static: float
     cuda_graph_sizes: tuple[int, ...]
+    speculative_algorithm: str
     decisions: tuple[str, ...]
     kv_cache_fallback: str | None = None
     kv_cache_added_error: float | None = None
@@ -159,13 +160,11 @@ def resolve(
     quantization, activations = _activations(args, device, dtype, quantization, facts if native else None, decisions)
     deterministic = _deterministic(args, device, quantization, decisions)
     _check_compile(args, device, quantization, deterministic)
-    check_guesses_on(device, args, batch_invariant)
     kv_floats = _kv_cache_dtype(args, device, dtype)
     needs = AttentionNeeds(device, native, model.head_dim, kv_floats, args.page_size, deterministic)
     backend = _attention_backend(args, needs, backends, decisions)
-    kv_cache_dtype = kv_floats
-    if args.kv_cache_dtype == "auto":
-        kv_cache_dtype = _automatic_kv_cache_dtype(needs, quantization, backend, decisions)
+    is_chosen = args.kv_cache_dtype != "auto"
+    kv_cache_dtype = kv_floats if is_chosen else _automatic_kv_cache_dtype(needs, quantization, backend, decisions)
     page_size = args.page_size
     if page_size is None:
         page_size = backend.page_size
@@ -192,6 +191,7 @@ def resolve(
         quantization=quantization,
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
         cuda_graph_sizes=cuda_graph_sizes,
+        speculative_algorithm=speculative_algorithm(args, device, batch_invariant, most_tokens is None, decisions),
         decisions=tuple(decisions),
         kv_cache_fallback=None if kv_cache_dtype == kv_floats else kv_floats,
     )

@@ -398,10 +398,10 @@ class ServerOptions:
     disable_radix_cache: bool = _memory(False, "Disable prefix caching: requests share no KV cache.")
     disable_overlap_schedule: bool = _memory(False, "Plan a step only after the previous one has finished.")
     speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _memory(
-        "off",
+        "auto",
         "Speculative decoding, where it is faster; the output is unchanged. ngram: draft tokens are what followed the last tokens where they "
-        "came before, in the prompt or the output; auto: all that needs no weights of its own; draft: a smaller model; eagle3: an EAGLE-3 "
-        "head. See docs/speculation.md.",
+        "came before, in the prompt or the output; auto: on a CPU all that needs no weights of its own, where steps as measured at start make it "
+        "worth it, else off; draft: a smaller model; eagle3: an EAGLE-3 head; off, none: no draft tokens. See docs/speculation.md.",
     )
     speculative_num_draft_tokens: int = _memory(
         16, "Most draft tokens at a time with --speculative-algorithm.", Bounds(least=1, most=63)

@@ -9,7 +9,7 @@ how steps run beside the scheduler).
   are sampled), graphs.py (CUDA graphs of decode), device.py (the seam)
 - Vectors instead of tokens: pooling.py (steps of an encoder, results of encoders and decoders)
 - Images: media.py (what the encoder makes of them, in slices, and where it goes)
-- Guesses: build_draft.py, drafting.py (by a model)
+- Guesses: build_draft.py, drafting.py (by a model), step_times.py (what steps with them cost)
 - Weights: load_weights.py, update_weights.py, weight_files.py (packed ones, and saved ones)
 - Memory: memory.py (how much there is), pool_plan.py (how much of it is for KV), kv_precision.py (in which dtype), released.py
   (given back for a while)

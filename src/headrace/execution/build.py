@@ -58,8 +58,9 @@ from headrace.execution.setup import (
     set_up,
     updatable_weights,
 )
+from headrace.execution.step_times import paced
 from headrace.execution.update_weights import ModelWeights
-from headrace.execution.weight_files import Progress
+from headrace.execution.weight_files import Progress, WeightCache
 from headrace.execution.worker import InlineLane, ModelWorker, QueuedLane, ThreadedLane, warm_up
 from headrace.layers.embedding import vocabulary_part
 from headrace.log import get_logger
@@ -74,7 +75,7 @@ from headrace.sampling.logit_processors import load_processors
 from headrace.sampling.penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
-from headrace.speculative.ngram import index_bytes
+from headrace.speculative.ngram import BYTES_PER_TOKEN
 
 _logger = get_logger(__name__)
 
@@ -113,6 +114,7 @@ class _Built:
     profiler: StepProfiler
     decisions: list[str]
     lora_fingerprints: tuple[str, ...]
+    cache: WeightCache | None
 
 
 def build_worker(
@@ -141,7 +143,7 @@ def build_worker(
             worker = _cpu_worker(built, resources)
         else:
             worker = _device_worker(built, built.link, resources)
-    info = _ready_info(built, time.perf_counter() - begin)
+    info = paced(built.runner, worker, _ready_info(built, time.perf_counter() - begin), built.setup, built.cache)
     if built.setup.placement.device.type == "cuda" and built.setup.pooling is None:
         warm_up(worker, info)
     return worker, info
@@ -275,14 +277,14 @@ def _build(
     leader = LeaderRunner(runner, rank) if rank.group is not None and rank.leads else None
     if leader is not None and isinstance(link, WatchedDevice):
         leader.settle = link.settle
-    return _Built(setup, rank, memory, link, runner, leader, weights, profiler, decisions, lora_fingerprints)
+    return _Built(setup, rank, memory, link, runner, leader, weights, profiler, decisions, lora_fingerprints, cache)
 
 
 def _drafts(
     setup: Setup, model: CausalLM, memory: _Memory, draft: LoadedDraft | None, table: SequenceTable, sampler: Sampler
 ) -> Drafts | None:
     if draft is None:
-        return make_drafts(setup.args, sampler, on_host=setup.is_cpu)
+        return make_drafts(setup.config.speculative_algorithm, setup.args, sampler, on_host=setup.is_cpu)
     assert memory.draft is not None
     attention, link = memory.draft.attention, table.link
     steps = DraftSteps(attention, table, sampler) if link is None else DeviceDraftSteps(attention, table, sampler, link)
@@ -316,16 +318,16 @@ def _allocate(
     shape = setup.kv_shape(rank.stage)
     graph_sizes = _graph_sizes(setup, decisions)
     verifying: tuple[int, ...] = ()
-    if graph_sizes and setup.args.speculative_algorithm != "off":
+    if graph_sizes and config.speculative_algorithm != "off":
         verifying = verifying_sizes(config.max_running_requests, setup.args.speculative_num_draft_tokens)
     reserved = reserved_bytes(config, model_config, graph_sizes, verifying, gathers=rank.devices is not None)
-    if setup.is_cpu and guesses_by_text(setup.args):
-        reserved += index_bytes(config.max_running_requests, config.context_length)
     if isinstance(model, DecoderLM) and model.media_encoder is not None:
         reserved += setup.args.encoder_cache_bytes + WORK_BYTES
     needs = _needs(setup, model, rank)
     if draft is not None:
         needs[0] = needs[0].beside(draft.needs)
+    if setup.is_cpu and guesses_by_text(config.speculative_algorithm):
+        needs[0] = needs[0].beside(RankNeeds(0, BYTES_PER_TOKEN))
     plan = agreed_plan(rank, setup.args, config, needs, reserved, device, decisions, others.check)
     if rank.group is not None and rank.group.spans_hosts:  # the leader's plan is for its own host's memory
         check_pool_fits(plan.num_tokens, shape.bytes_per_token, available_bytes(device))

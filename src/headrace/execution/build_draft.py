@@ -71,17 +71,17 @@ class LoadedDraft:
         return DraftMemory(self.keepers, self.backend, pool, self.bind)
 
 
-def make_drafts(args: ServerArgs, sampler: Sampler, on_host: bool) -> Drafts | None:
-    """What guesses without weights, as --speculative-algorithm says. None: nothing is guessed.
+def make_drafts(algorithm: str, args: ServerArgs, sampler: Sampler, on_host: bool) -> Drafts | None:
+    """What guesses without weights. None: nothing is guessed.
 
-    sampler: of the sequences, whose grammars it has. on_host: the model is, too; on a device masks of grammars are filled at other times, and what
-    they demand is not guessed.
+    algorithm: see `Config`. sampler: of the sequences, whose grammars it has. on_host: the model is, too; on a device masks of grammars are filled
+    at other times, and what they demand is not guessed.
     """
-    if not guesses_by_text(args):
+    if not guesses_by_text(algorithm):
         return None
     most, shared = args.speculative_num_draft_tokens, args.speculative_shared_tokens
     ngram = NgramDrafter(most, SharedOutputs(shared) if shared else None)
-    if args.speculative_algorithm == "ngram" or not on_host:
+    if algorithm == "ngram" or not on_host:
         return Drafts([ngram])
     sampler.grammars.notes_demands = True
     return Drafts([ForcedDrafter(sampler.grammars.demanded, most), ngram])

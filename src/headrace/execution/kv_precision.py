@@ -131,7 +131,7 @@ def _settled(
         added = _added(setup, model, rank, trial)
         _logger.info("measured what a KV cache in %s costs the model (%.1f s)", wanted, time.perf_counter() - begin)
         if cache is not None:
-            cache.keep_measured(_name(setup, wanted, fallback), added)
+            cache.keep_measured({_name(setup, wanted, fallback): added})
     if is_random:
         return _with(setup, wanted, f"goes with {config.weight_format} weights; random ones are not measured")
     if added is None:

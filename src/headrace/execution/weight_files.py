@@ -98,10 +98,12 @@ class WeightCache:
     def measured(self, name: str) -> float | None:
         return files.read_measured(self._identity).get(name)
 
-    def keep_measured(self, name: str, value: float) -> None:
-        """Keep it for the next start; log why when that fails."""
+    def keep_measured(self, values: Mapping[str, float]) -> None:
+        """Keep these, by name, for the next start; log why when that fails."""
+        if not values:
+            return
         try:
-            files.keep_measured(self._identity, name, value)
+            files.keep_measured(self._identity, values)
         except WeightCacheError as error:
             _logger.warning("what was measured is not kept for the next start: %s", error.message)
 

@@ -323,7 +323,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         has_grammars=args.grammar_backend != "none",
         context_length=ready.context_length,
         has_experts=ready.has_experts,
-        uses_predictions=guesses_by_text(args),
+        uses_predictions=guesses_by_text(ready.speculative_algorithm),
     )
 
 

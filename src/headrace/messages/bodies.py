@@ -8,9 +8,9 @@ functions; any process.
 import difflib
 import functools
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -20,42 +20,62 @@ from headrace.plain_types import AT_FIELD, plain_types
 
 T = TypeVar("T")
 
-_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+
+@dataclass(slots=True)
+class Place:
+    """Where a value is, and what it may be there.
+
+    required: it must be given. takes_whole: integers, but no other numbers. words: the values of a Literal. takes_words: these, and no other text.
+    is_closed: an object whose unknown fields are refused. fields: of an object with known fields; None = it has none. items, values: of a list
+    and of an object with any fields.
+    """
+
+    required: bool
+    takes_null: bool = False
+    takes_list: bool = False
+    takes_object: bool = False
+    takes_whole: bool = False
+    words: tuple[object, ...] = ()
+    takes_words: bool = False
+    is_closed: bool = False
+    fields: "Mapping[str, Place] | None" = None
+    items: "Place | None" = None
+    values: "Place | None" = None
 
 
-def allowed_values(kind: object, path: str) -> tuple[object, ...]:
-    """The `Literal` values accepted at `path` (e.g. `tags[0]`) in a body of type `kind`; empty if there are none."""
-    return tuple(value for each in _at(kind, path) if isinstance(each, inspect.LiteralType) for value in each.values)
+@functools.cache
+def place_of(kind: object) -> Place:
+    """The place of a whole body of type `kind`, a Struct."""
+    return _place(inspect.type_info(kind), True)
 
 
-def field_names(kind: object, path: str) -> list[str]:
-    """The fields at `path` in a body of type `kind`, then those of the objects that these hold (`sampling_params.temperature`)."""
-    structs = [each for each in _at(kind, path) if isinstance(each, inspect.StructType)]
-    own = [field for struct in structs for field in struct.fields]
-    inner = [
-        f"{field.encode_name}.{held.encode_name}"
-        for field in own
-        for each in alternatives(field.type)
-        if isinstance(each, inspect.StructType)
-        for held in each.fields
-    ]
-    return [field.encode_name for field in own] + inner
-
-
-def _at(kind: object, path: str) -> list[inspect.Type]:
-    found = list(alternatives(inspect.type_info(kind)))
-    for step in _STEP.findall(path):
-        found = [alternative for each in found for inner in _inside(each, step) for alternative in alternatives(inner)]
-    return found
-
-
-def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    if isinstance(kind, inspect.ListType) and step.startswith("["):
-        yield kind.item_type
-    elif isinstance(kind, inspect.DictType) and step.startswith("["):
-        yield kind.value_type
-    elif isinstance(kind, inspect.StructType):
-        yield from (field.type for field in kind.fields if field.encode_name == step)
+def _place(kind: inspect.Type, required: bool) -> Place:
+    place, takes_float, takes_text = Place(required), False, False
+    for one in alternatives(kind):
+        match one:
+            case inspect.AnyType():
+                place.takes_null = place.takes_list = place.takes_object = takes_float = takes_text = True
+            case inspect.NoneType():
+                place.takes_null = True
+            case inspect.IntType():
+                place.takes_whole = True
+            case inspect.FloatType():
+                takes_float = True
+            case inspect.StrType():
+                takes_text = True
+            case inspect.LiteralType(values=values):
+                place.words += values
+                place.takes_whole |= any(type(value) is int for value in values)
+            case inspect.ListType(item_type=inner):
+                place.takes_list, place.items = True, _place(inner, True)
+            case inspect.DictType(value_type=inner):
+                place.takes_object, place.values = True, _place(inner, True)
+            case inspect.StructType(fields=inner):
+                place.takes_object, place.is_closed = True, one.forbid_unknown_fields
+                place.fields = {one.encode_name: _place(one.type, one.required) for one in inner}
+    place.takes_whole &= not takes_float
+    place.takes_words = bool(place.words) and not takes_text
+    return place
 
 
 def alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
@@ -69,12 +89,34 @@ def alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
         yield kind
 
 
+_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+
+
+def allowed_values(kind: object, path: str) -> tuple[object, ...]:
+    """The `Literal` values accepted at `path` (e.g. `tags[0]`) in a body of type `kind`; empty if there are none."""
+    return tuple(word for place in _at(kind, path) for word in place.words)
+
+
+def field_names(kind: object, path: str) -> list[str]:
+    """The fields at `path` in a body of type `kind`, then those of the objects that these hold (`sampling_params.temperature`)."""
+    own = [field for place in _at(kind, path) for field in (place.fields or {}).items()]
+    return [name for name, _ in own] + [f"{name}.{held}" for name, inner in own for held in inner.fields or ()]
+
+
+def _at(kind: object, path: str) -> list[Place]:
+    found = [place_of(kind)]
+    for step in _STEP.findall(path):
+        inside = [(each.items, each.values) if step[0] == "[" else ((each.fields or {}).get(step),) for each in found]
+        found = [place for places in inside for place in places if place is not None]
+    return found
+
+
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
 _WRONG_VALUE = re.compile(r"invalid enum value (.*)", re.DOTALL)
 
 _FRACTION = re.compile(r"(`(?=[^`]*\bint\b)(?![^`]*\bfloat\b)[^`]*`), got `float`")
-"""Where an integer is taken, `with_whole_numbers` has left only floats that are none."""
+"""Where an integer is taken, `as_meant` has left only floats that are none."""
 
 _LIMITS = (
     "max_new_tokens",
@@ -127,96 +169,58 @@ def _shorten(name: str) -> str:
 
 
 def converted(fields: object, kind: type[T]) -> T:
-    """A body of Python values as a Struct, see `without_neutral` and `with_whole_numbers`. Raises RequestError that names the field."""
+    """A body of Python values as a Struct, see `as_meant`. Raises RequestError that names the field."""
     try:
-        return msgspec.convert(without_neutral(with_whole_numbers(fields, kind), kind), kind)
+        return msgspec.convert(as_meant(fields, kind), kind)
     except msgspec.ValidationError as error:
         raise field_error(str(error), kind) from None
 
 
-def with_whole_numbers(body: object, kind: type[Any]) -> object:
-    """`body` (of JSON types) with integers for floats without a fraction, where `kind`, a Struct, takes integers and no other numbers.
+def as_meant(body: object, kind: object) -> object:
+    """`body` (of JSON types) as it is meant where it is decoded as `kind`, a Struct. `body` itself is not changed.
 
-    What a client may write freely (tools, schemas, arguments of a template) stays as it is. `body` itself is not changed.
+    Integers stand for floats without a fraction, where integers and no other numbers are taken. Unknown fields that request nothing are left out,
+    and null, [], {} and (for a Literal) "" where an optional known field does not accept them. Nested structs are treated in the same way; what a
+    client may write freely (tools, schemas, arguments of a template) stays as it is.
     """
-    return _whole(body, place_of(kind))
+    return _as_meant(body, place_of(kind))
 
 
-@dataclass(slots=True)
-class Place:
-    """Where a value is, and what it may be there.
-
-    required: it must be given. takes_whole: integers, but no other numbers. takes_words: only a few words (a Literal). is_closed: an object whose
-    unknown fields are refused. fields: of an object with known fields; None = it has none. items, values: of a list and of an object with any fields.
-    has_fields: there are objects with known fields in it, alone or in a list.
-    """
-
-    required: bool
-    takes_null: bool = False
-    takes_list: bool = False
-    takes_object: bool = False
-    takes_whole: bool = False
-    takes_words: bool = False
-    is_closed: bool = False
-    fields: "Mapping[str, Place] | None" = None
-    items: "Place | None" = None
-    values: "Place | None" = None
-    has_fields: bool = False
-
-
-def _whole(value: object, place: Place) -> object:
+def _as_meant(value: object, place: Place) -> object:
     if isinstance(value, float):
         return int(value) if place.takes_whole and value.is_integer() else value
     if isinstance(value, (list, tuple)) and place.items is not None:
         # Prompts are lists of up to a million ids: their types are looked at by C alone.
         if not {float, list, tuple, dict}.intersection(map(type, value)):
             return value
-        return [_whole(item, place.items) for item in value]
-    if isinstance(value, dict) and (place.fields or place.values):
-        fields = place.fields or {}
-        places = ((name, item, fields.get(name, place.values)) for name, item in value.items())
-        return {name: item if at is None else _whole(item, at) for name, item, at in places}
-    return value
+        return [_as_meant(item, place.items) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields, values = place.fields, place.values
+    if fields is None:
+        return value if values is None else {name: _as_meant(item, values) for name, item in value.items()}
+    kept = {}
+    for name, item in value.items():
+        inner = fields.get(name)
+        if inner is None:
+            if not asks_for_nothing(name, item):
+                kept[name] = item
+        elif inner.required or not _is_left_out(item, inner):
+            kept[name] = _as_meant(item, inner)
+    return kept
 
 
-def place_of(kind: type[Any]) -> Place:
-    """The place of a whole body of type `kind`, a Struct."""
-    return _place_of(cast(Hashable, kind))
-
-
-@functools.cache
-def _place_of(kind: Hashable) -> Place:
-    return _place(inspect.type_info(kind), True)
-
-
-def _place(kind: inspect.Type, required: bool) -> Place:
-    place, takes_float, takes_text = Place(required), False, False
-    for one in alternatives(kind):
-        match one:
-            case inspect.AnyType():
-                place.takes_null = place.takes_list = place.takes_object = takes_float = takes_text = True
-            case inspect.NoneType():
-                place.takes_null = True
-            case inspect.IntType():
-                place.takes_whole = True
-            case inspect.FloatType():
-                takes_float = True
-            case inspect.StrType():
-                takes_text = True
-            case inspect.LiteralType(values=values):
-                place.takes_words = True
-                place.takes_whole |= any(type(value) is int for value in values)
-            case inspect.ListType(item_type=inner):
-                place.takes_list, place.items = True, _place(inner, True)
-            case inspect.DictType(value_type=inner):
-                place.takes_object, place.values = True, _place(inner, True)
-            case inspect.StructType(fields=inner):
-                place.takes_object, place.is_closed = True, one.forbid_unknown_fields
-                place.fields = {one.encode_name: _place(one.type, one.required) for one in inner}
-    place.takes_whole &= not takes_float
-    place.takes_words &= not takes_text
-    place.has_fields = place.fields is not None or (place.items is not None and place.items.has_fields)
-    return place
+def _is_left_out(value: object, place: Place) -> bool:
+    """Whether `value` is an empty value that is not accepted there."""
+    if value is None:
+        return not place.takes_null
+    if value == "":
+        return place.takes_words
+    if isinstance(value, list) and not value:
+        return place.takes_object and not place.takes_list
+    if isinstance(value, dict) and not value:
+        return place.takes_list and not place.takes_object
+    return False
 
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -345,45 +349,6 @@ def asks_for_nothing(name: str, value: object) -> bool:
     if isinstance(value, dict):
         value = {key: item for key, item in value.items() if item is not None}
     return any(_same(value, neutral) for neutral in NEUTRAL.get(name, ()))
-
-
-def without_neutral(body: object, kind: type[Any]) -> object:
-    """`body` (of JSON types) without the fields that can be ignored when it is decoded as `kind`, a Struct.
-
-    Dropped are unknown fields that request nothing, and null, [], {} and (for a Literal) "" where an optional known field does not
-    accept them. Nested structs are treated in the same way. `body` itself is not changed.
-    """
-    return _pruned(body, place_of(kind))
-
-
-def _pruned(value: object, place: Place) -> object:
-    if isinstance(value, list) and place.items is not None:
-        return [_pruned(item, place.items) for item in value]
-    fields = place.fields
-    if fields is None or not isinstance(value, dict):
-        return value
-    kept = {}
-    for name, item in value.items():
-        inner = fields.get(name)
-        if inner is None:
-            if not asks_for_nothing(name, item):
-                kept[name] = item
-        elif inner.required or not _is_left_out(item, inner):
-            kept[name] = _pruned(item, inner) if inner.has_fields else item
-    return kept
-
-
-def _is_left_out(value: object, place: Place) -> bool:
-    """Whether `value` is an empty value that is not accepted there."""
-    if value is None:
-        return not place.takes_null
-    if value == "":
-        return place.takes_words
-    if isinstance(value, list) and not value:
-        return place.takes_object and not place.takes_list
-    if isinstance(value, dict) and not value:
-        return place.takes_list and not place.takes_object
-    return False
 
 
 def _same(value: object, neutral: object) -> bool:

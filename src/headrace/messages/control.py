@@ -178,7 +178,8 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. encoder: of a multimodal model. weight_bytes,
     kv_bytes: of all ranks. kv_cache_added_error: what a quantised KV cache adds to the error of a token's logprob, taken or not; None = unknown.
     stored_precision: what a GGUF file calls its own, such as Q4_K_M; "" elsewhere. stored_types: of a GGUF file, as
-    `StoredType` has them.
+    `StoredType` has them. speculative_algorithm: what drafts tokens, with what was measured here; speculation: that and
+    why, for people.
     """
 
     max_total_tokens: int
@@ -209,6 +210,8 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     stored_precision: str = ""
     stored_types: tuple[dict[str, str | int], ...] = ()
     has_experts: bool = False
+    speculative_algorithm: str = "off"
+    speculation: str = "off"
 
     @property
     def attention(self) -> str:

@@ -205,7 +205,7 @@ def scheduler_config(
         clip_estimate_tokens=args.clip_max_new_tokens_estimate,
         weight_update_timeout_s=args.weight_update_timeout_s,
         decode_log_interval=args.decode_log_interval,
-        speculates=args.speculative_algorithm != "off",
+        speculates=ready.speculative_algorithm != "off",
         whole_prompts=model.encoder is not None,
         encoder_rows=0 if ready.encoder is None else ready.encoder.num_rows,
         encoder_slices=1 if ready.encoder is None else ready.encoder.num_slices,

@@ -40,8 +40,8 @@ FORCED_INTERVAL = 50
 """Requests that do not stream still report every N tokens, so that their partial text is available when they are aborted."""
 
 EXPECTING = 6
-"""After a step with drafts, so many steps of a request wait for the one before. Those that are planned earlier cannot have drafts, and drafts come in
-runs; waiting costs a twentieth of a step."""
+"""After a step with drafts of which one was right, so many steps of a request wait for the one before. Those that are planned earlier cannot have
+drafts, and drafts come in runs; waiting costs a twentieth of a step, too much for drafts that are mostly wrong."""
 
 
 class StopMatch(Protocol):
@@ -288,7 +288,7 @@ class Req:
         if num_computed:
             self.speculation = self.speculation.after_step(num_computed, num_right)
             self.rewind(len(self.token_ids) - 1)
-            num_expecting = EXPECTING
+            num_expecting = EXPECTING if num_right else num_expecting
         self.num_drafts, self.num_expecting = num_drafts, num_expecting
 
     @property

@@ -18,7 +18,7 @@ import msgspec
 from headrace.errors import CapacityError, RequestError, TooLargeError
 from headrace.frontend.inputs import pack_row
 from headrace.garbage import give_back_free_memory
-from headrace.messages.bodies import field_error, with_whole_numbers, without_neutral
+from headrace.messages.bodies import as_meant, field_error
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS
 
@@ -161,9 +161,9 @@ def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]", prepare: 
         given = msgspec.json.decode(body)
     except msgspec.ValidationError:
         return decoder.decode(body)  # a number that no type can hold; the error says where it is
-    given = with_whole_numbers(given if prepare is None else prepare(given), decoder.type)
+    given = as_meant(given if prepare is None else prepare(given), decoder.type)
     _refuse_wide_integers(given, decoder.type)
-    return decoder.decode(msgspec.json.encode(without_neutral(given, decoder.type)))
+    return decoder.decode(msgspec.json.encode(given))
 
 
 def _refuse_wide_integers(body: object, kind: object) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.messages.step import MOST_VERIFIED, Int32Array, ModelWorkerBatch, NewSequence
-from headrace.speculative.pace import worthwhile
+from headrace.speculative.pace import USUAL, worthwhile
 
 
 class Guess(NamedTuple):
@@ -55,10 +55,11 @@ class Drafter(Protocol):
 
 
 class Drafts:
-    """The drafters of a worker. Where several have a guess, the first of them is heard. pass_time: see `worthwhile`."""
+    """The drafters of a worker. Where several have a guess, the first of them is heard. times: of the model's steps. pass_time: see `worthwhile`."""
 
     def __init__(self, drafters: Sequence[Drafter], pass_time: float = 0.0) -> None:
         self._drafters = drafters
+        self.times = USUAL
         self._pass_time = pass_time
         self._silent: set[int] = set()
 
@@ -100,7 +101,7 @@ class Drafts:
         if not any(guess.tokens for guess in guesses):
             return [[]] * len(seqs)
         counts = [min(len(guess.tokens), most) for guess in guesses]
-        lengths = worthwhile([guess.chance for guess in guesses], counts, self._pass_time)
+        lengths = worthwhile([guess.chance for guess in guesses], counts, self.times, self._pass_time)
         return [guess.tokens[:length] for guess, length in zip(guesses, lengths, strict=True)]
 
     def _guess(self, seq: int) -> Guess:

@@ -28,6 +28,7 @@ BYTES_PER_TOKEN = 512
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Of the hash of an n-gram, a polynomial modulo 2^64 (R. Karp and M. Rabin, 1987). Two n-grams of the same hash give a wrong guess, nothing worse."""
 _MODULUS = (1 << 64) - 1
+_POWERS = tuple(int(_FACTOR) ** power & _MODULUS for power in range(LONGEST))
 
 
 class History:
@@ -46,30 +47,40 @@ class History:
             for offset in range(n):
                 hashes = hashes * _FACTOR + values[offset : offset + max(0, count)]
             self.after[n] = dict(zip(hashes.tolist(), range(n, n + max(0, count)), strict=True))
+        self._ends = hashes_at_end(tokens)
 
     def append(self, token_id: int) -> None:
         """The next token, which follows the n-grams at the end."""
-        index = len(self.tokens)
+        tokens, ends = self.tokens, self._ends
+        index = len(tokens)
         for n, after in self.after.items():
             if n <= index:
-                after[_hash_of(self.tokens[-n:])] = index
-        self.tokens.append(token_id)
+                after[ends[n]] = index
+        tokens.append(token_id)
+        self._ends = hashes_at_end(tokens)
 
-    def continuation(self, last: "array[int]", most: int, lengths: Iterable[int]) -> list[int]:
-        """Up to `most` tokens from where an n-gram at the end of `last` came before. lengths: of n-grams, the first to look for first."""
+    def continuation(self, most: int, lengths: Iterable[int], ends: Sequence[int] | None = None) -> list[int]:
+        """Up to `most` tokens from where an n-gram at the end came before. lengths: of n-grams, the first to look for first. ends: of other tokens,
+        see `hashes_at_end`."""
+        ends = self._ends if ends is None else ends
         for n in lengths:
-            begin = self.after[n].get(_hash_of(last[-n:])) if n <= len(last) else None
+            begin = self.after[n].get(ends[n])
             if begin is not None:
                 return self.tokens[begin : begin + most].tolist()
         return []
 
 
-def _hash_of(tokens: Iterable[int]) -> int:
-    """Of an n-gram, as in `History.after`."""
-    value = 0
-    for token_id in tokens:
-        value = (value * int(_FACTOR) + token_id + 1) & _MODULUS
-    return value
+def hashes_at_end(tokens: "array[int]") -> tuple[int, ...]:
+    """Of the n-grams at the end, as in `History.after`, by n. Where there are fewer tokens, a hash that no n-gram has.
+
+    A worker computes them for each token that it samples, so nothing here is a loop.
+    """
+    if len(tokens) < LONGEST:
+        tokens = array("i", [-1] * (LONGEST - len(tokens))) + tokens
+    first, second, third, fourth = tokens[-LONGEST:]
+    of_two = ((third + 1) * _POWERS[1] + fourth + 1) & _MODULUS
+    of_three = ((second + 1) * _POWERS[2] + of_two) & _MODULUS
+    return 0, 0, of_two, of_three, ((first + 1) * _POWERS[3] + of_three) & _MODULUS
 
 
 SHARED_AT_A_TIME = 32
@@ -99,7 +110,7 @@ class SharedOutputs:
     def continuation(self, namespace: str, last: "array[int]", most: int) -> list[int]:
         """Up to `most` tokens from where the last `LONGEST` of these tokens were said last, in this namespace."""
         history = self._by_namespace.get(namespace)
-        return [] if history is None else history.continuation(last, most, (LONGEST,))
+        return [] if history is None else history.continuation(most, (LONGEST,), hashes_at_end(last))
 
     def _forget(self) -> None:
         """All of the namespace that was used longest ago, or the older half of the only one."""
@@ -131,11 +142,6 @@ def _row(tokens: "array[int]", namespace: str) -> _Row:
     return _Row(History(tokens), namespace, len(tokens))
 
 
-def index_bytes(max_seqs: int, context_length: int) -> int:
-    """Memory that indices of as many sequences usually take, about; long ones, and those with a prediction, up to twice as much."""
-    return max_seqs * min(context_length, MOST_INDEXED) * BYTES_PER_TOKEN
-
-
 class NgramDrafter(Drafter):
     """most: tokens that are guessed at a time. outputs: of all sequences; what came after the last tokens there is guessed, unless as
     many of them came before in the sequence itself."""
@@ -161,10 +167,12 @@ class NgramDrafter(Drafter):
         row = self._rows.get(seq)
         if row is None:
             return
-        row.chance = learnt_from(row.chance, ids, row.guess)
+        if row.guess:
+            row.chance = learnt_from(row.chance, ids, row.guess)
+        history = row.history
         for token_id in ids:
-            row.history.append(token_id)
-        if len(row.history.tokens) >= 2 * MOST_INDEXED:
+            history.append(token_id)
+        if len(history.tokens) >= 2 * MOST_INDEXED:
             row = self._rows[seq] = self._shortened(row)
         row.guess = self._continuation(row)
         if self._outputs is not None and len(row.history.tokens) - row.num_shared >= SHARED_AT_A_TIME:
@@ -189,13 +197,13 @@ class NgramDrafter(Drafter):
         return shortened
 
     def _continuation(self, row: _Row) -> list[int]:
-        history, last = row.history, row.history.tokens[-LONGEST:]
+        history = row.history
         if self._outputs is None:
-            return history.continuation(last, self._most, _LONGEST_FIRST)
+            return history.continuation(self._most, _LONGEST_FIRST)
         return (
-            history.continuation(last, self._most, (LONGEST,))
-            or self._outputs.continuation(row.namespace, last, self._most)
-            or history.continuation(last, self._most, _LONGEST_FIRST[1:])
+            history.continuation(self._most, (LONGEST,))
+            or self._outputs.continuation(row.namespace, history.tokens[-LONGEST:], self._most)
+            or history.continuation(self._most, _LONGEST_FIRST[1:])
         )
 
     def _share(self, outputs: SharedOutputs, row: _Row) -> None:

@@ -1,27 +1,77 @@
 """How many tokens are worth guessing, by how often the last guesses were right, also those that no step computed.
 
 A drafter always has a guess in mind, and is right or wrong about the next token whether a step computes the guess or not. So each sequence has a
-chance that its next guess is right, and k guesses in a row give p + p^2 + ... + p^k tokens more. They lengthen the step, which takes
+chance that its next guess is right, and k guesses in a row give p + p^2 + ... + p^k tokens more. They lengthen the step: `StepTimes` says how much.
+Guesses are added from the best to the worst, as many as give the most tokens in the time. A model that guesses token by token takes time, too: a
+pass for the next token of all rows.
 
-    1 + TOKEN max(0, tokens - HIDDEN)        in steps of one token: a step's time goes to reading the weights, and a few tokens hide in it
-    + WAIT                                   if anything is guessed: the step after it cannot be planned before it has ended
-
-Guesses are added from the best to the worst as long as the tokens of a step grow faster than its time. A model that guesses token by token takes
-time, too: a pass for the next token of all rows.
+What a token more costs depends on the machine and on the weights: next to nothing up to eight where products of 8-bit integers are fast (VNNI), a
+third of a step for 4-bit weights on AVX2. So a worker on a CPU measures it before its first step (`execution.step_times`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-HIDDEN = 8
-"""For SmolLM2 on two cores 4 in int4, 9 in int8 and 12 in bf16, about: up to so many a step is at most a fifth longer."""
-TOKEN = 0.06
-"""Of each token more, up to 16: 0.055 to 0.085."""
-WAIT = 0.05
-"""0.2 to 0.3 ms of 5 to 6."""
+from headrace.messages.step import MOST_VERIFIED
+
+WAIT_S = 0.0003
+"""If anything is guessed, the step after it cannot be planned before it has ended: what that takes, seconds."""
 
 FIRST_CHANCE = 0.5
 _MEMORY = 0.85
 """Weight of all earlier guesses when the next one turns out right or wrong: the last seven count most."""
+
+_OFTEN = 0.8
+_LEAST_GAIN = 1.1
+"""Guessing is worth its trouble where text whose guesses are right that often gets so many times as fast, with one request at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long a step takes that samples from all of its tokens, in steps of one token.
+
+    by_tokens: of a step of n tokens, at index n, from 1 on; beyond the last one it grows as before. wait: see `WAIT_S`.
+    """
+
+    by_tokens: tuple[float, ...]
+    wait: float
+
+    @classmethod
+    def measured(cls, seconds: Mapping[int, float]) -> "StepTimes":
+        """seconds: of steps of these numbers of tokens, 1 and more. Between two of them time grows steadily. None is longer than one of more tokens:
+        if it seems so, something else has delayed it."""
+        counts = sorted(seconds)
+        least = {count: min(seconds[more] for more in counts if more >= count) for count in counts}
+        base = least[1]
+        times = [0.0, 1.0]
+        slope = 0.0
+        for first, last in pairwise(counts):
+            slope = (least[last] - least[first]) / base / (last - first)
+            times += [times[first] + slope * place for place in range(1, last - first + 1)]
+        last = len(times) - 1
+        times += [times[last] + slope * place for place in range(1, MOST_VERIFIED - last + 1)]
+        return cls(tuple(times), WAIT_S / base)
+
+    @property
+    def summary(self) -> str:
+        """For people."""
+        few, many = self.by_tokens[4], self.by_tokens[16]
+        return f"a step of 4 tokens takes {few:.2f}, of 16 tokens {many:.2f} times as long as one of 1 token"
+
+    @property
+    def pays(self) -> bool:
+        """Whether guesses are worth their cost anywhere."""
+        most = min(16, len(self.by_tokens) - 2)
+        [length] = worthwhile([_OFTEN], [most], self)
+        tokens = sum(_OFTEN**place for place in range(length + 1))
+        return bool(length) and tokens / (self.by_tokens[1 + length] + self.wait) >= _LEAST_GAIN
+
+
+USUAL = StepTimes.measured({1: 0.006, 8: 0.006, 16: 0.0089})
+"""Where nothing is measured: about that of SmolLM2 in int8 on two cores with VNNI."""
+SLOW = StepTimes.measured({1: 0.0067, 8: 0.016, 16: 0.027})
+"""The same with AVX2."""
 
 
 def learnt(chance: float, is_right: bool) -> float:
@@ -38,37 +88,39 @@ def learnt_from(chance: float, ids: Sequence[int], guessed: Sequence[int]) -> fl
     return chance
 
 
-def worthwhile(chances: Sequence[float], guessed: Sequence[int], pass_time: float = 0.0) -> list[int]:
+def worthwhile(
+    chances: Sequence[float], guessed: Sequence[int], times: StepTimes = USUAL, pass_time: float = 0.0
+) -> list[int]:
     """How many of the guessed[i] tokens of each row of a step to compute in the next one. All zero if nothing pays.
 
     chances: of the rows. pass_time: what it takes to guess one more token after those of all rows, where a model guesses; in steps of one token.
     """
     num_rows = len(chances)
-    best, best_rate = [0] * num_rows, num_rows / _time(num_rows)
+    best, best_rate = [0] * num_rows, num_rows / times.by_tokens[num_rows]
     most = max(guessed)
     for deepest in range(1, most + 1) if pass_time else (most,):
         of_rows = [min(count, deepest) for count in guessed]
-        lengths, rate = _filled(chances, of_rows, WAIT + deepest * pass_time)
+        lengths, rate = _filled(chances, of_rows, times, times.wait + deepest * pass_time)
         if rate > best_rate:
             best, best_rate = lengths, rate
     return best
 
 
-def _time(num_tokens: int) -> float:
-    """Of a step, see the module."""
-    return 1.0 + TOKEN * max(0, num_tokens - HIDDEN)
-
-
-def _filled(chances: Sequence[float], guessed: Sequence[int], more_time: float) -> tuple[list[int], float]:
+def _filled(
+    chances: Sequence[float], guessed: Sequence[int], times: StepTimes, more_time: float
+) -> tuple[list[int], float]:
     """The number of each row's guesses with which a step gives the most tokens in its time, and how many that are. more_time: beside its tokens."""
-    computed, tokens = len(chances), float(len(chances))
-    lengths = [0] * len(chances)
-    time = _time(computed) + more_time
-    gains = ((chance**place, row) for row, chance in enumerate(chances) for place in range(1, guessed[row] + 1))
-    for gain, row in sorted(gains, reverse=True):
-        longer = _time(computed + 1) + more_time
-        if gain * time <= (longer - time) * tokens:
-            break
-        computed, tokens, time = computed + 1, tokens + gain, longer
+    num_rows = len(chances)
+    gains = [(chance**place, row) for row, chance in enumerate(chances) for place in range(1, guessed[row] + 1)]
+    gains = sorted(gains, reverse=True)[: MOST_VERIFIED - num_rows]
+    tokens = float(num_rows)
+    best_count, best_rate = 0, tokens / (times.by_tokens[num_rows] + more_time)
+    for count, (gain, _) in enumerate(gains, start=1):
+        tokens += gain
+        rate = tokens / (times.by_tokens[num_rows + count] + more_time)
+        if rate > best_rate:
+            best_count, best_rate = count, rate
+    lengths = [0] * num_rows
+    for _, row in gains[:best_count]:
         lengths[row] += 1
-    return lengths, tokens / time
+    return lengths, best_rate

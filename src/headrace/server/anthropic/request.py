@@ -10,7 +10,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.media_kinds import ImageRef, MediaKind
-from headrace.messages.bodies import field_error, is_empty, without_neutral
+from headrace.messages.bodies import as_meant, field_error, is_empty
 from headrace.sampling.params import SamplingParams
 from headrace.server.anthropic.protocol import (
     AnthropicTool,
@@ -328,7 +328,7 @@ def _decoded(where: str, given: Mapping[str, object]) -> Block:
         try:
             return msgspec.convert(given, Block)
         except msgspec.ValidationError:
-            return msgspec.convert(without_neutral(given, Block), Block)
+            return msgspec.convert(as_meant(given, Block), Block)
     except msgspec.ValidationError as error:
         found = field_error(str(error), Block)
         name = f"{where}.{found.param}" if found.param else where

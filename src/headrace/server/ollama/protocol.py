@@ -6,8 +6,8 @@ Runs in the event loop that serves HTTP.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -188,7 +188,7 @@ async def read_body(noted: HeaderNotes, exchange: Exchange, kind: type[T]) -> tu
     unknown: list[str] = []
 
     def without_unknown(body: object) -> object:
-        return _known(body, place_of(kind), "", unknown)
+        return _known(body, place_of(cast(Hashable, kind)), "", unknown)
 
     body = await exchange.read_json(kind, any_content_type=True, prepare=without_unknown)
     return body, lambda more: noted.headers([*unknown, *more])

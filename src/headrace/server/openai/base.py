@@ -49,7 +49,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`reasoning_tokens`: output tokens that are reasoning. The others: draft tokens that were accepted and rejected, if the server makes any."""
+    """reasoning_tokens: output tokens that are reasoning. The others: draft tokens that were accepted and rejected, if the request predicts some."""
 
     reasoning_tokens: int | None = None
     accepted_prediction_tokens: int | None = None
@@ -68,10 +68,11 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class UsageCount:
-    """Adds up the last update of every choice. `num_samples` choices share a prompt."""
+    """Adds up the last update of every choice. `num_samples` choices share a prompt. report_drafts: whether the request predicts its output."""
 
     num_samples: int
     report_cached: bool
+    report_drafts: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -86,7 +87,7 @@ class UsageCount:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
             self.media_tokens.update(usage.media_tokens)
-        if update.speculation is not None:
+        if self.report_drafts and update.speculation is not None:
             self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
@@ -215,7 +216,8 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         return self._noted.headers(generation.notes)
 
     def usage_count(self, generation: G) -> UsageCount:
-        return UsageCount(generation.request.num_candidates, self.context.args.enable_cache_report)
+        has_prediction = generation.call.prediction is not None
+        return UsageCount(generation.request.num_candidates, self.context.args.enable_cache_report, has_prediction)
 
     async def _reply(self, exchange: Exchange, generation: G) -> None:
         async with exchange.until_client_leaves(), aclosing(self.updates(exchange, generation)) as news:
