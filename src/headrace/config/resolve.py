@@ -370,10 +370,9 @@ def _quantization(
         what = "kept" if stored in FORMATS[chosen].takes else rounded
         decisions.append(f"quantization {chosen}: the checkpoint's {quantised.described} are {what}")
         return chosen
-    if stored == "none":
-        return asked or "none"
-    decisions.append(f"quantization {stored}: that of the checkpoint")
-    return stored
+    if stored != "none":
+        decisions.append(f"quantization {stored}: that of the checkpoint")
+    return asked or stored
 
 
 def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme) -> str:
