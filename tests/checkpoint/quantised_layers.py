@@ -366,6 +366,21 @@ METHODS: dict[str, Method] = {
     "gptq-2-asymmetric": Method(gptq_config(2, 64), gptq(2, 64, symmetric=False)),
     "gptq-3-asymmetric": Method(gptq_config(3, 32), gptq(3, 32, symmetric=False)),
     "gptq-8-asymmetric": Method(gptq_config(8, 32, sym=False), gptq(8, 32, symmetric=False)),
+    # Layers whose bits and groups the config does not say.
+    "gptq-dynamic": Method(gptq_config(4, 128, dynamic={"+:.*": {"bits": 8}}), gptq(3, 32)),
+    "auto-round-extra": Method(
+        method("auto-round", bits=4, group_size=128, extra_config={"model.*": {"group_size": 32}}), gptq(2, 32)
+    ),
+    "auto-round-awq-extra": Method(
+        method(
+            "auto-round",
+            bits=4,
+            group_size=128,
+            packing_format="auto_round:auto_awq",
+            extra_config={"lm_head": {}, "a": 1},
+        ),
+        awq("gemm", 32),
+    ),
     "gptq-rows": Method(gptq_config(4, -1), gptq(4, -1)),
     "gptq-16": Method(gptq_config(4, 16), gptq(4, 16)),
     "gptq-v2": Method(gptq_config(4, 32, checkpoint_format="gptq_v2"), gptq(4, 32, offset=0, symmetric=False)),

@@ -35,7 +35,9 @@ class AwqFormat(QuantizedFormat):
     suffixes = ("qweight", "qzeros", "scales")
     telling = ("qweight",)
 
-    def __init__(self, config: dict[str, Any], method: str = "awq") -> None:
+    def __init__(self, config: dict[str, Any], method: str = "awq", varies: bool = False) -> None:
+        """varies: layers may have other groups than the config says."""
+        self._varies = varies
         bits = config.get("bits", config.get("w_bit"))
         self._group_size = group_size_of(method, config.get("group_size", config.get("q_group_size")))
         self._version = str(config.get("version", "gemm")).lower()
@@ -59,7 +61,8 @@ class AwqFormat(QuantizedFormat):
 
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
         n, k = self.shape(parts)
-        size = group_of(parts, k, self._group_size)
+        stated = k // max(1, parts.matrix_shape("scales")[0]) if self._varies else self._group_size
+        size = group_of(parts, k, stated)
         if self._version == "gemm":
             return self._gemm(parts, n, k, size)
         groups = k // size

@@ -71,19 +71,14 @@ class CompressedTensorsFormat(QuantizedFormat):
         return str(own)
 
     def _scheme(self, weights: dict[str, Any]) -> Scheme:
-        bits, size = weights.get("num_bits", 8), weights.get("group_size")
+        """How a model computes with weights of this group of the config."""
+        bits, size, strategy = weights.get("num_bits", 8), weights.get("group_size"), weights.get("strategy")
         if weights.get("type", "int") != "int":
-            return (
-                "fp8"
-                if bits == 8 and size != KERNEL_GROUP
-                else "int8"
-                if bits == 4 and size == KERNEL_GROUP
-                else "none"
-            )
-        is_grouped = weights.get("strategy") == "group"
-        if (is_grouped and isinstance(size, int) and size % KERNEL_GROUP) or weights.get("strategy") == "block":
-            return "none"
-        if is_grouped and weights.get("actorder") in ("group", "dynamic", True):
+            is_mx = size == KERNEL_GROUP
+            return "int8" if bits == 4 and is_mx else "fp8" if bits == 8 and not is_mx else "none"
+        is_cut = isinstance(size, int) and size % KERNEL_GROUP != 0
+        is_ordered = weights.get("actorder") in ("group", "dynamic", True)
+        if strategy == "block" or (strategy == "group" and (is_cut or is_ordered)):
             return "none"
         if bits <= 4:
             return "int4"

@@ -3,7 +3,6 @@
 https://github.com/ModelCloud/GPTQModel (quant_method gptq); https://github.com/intel/auto-round (quant_method auto-round).
 """
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.quantized_formats.awq import AwqFormat
@@ -38,11 +37,14 @@ class GptqFormat(QuantizedFormat):
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
     telling = ("qweight",)
 
-    def __init__(self, method: str, config: dict[str, Any], zero_offset: int, overrides: dict[str, Any]) -> None:
-        self._method = method
+    def __init__(self, method: str, config: dict[str, Any], zero_offset: int, varies: bool) -> None:
+        """zero_offset: what is added to a stored zero point. varies: layers may have other bits and groups than the config says."""
         self._zero_offset = zero_offset
-        self._overrides = overrides
-        self._bits, self._group_size = _checked(method, config)
+        self._varies = varies
+        bits = config.get("bits")
+        if bits not in _BITS:
+            raise ModelError(f"{method} checkpoints of {bits!s:.80} bits are not supported; those of 2, 3, 4 and 8 are")
+        self._bits, self._group_size = int(bits), group_size_of(method, config.get("group_size"))
         is_ordered = bool(config.get("desc_act")) and self._group_size != -1 and not config.get("static_groups")
         has_kernel = self._bits <= 4 or config.get("sym") is not False
         self.scheme = "none"
@@ -58,17 +60,14 @@ class GptqFormat(QuantizedFormat):
             raise ModelError(
                 f"gptq checkpoints of checkpoint_format {layout!s:.80} are not supported; {' and '.join(_LAYOUTS)} are"
             )
-        dynamic = config.get("dynamic")
-        overrides = dynamic if isinstance(dynamic, dict) else {}
-        patterns = {f"re:{name.removeprefix('+:')}": value for name, value in overrides.items()}
-        return cls("gptq", config, _LAYOUTS[layout], patterns)
+        return cls("gptq", config, _LAYOUTS[layout], bool(config.get("dynamic")))
 
     def required(self, parts: Parts) -> tuple[str, ...]:
         return "qweight", "qzeros", "scales"
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         rows, n = parts.matrix_shape("qweight")
-        bits, _ = self._settings(parts.layer)
+        bits = self._bits_of(parts)
         if rows * 32 % bits:
             raise parts.fault("qweight", f"has {rows} rows, which are no whole number of codes of {bits} bits")
         return n, rows * 32 // bits
@@ -76,8 +75,9 @@ class GptqFormat(QuantizedFormat):
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
         import torch
 
-        (n, k), (bits, group_size) = self.shape(parts), self._settings(parts.layer)
-        size = group_of(parts, k, group_size)
+        (n, k), bits = self.shape(parts), self._bits_of(parts)
+        stated = k // max(1, parts.matrix_shape("scales")[0]) if self._varies else self._group_size
+        size = group_of(parts, k, stated)
         groups = k // size
         if k % 32 or (n % 32 and n * bits % 32):
             raise parts.fault("qweight", f"is of [{n}, {k}] weights, which do not fill words of 32 bits")
@@ -94,12 +94,17 @@ class GptqFormat(QuantizedFormat):
                 return grouped(codes, scales, zeros, order)
         return integers(codes, bits, scales, zeros, size)
 
-    def _settings(self, layer: str) -> tuple[int, int]:
-        """(bits, group size) of a layer."""
-        for name, changes in self._overrides.items():
-            if isinstance(changes, dict) and names_layer(name, layer):
-                return _checked(self._method, {"bits": self._bits, "group_size": self._group_size, **changes})
-        return self._bits, self._group_size
+    def _bits_of(self, parts: Parts) -> int:
+        """Bits of a code: those of the config, or as many as a zero point has."""
+        if not self._varies:
+            return self._bits
+        n, words = parts.matrix_shape("qweight")[1], parts.matrix_shape("qzeros")[1]
+        bits = next((bits for bits in _BITS if n * bits == words * 32), 0)
+        if not bits:
+            raise parts.fault(
+                "qzeros", f"is {list(parts.shape('qzeros'))}: not one of 2, 3, 4 or 8 bits for each of {n}"
+            )
+        return bits
 
 
 class AutoRound:
@@ -108,44 +113,18 @@ class AutoRound:
     @classmethod
     def of(cls, config: dict[str, Any]) -> QuantizedFormat:
         packing = str(config.get("packing_format", "auto_round:auto_gptq"))
-        kind = config.get("data_type", "int")
-        if kind != "int" or (config.get("act_bits") or 16) < 16:
+        kind, bits = config.get("data_type", "int"), config.get("act_bits")
+        if kind != "int" or (isinstance(bits, int) and bits < 16):
             raise ModelError(
-                f"auto-round checkpoints of {kind!s:.80} weights are not supported; those of int weights are"
+                f"auto-round checkpoints of {kind!s:.80} weights with activations of {bits!s:.80} bits are not supported; "
+                "those of int weights alone are"
             )
-        extra = config.get("extra_config")
-        overrides = extra if isinstance(extra, dict) else {}
-        patterns = {(name if _is_name(name) else f"re:{name}"): value for name, value in overrides.items()}
+        varies = bool(config.get("extra_config"))
         if "awq" in packing:
-            if any(isinstance(value, dict) and value.get("bits", 4) == 4 for value in overrides.values()):
-                raise ModelError(
-                    "auto-round checkpoints in the packing of awq with layers of their own group sizes are not supported"
-                )
-            return AwqFormat({**config, "version": "gemm"}, "auto-round")
+            return AwqFormat({**config, "version": "gemm"}, "auto-round", varies)
         # The packing of AutoGPTQ keeps a zero point less one; auto-round's own and GPTQModel's keep it as it is.
         offset = 1 if "gptq" in packing and "gptqmodel" not in packing else 0
-        return GptqFormat("auto-round", config, offset, patterns)
-
-
-def names_layer(pattern: str, layer: str) -> bool:
-    """Whether a name of a layer, or `re:` and a regular expression, means this layer. Raises ModelError for an expression that is none."""
-    if not pattern.startswith("re:"):
-        return pattern == layer
-    try:
-        return re.match(pattern[3:], layer) is not None
-    except re.error:
-        raise ModelError(f"quantization_config: {pattern[3:]!r:.80} is not a regular expression") from None
-
-
-def _is_name(name: str) -> bool:
-    return re.fullmatch(r"[\w.]+", name) is not None
-
-
-def _checked(method: str, config: dict[str, Any]) -> tuple[int, int]:
-    bits = config.get("bits")
-    if bits not in _BITS:
-        raise ModelError(f"{method} checkpoints of {bits!s:.80} bits are not supported; those of 2, 3, 4 and 8 are")
-    return int(bits), group_size_of(method, config.get("group_size"))
+        return GptqFormat("auto-round", config, offset, varies)
 
 
 def _filled(words: "torch.Tensor", bits: int) -> "torch.Tensor":
