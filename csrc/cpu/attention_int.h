@@ -26,6 +26,7 @@ struct ByteCache {
   using Element = int8_t;
   using Weight = uint8_t;
   using Keys = Bytes;
+  using Values = SignedBytes;
   static constexpr int64_t kPerLane = 4;
   static constexpr int32_t kKeyZero = 128;
   static constexpr bool kIsRotated = true, kIsCorrected = true;
@@ -36,7 +37,9 @@ struct ByteCache {
   HEADRACE_INLINE vi start_of(int32_t start) { return start_of_bytes(start); }
   HEADRACE_INLINE Bytes load_keys(const int8_t* p) { return load_weights(reinterpret_cast<const uint8_t*>(p)); }
   HEADRACE_INLINE void dot_keys(vi& sum, const Bytes& keys, vi query) { dot(sum, keys, query); }
-  HEADRACE_INLINE void dot_values(vi& sum, vi weights, vi values) { dot_unsigned(sum, weights, values); }
+  HEADRACE_INLINE UnsignedBytes splat_weights(const uint8_t* p) { return splat_unsigned(p); }
+  HEADRACE_INLINE SignedBytes load_values(const int8_t* p) { return load_signed(p); }
+  HEADRACE_INLINE void dot_values(vi& sum, const UnsignedBytes& weights, const SignedBytes& values) { dot_unsigned(sum, weights, values); }
   // The bits of a float, as an integer, are Mitchell's logarithm (Computer Multiplication and Division Using Binary Logarithms, 1962). It is
   // too low by up to 0.0861: with that no correction is above 1.
   HEADRACE_INLINE ScaleParts parts_of(vf scale) {
@@ -50,6 +53,7 @@ struct WordCache {
   using Element = int16_t;
   using Weight = int16_t;
   using Keys = vi;
+  using Values = vi;
   static constexpr int64_t kPerLane = 2;
   static constexpr int32_t kKeyZero = 0;
   static constexpr bool kIsRotated = false, kIsCorrected = false;
@@ -60,6 +64,8 @@ struct WordCache {
   HEADRACE_INLINE vi start_of(int32_t) { return splat_int(0); }
   HEADRACE_INLINE vi load_keys(const int16_t* p) { return load_words(p); }
   HEADRACE_INLINE void dot_keys(vi& sum, vi keys, vi query) { dot_words(sum, keys, query); }
+  HEADRACE_INLINE vi splat_weights(const int16_t* p) { return splat_words(p); }
+  HEADRACE_INLINE vi load_values(const int16_t* p) { return load_words(p); }
   HEADRACE_INLINE void dot_values(vi& sum, vi weights, vi values) { dot_words(sum, weights, values); }
   // The scales of values are powers of 2.
   HEADRACE_INLINE ScaleParts parts_of(vf scale) {
@@ -303,10 +309,10 @@ class IntProducts {
       const Weight* w = weights_ + page * kPageSize;
       for (int64_t i = 0; i < kPageSize / kPerLane; ++i, v += kPerLane * head_dim_, later += kPerLane * head_dim_, w += kPerLane) {
         prefetch_elements<kPerLane * C * kLanes>(later);
-        vi value[C];
-        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = load_bytes(v + c * kPerLane * kLanes); });
+        typename Cache::Values value[C];
+        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = Cache::load_values(v + c * kPerLane * kLanes); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-          const vi weight = splat_bytes(w + r * kKeyBlock);
+          const auto weight = Cache::splat_weights(w + r * kKeyBlock);
           unrolled<C>([&](auto c) HEADRACE_LAMBDA { Cache::dot_values(sum[r][c], weight, value[c]); });
         });
       }

@@ -59,6 +59,10 @@ struct GgufFormat {
   ScaleKind scales;
   bool minimum, halves, wide;
 
+  // Of those that are not wide and have no table.
+  constexpr int largest_code() const {
+    return (planes & kNibblePlane ? 16 : 1) * (planes & kPairPlane ? 4 : 1) * (planes & kBitPlane ? 2 : 1) - 1;
+  }
   constexpr int64_t code_bytes() const {
     return kPackedColumns * ((planes & kWholePlane ? 32 : 0) + (planes & kNibblePlane ? 16 : 0) + (planes & kPairPlane ? 8 : 0) +
                              (planes & kBitPlane ? 4 : 0));

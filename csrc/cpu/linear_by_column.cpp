@@ -228,6 +228,10 @@ void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t beg
   const int64_t num_units = (end - begin) * kUnitsOfBlock, column = begin * kPackedColumns;
   const bool is_high = rows > kTile && rows <= kHighRows<kScheme>;
   int64_t unit = 0;
+  // One or two rows are as fast as memory, which is faster in order.
+  if constexpr (kUnitsOfBlock == 4) {
+    for (; rows <= 2 && unit + 4 <= num_units; unit += 4) units<kScheme, 4, 2>(a, row, rows, weight, unit, column + unit * kLanes);
+  }
   for (; !is_high && unit + kUnits <= num_units; unit += kUnits) units<kScheme, kUnits, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
   for (; unit < num_units; unit += 2) {
     if constexpr (kHighRows<kScheme> > 0) {

@@ -144,9 +144,10 @@ void unpack(const uint8_t* block, const Run& run) {
   }
 }
 
-// What a kind of block asks of the products.
-template <bool kWideCodes, bool kHalvesOfRecord, bool kMinimums>
+// What a kind of block asks of the products. kStepsInWords: steps_in_words of its codes; 0: not for them.
+template <bool kWideCodes, bool kHalvesOfRecord, bool kMinimums, int kStepsInWords>
 struct Kind {
+  static constexpr int kSmallSteps = kStepsInWords;
   static constexpr bool kWide = kWideCodes, kMinimum = kMinimums;
   static constexpr int kHalves = kHalvesOfRecord ? 2 : 1;
 };
@@ -162,16 +163,16 @@ template <class K, int R>
 void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes& codes, const Run& run, int zero, int unit, float* partial) {
   constexpr int C = 2, kSteps = 8 / K::kHalves;
   const int64_t groups = a.k_padded / kGroup;
-  const int8_t* const x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
+  const int8_t* x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded + run.begin * kGroup;
+  const uint8_t* record = codes.first + unit * kLanes * 4;
+  const float* factors = run.factors + unit * kLanes;
   vf result[R][C];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
       result[r][c] = run.begin == 0 ? splat(0.0f) : load(partial + r * kColumns + (unit + c) * kLanes);
     }
   }
-  for (int64_t g = run.begin; g < run.end; ++g) {
-    const uint8_t* const record = codes.first + (g - run.begin) * codes.stride + unit * kLanes * 4;
-    const float* const factors = run.factors + (g - run.begin) * kFactors + unit * kLanes;
+  for (int64_t g = run.begin; g < run.end; ++g, x += kGroup, record += codes.stride, factors += kFactors) {
     HEADRACE_UNROLL for (int half = 0; half < K::kHalves; ++half) {
       vi sum[R][C];
       int32_t x_sums[R];
@@ -181,6 +182,10 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
         const vi start = K::kWide ? start_of_bytes(-128 * x_sums[r]) : K::kMinimum ? splat_int(0) : splat_int(-zero * x_sums[r]);
         HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
       }
+      vi words[R][C];
+      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) words[r][c] = splat_int(0);
+      }
       HEADRACE_UNROLL for (int i = 0; i < kSteps; ++i) {
         const int step = half * kSteps + i;
         const uint8_t* const place = record + step * kStepBytes;
@@ -188,15 +193,23 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
           Bytes weights[C];
           HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_weights(place + c * kLanes * 4);
           HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-            const vi values = splat_bytes(x + r * a.k_padded + g * kGroup + step * 4);
+            const vi values = splat_bytes(x + r * a.k_padded + step * 4);
             HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot(sum[r][c], weights[c], values);
           }
         } else {
           vi weights[C];
           HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_bytes(place + c * kLanes * 4);
           HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-            const vi values = splat_bytes(x + r * a.k_padded + g * kGroup + step * 4);
-            HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_nibbles(sum[r][c], weights[c], values);
+            const vi values = splat_bytes(x + r * a.k_padded + step * 4);
+            HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+              if constexpr (K::kSmallSteps == 0) dot_nibbles(sum[r][c], weights[c], values);
+              else dot_small(sum[r][c], words[r][c], weights[c], values);
+            }
+          }
+          if (K::kSmallSteps != 0 && (i + 1) % K::kSmallSteps == 0) {
+            HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+              HEADRACE_UNROLL for (int c = 0; c < C; ++c) add_small(sum[r][c], words[r][c]);
+            }
           }
         }
       }
@@ -233,6 +246,15 @@ void tiles(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t colu
   });
 }
 
+// Codes up to 15 (Q4_0, Q4_1, Q4_K), 3 (Q2_K) and 7 (Q3_K) take all steps that have one scale; those up to 31 (Q5_0, Q5_1, Q5_K) and 24 (MXFP4)
+// four; those of Q6_K, up to 63, would take two.
+template <GgufType kType>
+constexpr int small_steps() {
+  constexpr GgufFormat kFormat = gguf_format(kType);
+  if (kFormat.wide) return 0;
+  return steps_in_words(kType == GgufType::kMXFP4 ? kMxfp4Codes[7] : kFormat.largest_code(), kFormat.halves ? 4 : 8);
+}
+
 template <GgufType kType>
 void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const uint8_t* block, Run run, float* partial) {
   constexpr GgufFormat kFormat = gguf_format(kType);
@@ -242,7 +264,7 @@ void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t c
     run.end = min_of(run.begin + kRun, groups);
     unpack<kType>(block, run);
     const Codes codes = kInPlace ? Codes{block + kFormat.record_at(run.begin), kFormat.record_bytes()} : Codes{run.codes, kGroup * kColumns};
-    tiles<Kind<kFormat.wide, kFormat.halves, kFormat.minimum>>(a, row, rows, column, codes, run, kFormat.zero, partial);
+    tiles<Kind<kFormat.wide, kFormat.halves, kFormat.minimum, small_steps<kType>()>>(a, row, rows, column, codes, run, kFormat.zero, partial);
   }
 }
 

@@ -49,10 +49,16 @@ struct GroupBlock {
   int64_t column;  // of y
 };
 
+static_assert(steps_in_words(15, kGroup / 4) == kGroup / 4);
+
 // Integer sums of one group: R rows x C units, codes of the first unit at `codes`, unpacked if kUnpacked. Prefetches from `ahead`.
 template <QuantScheme kScheme, bool kUnpacked, int R, int C>
 HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int64_t line_step, const int8_t* x, int64_t x_stride,
                                 vi (&sum)[R][C]) {
+  vi words[R][C];  // of 4-bit codes
+  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) words[r][c] = splat_int(0);
+  }
   if constexpr (kScheme == QuantScheme::kInt8 || kUnpacked) {
     HEADRACE_UNROLL for (int step = 0; step < kGroup / 4; ++step) {
       if (kScheme == QuantScheme::kInt8 || step % 2 == 0) {  // 4-bit codes are half as many lines
@@ -73,7 +79,7 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
         HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_bytes(place + c * kLanes * 4);
         HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
           const vi values = splat_bytes(x + r * x_stride + step * 4);
-          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_nibbles(sum[r][c], weights[c], values);
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_small(sum[r][c], words[r][c], weights[c], values);
         }
       }
     }
@@ -90,10 +96,15 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
       HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
         const vi first = splat_bytes(x + r * x_stride + step * 8), second = splat_bytes(x + r * x_stride + step * 8 + 4);
         HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-          dot_nibbles(sum[r][c], low[c], first);
-          dot_nibbles(sum[r][c], high[c], second);
+          dot_small(sum[r][c], words[r][c], low[c], first);
+          dot_small(sum[r][c], words[r][c], high[c], second);
         }
       }
+    }
+  }
+  if constexpr (kScheme != QuantScheme::kInt8) {
+    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+      HEADRACE_UNROLL for (int c = 0; c < C; ++c) add_small(sum[r][c], words[r][c]);
     }
   }
 }
@@ -151,6 +162,11 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& blo
 
 template <QuantScheme kScheme, bool kUnpacked>
 void group_rows(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const GroupBlock& block, const Ahead& ahead) {
+  // One or two rows are as fast as memory, which is faster in order.
+  if constexpr (kUnitsOfBlock == 4) {
+    if (rows == 1) return group_tile<kScheme, kUnpacked, 1, 4>(a, row, block, 0, ahead);
+    if (rows == 2) return group_tile<kScheme, kUnpacked, 2, 4>(a, row, block, 0, ahead);
+  }
   for (int unit = 0; unit < kUnitsOfBlock; unit += 2) {
 #define HEADRACE_TILE(R)                                                                               \
   case R:                                                                                              \

@@ -11,8 +11,8 @@ constexpr int64_t kRowBlock = 192;  // rows that go through a block of weights w
 constexpr int64_t kAheadBytes = 8192;  // weights are asked for this far ahead of their use, when they come from memory
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTile = 6;  // rows: x 2 units x 2 accumulators, or x 4 units, fit 32 registers
-#elif defined(__AVXVNNI__)
-constexpr int kTile = 4;  // rows x 2 units fit 16 registers
+#elif defined(__AVX2__)
+constexpr int kTile = 4;  // rows x 2 units fit 16 registers beside the operands
 #else
 constexpr int kTile = 2;
 #endif

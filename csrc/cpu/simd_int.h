@@ -1,10 +1,15 @@
 // Integer vectors of the quantised kernels: `vi`, kLanes 32-bit lanes, and the dot products of bytes into them.
 //
 // A lane takes four unsigned codes and four signed bytes: 0 .. 15 (dot_nibbles), 0 .. 255 that stand for -128 .. 127 (dot), or that
-// stand for themselves (dot_unsigned). dot_nibbles is exact up to codes of 127. moved_bits takes the bits of kMask of each byte after a shift to
-// the left (negative: right); look_up the byte of a table of 16 for each byte of 0 .. 15;
-// load_widened takes kLanes bytes into lanes. Every way to compute that sum here is exact (no step saturates), so all instruction sets give
-// the same integers.
+// stand for themselves (dot_unsigned, of splat_unsigned and load_signed). dot_nibbles is exact up to codes of 127. Every way to compute that
+// sum here is exact (no step saturates), so all instruction sets give the same integers.
+//
+// dot_small is a dot_nibbles of which several follow each other, and add_small follows the last of at most steps_in_words(largest code, steps)
+// of them. Without an instruction for four products, pairs of products are added up in 16 bits first, in `words`, which begin as zeros: a step
+// adds at most 2 * 15 * 127 to that of a nibble, so 8 steps at most 30,480.
+//
+// moved_bits takes the bits of kMask of each byte after a shift to the left (negative: right); look_up the byte of a table of 16 for each byte
+// of 0 .. 15; load_widened takes kLanes bytes into lanes.
 #pragma once
 #include "simd.h"
 
@@ -82,16 +87,38 @@ HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
   return {_mm512_abs_epi8(weights), _mm512_movepi8_mask(weights)};
 }
 HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+// Inline assembly: GCC 12 computes all products of a tile before it adds them up, and spills them or the accumulators.
+HEADRACE_INLINE void add_to(vi& sum, vi a) { asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(a)); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
-  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, x), _mm512_set1_epi16(1)));
+  add_to(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, x), _mm512_set1_epi16(1)));
 }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) {
   dot_nibbles(sum, w.magnitude, _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x));
 }
-// Seven bits and the eighth apart, for the same reason.
-HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
-  dot_nibbles(sum, _mm512_and_si512(codes, _mm512_set1_epi8(0x7f)), x);
-  dot_nibbles(sum, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), x);
+#define HEADRACE_PAIRS_IN_WORDS
+HEADRACE_INLINE void dot_small(vi&, vi& words, vi codes, vi x) {
+  asm("vpaddw %1, %0, %0" : "+v"(words) : "v"(_mm512_maddubs_epi16(codes, x)));
+}
+HEADRACE_INLINE void add_small(vi& sum, vi& words) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+  words = _mm512_setzero_si512();
+}
+// A pair of these does not fit: as words, of which a product takes two.
+struct UnsignedBytes {
+  vi even, odd;
+};
+using SignedBytes = UnsignedBytes;
+HEADRACE_INLINE UnsignedBytes splat_unsigned(const void* p) {
+  const vi all = splat_bytes(p);
+  return {_mm512_and_si512(all, _mm512_set1_epi16(0xff)), _mm512_srli_epi16(all, 8)};
+}
+HEADRACE_INLINE SignedBytes load_signed(const void* p) {
+  const vi all = load_bytes(p);
+  return {_mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8), _mm512_srai_epi16(all, 8)};
+}
+HEADRACE_INLINE void dot_unsigned(vi& sum, const UnsignedBytes& codes, const SignedBytes& x) {
+  add_to(sum, _mm512_madd_epi16(codes.even, x.even));
+  add_to(sum, _mm512_madd_epi16(codes.odd, x.odd));
 }
 
 #endif
@@ -152,7 +179,8 @@ HEADRACE_INLINE vf load_half(const uint16_t* p) {
 
 #if defined(__AVXVNNI__)
 
-HEADRACE_INLINE void dot_bytes(vi& sum, vi weights, vi x) { sum = _mm256_dpbusd_avx_epi32(sum, weights, x); }
+// Inline assembly, as for AVX-512. {vex}: or the assembler takes the encoding of AVX-512.
+HEADRACE_INLINE void dot_bytes(vi& sum, vi weights, vi x) { asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(x)); }
 
 struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
   vi codes;
@@ -173,15 +201,37 @@ HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
   return {weights, _mm256_abs_epi8(weights)};
 }
 HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+// Inline assembly: GCC 12 computes all products of a tile before it adds them up, and spills them or the accumulators.
+HEADRACE_INLINE void add_to(vi& sum, vi a) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(a)); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+  add_to(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
 }
 // |w| <= 128 and |x| <= 127, so a pair is at most 32,512: it does not saturate 16 bits.
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.magnitude, _mm256_sign_epi8(x, w.weights)); }
-// Seven bits and the eighth apart, for the same reason.
-HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
-  dot_nibbles(sum, _mm256_and_si256(codes, _mm256_set1_epi8(0x7f)), x);
-  dot_nibbles(sum, _mm256_and_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))), x);
+#define HEADRACE_PAIRS_IN_WORDS
+HEADRACE_INLINE void dot_small(vi&, vi& words, vi codes, vi x) {
+  asm("vpaddw %1, %0, %0" : "+x"(words) : "x"(_mm256_maddubs_epi16(codes, x)));
+}
+HEADRACE_INLINE void add_small(vi& sum, vi& words) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+  words = _mm256_setzero_si256();
+}
+// A pair of these does not fit: as words, of which a product takes two.
+struct UnsignedBytes {
+  vi even, odd;
+};
+using SignedBytes = UnsignedBytes;
+HEADRACE_INLINE UnsignedBytes splat_unsigned(const void* p) {
+  const vi all = splat_bytes(p);
+  return {_mm256_and_si256(all, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(all, 8)};
+}
+HEADRACE_INLINE SignedBytes load_signed(const void* p) {
+  const vi all = load_bytes(p);
+  return {_mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), _mm256_srai_epi16(all, 8)};
+}
+HEADRACE_INLINE void dot_unsigned(vi& sum, const UnsignedBytes& codes, const SignedBytes& x) {
+  add_to(sum, _mm256_madd_epi16(codes.even, x.even));
+  add_to(sum, _mm256_madd_epi16(codes.odd, x.odd));
 }
 
 #endif
@@ -456,6 +506,21 @@ HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_nibbles(sum, co
 
 #undef HEADRACE_INT_LANES
 
+#endif
+
+#if defined(HEADRACE_PAIRS_IN_WORDS)
+constexpr int steps_in_words(int largest, int steps) {
+  while (steps * 2 * largest * 127 > 32767) steps /= 2;
+  return steps >= 4 ? steps : 0;  // 0: too few to gain by it
+}
+#else
+constexpr int steps_in_words(int, int steps) { return steps; }
+HEADRACE_INLINE void dot_small(vi& sum, vi&, vi codes, vi x) { dot_nibbles(sum, codes, x); }
+HEADRACE_INLINE void add_small(vi&, vi&) {}
+using UnsignedBytes = vi;
+using SignedBytes = vi;
+HEADRACE_INLINE UnsignedBytes splat_unsigned(const void* p) { return splat_bytes(p); }
+HEADRACE_INLINE SignedBytes load_signed(const void* p) { return load_bytes(p); }
 #endif
 
 }  // namespace HEADRACE_ISA

@@ -22,7 +22,7 @@ HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
 // Inline assembly: GCC 12 spills the accumulators around the intrinsic.
 HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 #else
-HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
+HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { add_to(sum, _mm512_madd_epi16(a, b)); }
 #endif
 
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -31,9 +31,9 @@ HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
 }
 #if defined(__AVXVNNI__)
-HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm256_dpwssd_avx_epi32(sum, a, b); }
+HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
 #else
-HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { add_to(sum, _mm256_madd_epi16(a, b)); }
 #endif
 HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
   store_bytes(p, _mm256_mulhrs_epi16(load_bytes(p), _mm256_set1_epi16(static_cast<int16_t>(factor))));

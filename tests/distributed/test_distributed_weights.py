@@ -14,11 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
 
 from model_harness import CPU, FAMILIES, MAX_POSITIONS, randomise, save_tiny, tiny_config
-from test_quantized_formats import pack_words
+from quantised_layers import METHODS
 from thread_group import on_ranks
 
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.quantized_formats import stored_scheme
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.checkpoint.source import open_checkpoint
 from headrace.distributed.base import Shard
@@ -241,38 +242,36 @@ def test_a_rank_reads_and_caches_its_own_experts_only(folders, tmp_path, monkeyp
         assert are_equal(again, parts)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_experts_that_are_stored_quantised_are_those_of_one_process(method, tmp_path):
+@pytest.mark.parametrize("name", ["gptq-v2", "awq", "ct-4-asymmetric", "ct-int8", "ct-mxfp4", "bnb-nf4"])
+def test_experts_that_are_stored_quantised_are_those_of_one_process(name, tmp_path):
     """They are taken as they are stored, so no bit differs, whoever has them."""
-    config = tiny_config("mixtral")
+    config, method = tiny_config("mixtral"), METHODS[name]
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 64, 96, 1
     save_tiny(config, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
-    for name in [name for name in tensors if ".experts." in name]:
-        n, k = tensors.pop(name).shape
-        codes = torch.randint(0, 16, (k, n), generator=generator)
-        zeros = torch.randint(1, 16, (k // 32, n), generator=generator)
-        base = name.removesuffix("weight")
-        order = (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else tuple(range(8))
-        tensors[f"{base}qweight"] = pack_words(codes, order) if method == "awq" else pack_words(codes.T).T.contiguous()
-        tensors[f"{base}qzeros"] = pack_words(zeros - int(method == "gptq"), order)
-        tensors[f"{base}scales"] = (torch.rand(k // 32, n, generator=generator) * 0.01 + 0.001).half()
+    exact = {}
+    for expert in [expert for expert in tensors if ".experts." in expert]:
+        layer = method.layer(*tensors.pop(expert).shape, generator)
+        exact[expert] = layer.weight.float()
+        tensors |= {f"{expert.removesuffix('weight')}{suffix}": part for suffix, part in layer.parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
+    settings["quantization_config"] = method.config
     (tmp_path / "config.json").write_text(json.dumps(settings))
 
     def experts_of(shard: Shard) -> dict[str, torch.Tensor]:
         checkpoint = open_checkpoint(tmp_path)
         spec = model_class_for(checkpoint.config, "auto")
-        placement = Placement(CPU, torch.float32, MAX_POSITIONS, "int4", shard, whole_experts=not shard.is_whole)
+        scheme = stored_scheme(checkpoint.config.quantization)
+        placement = Placement(CPU, torch.float32, MAX_POSITIONS, scheme, shard, whole_experts=not shard.is_whole)
         weights = load_model(checkpoint, spec, placement).weights()
         return {
             weight.name: weight.read() for weight in weights if ".experts." in weight.name and not weight.is_elsewhere
         }
 
     want = experts_of(Shard())
+    assert all(torch.allclose(weight, exact[expert], rtol=2**-10, atol=1e-3) for expert, weight in want.items())
     found: dict[str, torch.Tensor] = {}
     for rank in range(2):
         own = experts_of(Shard(rank, 2, NO_GROUP))

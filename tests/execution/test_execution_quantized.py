@@ -82,7 +82,7 @@ def test_a_quantised_checkpoint_serves_without_being_asked(tmp_path):
     options = {"device": "cpu", "max_total_tokens": 2 * CONTEXT, "disable_overlap_schedule": True}
     worker, info = build_worker(ServerArgs(model_path=str(tmp_path / "stored"), **options))
     worker.close()
-    assert "quantization int4: that of the checkpoint" in info.decisions
+    assert "quantization int4: the checkpoint's headrace int4 weights are kept" in info.decisions
     worker, plain = build_worker(ServerArgs(model_path=str(tmp_path / "float"), **options))
     worker.close()
     assert info.weight_bytes < 0.75 * plain.weight_bytes

@@ -155,7 +155,11 @@ def test_an_update_of_a_projection_in_floats_leaves_the_others_as_they_are(base,
 @pytest.mark.parametrize(
     ("name", "asked", "want"),
     [
-        ("ct-int8", "auto", "quantization int8: that of the checkpoint"),
+        (
+            "ct-int8",
+            "auto",
+            "quantization int8: the checkpoint's compressed-tensors int-quantized weights of 8 bits are kept",
+        ),
         (
             "ct-int8",
             "int4",

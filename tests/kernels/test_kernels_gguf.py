@@ -83,6 +83,21 @@ def test_products_are_those_of_float64_and_a_row_has_its_bits_in_any_company(nam
 
 
 @pytest.mark.parametrize("name", SCALES)
+def test_products_of_the_largest_codes_are_those_of_float64(name, isa):
+    weights = matrix(name, 32, 256)
+    blocks, scales = weights.blocks.numpy().reshape(32, -1, weights.type.block_bytes), SCALES[name]
+    kept = [at + byte for at in scales for byte in (0, 1)] if scales else [0]
+    blocks[:, :, [at for at in range(weights.type.block_bytes) if at not in kept]] = 0x77 if name == "MXFP4" else 0xFF
+    x = torch.ones(5, 256)
+    x[1::2] = -1.0  # values of -127
+
+    y = kernels.linear(x, kernels.pack_blocks([weights], None))
+
+    want = product(x, weights.dequantize())
+    assert float((y - want).abs().max() / want.abs().max()) < 2e-6
+
+
+@pytest.mark.parametrize("name", SCALES)
 def test_all_instruction_sets_that_fuse_give_the_same_bits(name):
     packed, x, found = kernels.pack_blocks([matrix(name, 64, 512)], None), inputs(9, 512), []
     native, before = cpu.load(), cpu.load().isa()

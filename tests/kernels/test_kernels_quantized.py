@@ -148,6 +148,19 @@ def test_extreme_codes_and_activations_give_the_exact_integer_on_every_instructi
     assert y[:, 0].tolist() == [-127 * 256, 127 * 256, -127 * 255 * 256]
 
 
+@pytest.mark.parametrize("zero", [8, 0])
+def test_the_largest_codes_of_4_bits_give_the_exact_integer_on_every_instruction_set(implementation, zero):
+    # What 16-bit sums of a group may hold: 32 codes of 15 against activations of 127 or -127.
+    codes = torch.full((32, 64), 15, dtype=torch.uint8)
+    matrix = QuantizedMatrix("int4", codes, torch.ones(32, 2), None if zero else torch.zeros(32, 2), KERNEL_GROUP)
+    x = torch.full((13, 64), 127.0)
+    x[1::2] = -127.0
+
+    y = kernels.linear(x, kernels.pack_linear(matrix))
+
+    assert torch.equal(y[:, 0], (15 - zero) * 127 * 64 * x[:, 0].sign())
+
+
 def test_the_largest_words_give_the_exact_integer_on_every_instruction_set(implementation):
     # 128 weights of the largest norm against activations of the largest magnitude: 2^31 - 1 is not reached, and nothing wraps.
     code = int(MAX_WORDS_NORM / WIDE_GROUP**0.5)

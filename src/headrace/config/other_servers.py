@@ -90,7 +90,7 @@ CHECKPOINT_FORMATS = (
     *("auto-round", "awq", "awq_marlin", "compressed-tensors", "fbgemm_fp8", "gptq", "gptq_marlin", "hqq", "modelopt"),
     *("modelopt_fp4", "quark", "torchao"),
 )
-"""Values of --quantization that say what a checkpoint is: accepted, since checkpoints are served in the format that they have."""
+"""Values of --quantization that say what a checkpoint is: accepted, since its own config says that, and it is served as it is stored."""
 
 LISTS: Mapping[str, str] = {
     "lora_paths": r"[^-].*=.*",

@@ -364,15 +364,15 @@ def _quantization(
         decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
         return "none"
     quantised = stored_format(model.quantization)
-    if quantised is not None and asked != stored and (asked or args.quantization == "none" or stored == "none"):
-        kept = asked is not None and stored in FORMATS[asked].takes
-        what = "kept" if kept else "dequantised and rounded again" if asked else "dequantised"
-        decisions.append(f"quantization {asked or 'none'}: the checkpoint's {quantised.described} are {what}")
-        return asked or "none"
-    if stored == "none":
-        return asked or "none"
-    decisions.append(f"quantization {stored}: that of the checkpoint")
-    return stored
+    if quantised is not None:
+        chosen: Scheme = "none" if args.quantization == "none" else asked or stored
+        rounded = "dequantised" if chosen == "none" else "dequantised and rounded again"
+        what = "kept" if stored in FORMATS[chosen].takes else rounded
+        decisions.append(f"quantization {chosen}: the checkpoint's {quantised.described} are {what}")
+        return chosen
+    if stored != "none":
+        decisions.append(f"quantization {stored}: that of the checkpoint")
+    return asked or stored
 
 
 def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme) -> str:
