@@ -33,6 +33,8 @@ class ForcedDrafter(Drafter):
         self._chances.pop(seq, None)
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
+        if seq not in self._chances:  # it has left, and a step that was planned before samples it
+            return
         self._chances[seq] = learnt_from(self._chances[seq], ids, self._guesses.pop(seq, ()))
         demanded = self._demanded(seq)
         if len(demanded) > 1 and demanded[0] == ids[-1]:
