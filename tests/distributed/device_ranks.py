@@ -87,6 +87,7 @@ def device_ranks(folder: Path, sizes: tuple[int, ...] = (), **options: Any) -> I
         "max_running_requests": 4,
         "max_total_tokens": 4 * CONTEXT,
         "num_threads": 1,
+        "speculative_algorithm": "off",
         "disable_weight_cache": True,
         "attention_backend": "torch_native",
         "page_size": 1,

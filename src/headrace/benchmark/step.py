@@ -106,9 +106,11 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
     needed = max(shape.context + shape.new_tokens for shape in shapes) + options.repeat + _WARM_UP + _PAGE
     room = -(-needed // _PAGE) * _PAGE
     rows = max(shape.batch for shape in shapes)
+    algorithm = server_args.speculative_algorithm
     args = dataclasses.replace(
         server_args,
         disable_overlap_schedule=True,
+        speculative_algorithm="off" if algorithm == "auto" else algorithm,  # its steps are planned here, without drafts
         max_running_requests=rows,
         context_length=room,
         max_total_tokens=rows * room,
