@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from make_tiny_vlm import SPECIAL
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {"gemma3": "gemma3", "qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"}
@@ -65,6 +66,12 @@ def write_pair(
     }
     _write_text(out / "model.gguf", folder, family, config, text, without)
     encoder = {name: tensor for name, tensor in tensors.items() if name not in text}
+    if "[IMG_BREAK]" in SPECIAL[family]:
+        vocabulary = {
+            token["content"]: token["id"]
+            for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        }
+        encoder["v.token_embd.img_break"] = text["model.embed_tokens.weight"][vocabulary["[IMG_BREAK]"]]
     _write_encoder(out / "mmproj-f32.gguf", family, config, processor, encoder, kind)
     return out / "model.gguf", out / "mmproj-f32.gguf"
 
@@ -101,6 +108,8 @@ def _write_text(
         writer.add_sliding_window(own["sliding_window"])
     else:
         writer.add_rope_freq_base(rope["rope_theta"])
+    if family == "qwen3_vl":
+        writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     _add_tokenizer(writer, folder, without)
@@ -178,8 +187,6 @@ def _write_encoder(
                 writer.add_tensor(stored, np.ascontiguousarray(values))
     if family == "qwen2_vl":
         writer.add_tensor("v.position_embd.weight", np.zeros((10, 10), np.float32))
-    if PROJECTORS[family] == "pixtral":
-        writer.add_tensor("v.token_embd.img_break", np.ones(config["text_config"]["hidden_size"], np.float32))
     finish(writer)
 
 
@@ -222,6 +229,8 @@ def _stored(
         f".layers.{config['vision_config']['num_hidden_layers'] - 1}." in name or "post_layernorm" in name
     ):
         return []  # the second to last layer is read
+    if name == "v.token_embd.img_break":
+        return [(name, tensor)]
     if name == "image_newline":
         return [("model.image_newline", tensor)]
     if name.startswith("visual.patch_embed.proj.weight"):
