@@ -258,5 +258,5 @@ def test_what_is_no_vision_encoder_is_refused(tmp_path: Path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     shutil.copy(path, folder / "model.safetensors")
-    with pytest.raises(ModelError, match="--mmproj is for GGUF files; folder is none"):
+    with pytest.raises(ModelError, match="--mmproj is for GGUF files, which folder is not"):
         open_checkpoint(folder, str(path))

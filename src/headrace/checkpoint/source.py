@@ -46,7 +46,7 @@ def open_checkpoint(path: Path | str, mmproj: str = AUTO) -> Checkpoint:
     if file is not None:
         return open_gguf(file, mmproj)
     if mmproj not in (AUTO, NONE):
-        raise ModelError(f"--mmproj is for GGUF files; {path.name} is none: its own files say how it sees")
+        raise ModelError(f"--mmproj is for GGUF files, which {path.name} is not: leave the option out")
     if path.is_dir():
         if (path / "config.json").is_file():
             stored = stored_format(load_model_config(path).quantization)
