@@ -115,7 +115,7 @@ def _weights(tries: _Tries, n: int, k: int, layout: str, num_bytes: int) -> list
 
 def _linear(tries: _Tries, n: int, k: int, layout: str, num_bytes: int) -> None:
     weights, x, out = _weights(tries, n, k, layout, num_bytes), tries.random(64, k), tries.random(64, n)
-    shape = SHAPES[layout]
+    shape = SHAPES[layout][-1][1]
     shapes = [replace(shape, columns=columns, stages=stages) for columns in (4, 8, 16) for stages in (2, shape.stages)]
     for one in tries.few(shapes):
         name = f"one row [{n}, {k}] {layout} {astuple(one)}"

@@ -1,10 +1,12 @@
 """Decode and prefill steps beside their floors. Weights and the KV cache are random, in the shapes of real models."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,9 +15,11 @@ from bench.gpu.bench import Bench, Rows
 from bench.gpu.floor import Work
 from bench.gpu.plans import check_result, decode_plans, sequence
 from headrace.attention.triton import TritonAttention
+from headrace.checkpoint.weight_formats import KERNEL_GROUP
 from headrace.execution.build import build_worker
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.worker import ModelWorker
+from headrace.layers.quantization import formats
 from headrace.messages.step import ModelWorkerBatch, Worker
 
 _SHOWN = 14
@@ -32,22 +36,25 @@ def add_kernel_times(bench: Bench, rows: Rows, what: str, steps: Callable[[], in
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         num_steps = steps()
         torch.cuda.synchronize()
-    kernels = [event for event in profiled.key_averages() if event.self_device_time_total > 0]
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    total = sum(event.self_device_time_total for event in kernels)
-    lines = [
-        f"{event.self_device_time_total / num_steps:10.1f} us {event.count / num_steps:6.1f}x {event.key}"
-        for event in kernels
-    ]
+    kernels = sorted(
+        (event for event in profiled.events() if event.device_type.name == "CUDA"),
+        key=lambda event: event.time_range.end,
+    )
+    added, counts, done = Counter[str](), Counter[str](), 0.0
+    for event in kernels:
+        # Launches overlap: a kernel takes what it adds to those before it.
+        added[event.name] += max(0.0, event.time_range.end - max(done, event.time_range.start))
+        counts[event.name] += 1
+        done = max(done, event.time_range.end)
+    total = sum(added.values())
+    lines = [f"{us / num_steps:10.1f} us {counts[name] / num_steps:6.1f}x {name}" for name, us in added.most_common()]
     (bench.out / f"profile-{what.replace(' ', '-')}.txt").write_text("\n".join(lines) + "\n")
     rows.add(
         f"profile {what}", f"kernels take {total / num_steps / 1e3:.3f} ms a step", seconds=total / num_steps / 1e6
     )
-    for event in kernels[:_SHOWN]:
-        each = event.self_device_time_total / num_steps
+    for name, us in added.most_common(_SHOWN):
         rows.add(
-            f"  {event.key[:60]}",
-            f"{each:.1f} us, {event.count / num_steps:.1f} launches, {each * num_steps / total:.1%}",
+            f"  {name[:60]}", f"{us / num_steps:.1f} us, {counts[name] / num_steps:.1f} launches, {us / total:.1%}"
         )
 
 
@@ -95,19 +102,23 @@ def measure_deterministic(bench: Bench, rows: Rows) -> None:
 
 
 def measure_quantized(bench: Bench, rows: Rows) -> None:
-    """Decode at 1 and 64 rows and the longest prompt in fp8 and int4, and the ratios to bfloat16 at one row."""
+    """Decode at 1 and 64 rows and the longest prompt in fp8 and int4, and the ratios to bfloat16 at one row. int4 also in groups as large as those of
+    GPTQ and AWQ files."""
     model, prompt = bench.options.models[0], bench.sizes.prompts[-1]
     one, many = bench.sizes.batches[0], bench.sizes.batches[-2]
-    for quantization, num_bytes, least in (("fp8", 1.0, 1.6), ("int4", 0.625, 2.2)):
+    own, as_files = KERNEL_GROUP, 128
+    for quantization, num_bytes, least, group in (("fp8", 1.0, 1.6, own), ("int4", 0.625, 2.2, own), ("int4", 0.53125, 2.2, as_files)):  # fmt: skip
         quantization = quantization if bench.options.device == "cuda" else "int8"
-        _decode(
-            bench, rows, model, (one, many), f", {quantization}", {}, profiled=(one, many), bytes_per_weight=num_bytes, quantization=quantization
-        )  # fmt: skip
-        _prefill(bench, rows, model, prompt, f", {quantization}", 0.0, quantization=quantization)
+        what = f", {quantization}" if group == own else f", {quantization} in groups of {group}"
+        with patch.object(formats, "KERNEL_GROUP", group):
+            batches = (one, many) if group == own else (one,)
+            _decode(
+                bench, rows, model, batches, what, {}, profiled=batches, bytes_per_weight=num_bytes, quantization=quantization
+            )  # fmt: skip
+            if group == own:
+                _prefill(bench, rows, model, prompt, what, 0.0, quantization=quantization)
         name = decode_name(model, one)
-        _add_ratio(
-            bench, rows, f"{name}: {quantization} over bfloat16", least, "decode", name, f"{name}, {quantization}"
-        )
+        _add_ratio(bench, rows, f"{name}{what}, over bfloat16", least, "decode", name, f"{name}{what}")
 
 
 def measure_prefill(bench: Bench, rows: Rows) -> None:

@@ -278,3 +278,4 @@ def test_of_a_model_that_makes_vectors_their_error_is_measured(tmp_path: Path, c
 
     assert info.kv_cache_dtype == dtype
     assert "the relative error of vectors" in decision_of(info)
+    assert info.speculation == "off: an embedding model generates no tokens"

@@ -8,6 +8,7 @@ divisions. Nothing is launched: in the place of Triton's driver stands one that 
 import json
 import re
 import sys
+from dataclasses import replace
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -64,7 +65,9 @@ def attend(num_q_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.d
     integers = torch.zeros(8, dtype=torch.int32)
     attention.write_kv(k, v, pool, pool.clone(), integers)
     table = torch.zeros(9, head_dim // 2)
-    attention.rotate_write_kv(q, k, v, integers, table, table, pool, pool.clone(), integers)
+    for norms in (None, (torch.ones(head_dim), torch.ones(head_dim), 1e-6)):
+        for cos in (table, table[:, : head_dim // 4]):
+            attention.rotate_write_kv(q, k, v, integers, cos, cos, pool, pool.clone(), integers, norms)
     plan = attention.Plan(
         table=torch.zeros(7, 4096, dtype=torch.int32),
         page_size=1,
@@ -78,6 +81,9 @@ def attend(num_q_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.d
         **options,
     )
     attention.attend(q, pool, pool, plan, 0.1, window=window, soft_cap=soft_cap)
+    for norms in (None, (torch.ones(head_dim), torch.ones(head_dim), 1e-6)):
+        new = attention.NewKeys(k, v, integers, table, table, integers, norms)
+        attention.attend(q, pool, pool, replace(plan, has_longer=False), 0.1, window=window, soft_cap=soft_cap, new=new)
 
 
 def linear(n: int, k: int) -> PackedLinear:

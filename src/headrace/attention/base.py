@@ -9,7 +9,7 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -101,6 +101,7 @@ class StepRows:
     pages: int32[num_rows, pages of the longest], contiguous, instead of `slots` (then empty) for a backend with `paged_kv`.
     last_keys: int32[num_tokens], the last position that each token sees, for a backend that `sees_ahead`; at or after its own, and below its row's
     seq_lens. They do not decrease within a row. None = its own.
+    share_sequences: several rows may be positions of one sequence (draft tokens in a graph): K and V of all are written before any attends.
     """
 
     starts: list[int]
@@ -112,6 +113,7 @@ class StepRows:
     slots: torch.Tensor
     pages: torch.Tensor | None = None
     last_keys: torch.Tensor | None = None
+    share_sequences: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +246,16 @@ class AttentionBackend(StepAttention):
         """Called once per step, before any layer: prepare what all layers share."""
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads of q and k. q, k: weights [head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
 class RotatingBackend(AttentionBackend):
-    """A backend that rotates q and k in the launch that writes K and V; with other backends the layer does."""
+    """A backend that rotates q and k, and normalises their heads before, in the launch that writes K and V; with other backends the layer does."""
 
     @abstractmethod
     def forward_rotating(
@@ -256,8 +266,10 @@ class RotatingBackend(AttentionBackend):
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: AttentionLayerSpec,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """`forward` of q and k rotated by the positions of the step, in the halves convention of `headrace.kernels.rotary`.
+        """`forward` of q and k, normalised by `norms` if given and rotated by the positions of the step, in the halves convention of
+        `headrace.kernels.rotary`.
 
         cos, sin: float32[max_positions, rotary_dim / 2]. q and k are clobbered.
         """

@@ -14,6 +14,7 @@ import torch
 
 from headrace.attention.base import (
     AttentionLayerSpec,
+    HeadNorms,
     KvPool,
     KvShape,
     RotatingBackend,
@@ -24,7 +25,7 @@ from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.registry import triton_why_not
 
 if TYPE_CHECKING:
-    from headrace.kernels.triton.attention import Plan
+    from headrace.kernels.triton.attention import NewKeys, Plan
 
 HOST_PROCESSORS = 4
 """Number of GPU processors assumed by the interpreter on the CPU."""
@@ -62,6 +63,7 @@ class TritonAttention(RotatingBackend):
         self._kernels: Any = import_module("headrace.kernels.triton.attention")
         self.pool: KvPool
         self._plan: Plan
+        self._decode_writes: bool
         self._out_slots: torch.Tensor
         self._positions: torch.Tensor
         self._num_processors: int
@@ -92,6 +94,8 @@ class TritonAttention(RotatingBackend):
             deterministic=self.deterministic,
             num_processors=self._num_processors,
         )
+        # Not with bits that must not depend on the batch: a key would be rotated by another kernel than in a prompt.
+        self._decode_writes = not (self._plan.has_longer or self.deterministic or rows.share_sequences)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
@@ -106,15 +110,24 @@ class TritonAttention(RotatingBackend):
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: AttentionLayerSpec,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         k_pool, v_pool = self.pool.k[layer.layer_id], self.pool.v[layer.layer_id]
-        self._kernels.rotate_write_kv(q, k, v, self._positions, cos, sin, k_pool, v_pool, self._out_slots)
+        new = self._kernels.NewKeys(k, v, self._positions, cos, sin, self._out_slots, norms)
+        if self._decode_writes:
+            return self._attend(q, k_pool, v_pool, layer, new)
+        self._kernels.rotate_write_kv(q, *new[:5], k_pool, v_pool, self._out_slots, norms)
         return self._attend(q, k_pool, v_pool, layer)
 
     def _attend(
-        self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, layer: AttentionLayerSpec
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        layer: AttentionLayerSpec,
+        new: "NewKeys | None" = None,
     ) -> torch.Tensor:
         out: torch.Tensor = self._kernels.attend(
-            q, k_pool, v_pool, self._plan, layer.scale, window=layer.sliding_window, soft_cap=layer.soft_cap
+            q, k_pool, v_pool, self._plan, layer.scale, window=layer.sliding_window, soft_cap=layer.soft_cap, new=new
         )
         return out.view(q.shape[0], -1)

@@ -143,9 +143,9 @@ def resolve(
     *,
     batch_invariant: bool = True,
     most_tokens: int | None = None,
+    generates: bool = True,
 ) -> Config:
     """Decide every setting. backends: the fastest first. batch_invariant: of the model, see `ModelSpec`. most_tokens: of a text, see `PoolingConfig`.
-
     Raises ConfigError, which says what does not fit and what to change.
     """
     _check_experts(args, model)
@@ -191,7 +191,7 @@ def resolve(
         quantization=quantization,
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
         cuda_graph_sizes=cuda_graph_sizes,
-        speculative_algorithm=speculative_algorithm(args, device, batch_invariant, most_tokens is None, decisions),
+        speculative_algorithm=speculative_algorithm(args, device, batch_invariant, generates, decisions),
         decisions=tuple(decisions),
         kv_cache_fallback=None if kv_cache_dtype == kv_floats else kv_floats,
     )

@@ -9,9 +9,10 @@ Does not own what is copied or captured. Used by the thread that runs the steps.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +72,8 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        self._pool: Any = None
 
     def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
         staged = torch.from_numpy(values).pin_memory()
@@ -106,10 +108,13 @@ class CudaDevice:
         with torch.cuda.stream(side):
             run()
         current.wait_stream(side)
+        if not self._graphs:  # a pool ends with the last graph in it, and cannot be used again
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
+        self._graphs.add(graph)
         return graph.replay
 
 

@@ -158,9 +158,11 @@ class GraphPool:
             _logger.debug("captured steps with drafts of %s tokens", ", ".join(map(str, self.verifying_sizes)))
 
     def size_for(self, num_rows: int, verifies: bool = False) -> int | None:
-        """The smallest size with at least `num_rows` rows; None if there is none. verifies: of a step that verifies drafts, whose tokens are rows."""
-        sizes = self.verifying_sizes if verifies else self.sizes
-        return next((size for size in sizes if size >= num_rows), None)
+        """The smallest captured size with at least `num_rows` rows; None if there is none. verifies: of a step that verifies drafts, whose tokens are
+        rows."""
+        return min(
+            (size for size, of_drafts in self._graphs if of_drafts == verifies and size >= num_rows), default=None
+        )
 
     def replay(self, seqs: Int32Array, positions: Int32Array, out_slots: Int32Array) -> GraphStep:
         """Queue one decode step: row r computes position positions[r] of sequence seqs[r]. At most `sizes[-1]` rows."""
@@ -202,28 +204,30 @@ class GraphPool:
 
     def _step(self, size: int) -> None:
         """The work to capture: one decode step from the persistent inputs to the persistent outputs, without waiting for the device."""
-        seqs, positions, out_slots = self._inputs[: 3 * size].view(3, size)
-        self._run(seqs, positions, out_slots)
+        self._run(size)
 
     def _verify(self, size: int) -> None:
-        seqs, positions, out_slots, num_after = self._inputs[: 4 * size].view(4, size)
+        seqs, positions, _, num_after = self._inputs[: 4 * size].view(4, size)
         self._drafts[:size].copy_(self._table.tokens[seqs, positions + 1])  # before the greedy ids take their places
-        self._run(seqs, positions, out_slots)
+        self._run(size, share_sequences=True)
         self._right[:size].copy_(num_right(self._greedy[:size], self._drafts[:size], num_after))
 
-    def _run(self, seqs: torch.Tensor, positions: torch.Tensor, out_slots: torch.Tensor) -> None:
-        """The layers and the greedy ids of rows of one token, int64[size] each."""
-        table, size = self._table, len(seqs)
-        table.slots.index_put_((seqs, positions), out_slots.int())
+    def _run(self, size: int, *, share_sequences: bool = False) -> None:
+        """The layers and the greedy ids of rows of one token."""
+        table = self._table
+        seqs, positions, _ = self._inputs[: 3 * size].view(3, size)
+        narrow_positions, narrow_slots = self._inputs[size : 3 * size].view(2, size).int()
+        table.slots.index_put_((seqs, positions), narrow_slots)
         token_ids = table.tokens[seqs, positions]
         rows = StepRows(
             starts=[table.context_length - 1] * size,
             counts=[1] * size,
-            positions=positions.int(),
-            seq_lens=(positions + 1).int(),
+            positions=narrow_positions,
+            seq_lens=narrow_positions + 1,
             row_starts=self._row_starts[: size + 1],
-            out_slots=out_slots.int(),
+            out_slots=narrow_slots,
             slots=table.slots.index_select(0, seqs),
+            share_sequences=share_sequences,
         )
         hidden = self._model.embed(token_ids)
         self._attention.prepare(rows)

@@ -89,6 +89,7 @@ def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
         select.BACKENDS,
         batch_invariant=spec.batch_invariant,
         most_tokens=None if pooling is None else pooling.max_tokens,
+        generates=pooling is None,
     )
     dtype = getattr(torch, config.dtype)
     if rank.group is not None:

@@ -14,7 +14,7 @@ class RMSNorm(TensorKeeper):
     def __init__(self, size: int, eps: float, placement: Placement, *, unit_offset: float = 0.0) -> None:
         super().__init__(placement)
         self._size = size
-        self._eps = eps
+        self.eps = eps
         self._offset = unit_offset
         self._weight: torch.Tensor
 
@@ -25,11 +25,11 @@ class RMSNorm(TensorKeeper):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [rows, size] -> [rows, size]. residual: becomes residual + x in place, and that is normalised."""
-        return kernels.rms_norm(x, self._weight, self._eps, residual)
+        return kernels.rms_norm(x, self._weight, self.eps, residual)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, heads, size], each head normalised alone -> the same shape, contiguous."""
-        return kernels.rms_norm(x.reshape(-1, self._size), self._weight, self._eps).view(x.shape)
+        return kernels.rms_norm(x.reshape(-1, self._size), self._weight, self.eps).view(x.shape)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield self.weight_of("weight", f"{prefix}.weight", (self._size,), "zeros" if self._offset else "ones")

@@ -9,7 +9,15 @@ from itertools import pairwise
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, OwnRows, PagedKv, ReadTokens, RotatingBackend, StepAttention
+from headrace.attention.base import (
+    AttentionLayerSpec,
+    HeadNorms,
+    OwnRows,
+    PagedKv,
+    ReadTokens,
+    RotatingBackend,
+    StepAttention,
+)
 from headrace.checkpoint.family import DecoderOptions
 from headrace.checkpoint.layer_config import RopeConfig
 from headrace.checkpoint.model_config import ModelConfig
@@ -127,12 +135,17 @@ class Attention:
         q = q.unflatten(1, (spec.num_q_heads, spec.head_dim))
         k = k.unflatten(1, (spec.num_kv_heads, spec.head_dim))
         v = v.unflatten(1, (spec.num_kv_heads, spec.head_dim))
+        norms = None
         if self.head_norms is not None:
-            q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
+            q_norm, k_norm = self.head_norms
+            if isinstance(attention, RotatingBackend) and not self.is_interleaved:
+                norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+            else:
+                q, k = q_norm.heads(q), k_norm.heads(k)
         if self.is_interleaved:
             q, k = _in_halves(q), _in_halves(k)
         if isinstance(attention, RotatingBackend):
-            attended = attention.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec)
+            attended = attention.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec, norms)
             return self.out(attended if reads is None else attended[reads.index])
         self.rotary(q, k, positions)
         if reads is None:

@@ -43,8 +43,10 @@ def _route_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """One row: softmax over all experts, the best of them, of equal ones the first."""
+    """One row: softmax over all experts, the best of them, of equal ones the first. What is not a number is chosen last."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     ranks = tl.arange(0, BLOCK_K)
@@ -52,6 +54,7 @@ def _route_kernel(
         tl.float32
     )
     weights = tl.exp(logits - tl.max(logits, 0))
+    weights = tl.where(weights == weights, weights, 0.0)
     total = tl.sum(weights, 0)
     left = tl.where(experts < num_experts, weights, -1.0)
     best = tl.zeros((BLOCK_K,), tl.float32)
@@ -180,12 +183,13 @@ def _sum_ranks_kernel(pairs_ptr, experts_ptr, shares_ptr, out_ptr, size, TOP_K: 
     tl.store(out_ptr + row * size + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts"])
 def _expert_up_kernel(
     x_ptr,
     table_ptr,
     ids_ptr,
     y_ptr,
+    num_experts,
     n,
     k,
     x_stride,
@@ -193,16 +197,20 @@ def _expert_up_kernel(
     GELU: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """activation(gate @ x) * (up @ x) of one pair -> y[pair, n]."""
+    """activation(gate @ x) * (up @ x) of one pair -> y[pair, n]. Addresses are read before it is known whose are needed."""
+    numbers = tl.arange(0, BLOCK)
+    addresses = tl.load(table_ptr + numbers * 2, mask=numbers < num_experts, other=0)
     wait_for_previous(OVERLAPS)
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + pair)
     if expert < 0:
         return
     element: tl.constexpr = x_ptr.dtype.element_ty
-    weight_ptr = tl.multiple_of(tl.load(table_ptr + expert * 2).to(tl.pointer_type(element)), 16)
+    address = tl.sum(tl.where(numbers == expert, addresses, 0), 0)
+    weight_ptr = tl.multiple_of(address.to(tl.pointer_type(element)), 16)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     in_n = (columns < n)[:, None]
@@ -235,8 +243,10 @@ def _expert_down_kernel(
     INNER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """y[token, n] = sum over ranks of share * (down @ x[pair]). The rows of a tile are ranks times columns."""
-    wait_for_previous(OVERLAPS)
+    """y[token, n] = sum over ranks of share * (down @ x[pair]). The rows of a tile are ranks times columns.
+
+    The ids were there before the kernel that computes x began: the first weights are asked for while that one still runs.
+    """
     token = tl.program_id(1).to(tl.int64)
     element: tl.constexpr = x_ptr.dtype.element_ty
     in_tile = tl.arange(0, BLOCK_K * COLUMNS)
@@ -249,8 +259,11 @@ def _expert_down_kernel(
     inner = tl.arange(0, INNER)
     places = weights[:, None] + (column.to(tl.int64) * k)[:, None] + inner[None, :]
     x_places = x_ptr + ((token * TOP_K + rank) * k)[:, None] + inner[None, :]
-    acc = tl.zeros((BLOCK_K * COLUMNS, INNER), tl.float32)
-    for begin in tl.range(0, k, INNER, num_stages=4):
+    inside = there[:, None] & (inner < k)[None, :]
+    w = tl.load(places, mask=inside, other=0.0)
+    wait_for_previous(OVERLAPS)
+    acc = w.to(tl.float32) * tl.load(x_places, mask=inside, other=0.0).to(tl.float32)
+    for begin in tl.range(INNER, k, INNER, num_stages=4):
         inside = there[:, None] & (inner < k - begin)[None, :]
         w = tl.load(places + begin, mask=inside, other=0.0)
         acc += w.to(tl.float32) * tl.load(x_places + begin, mask=inside, other=0.0).to(tl.float32)
@@ -340,12 +353,13 @@ def _few_pairs_moe(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, exp
     hidden, intermediate = experts.hidden_size, experts.intermediate_size
     gated = torch.empty(rows * top_k, intermediate, dtype=x.dtype, device=x.device)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
-    ids = ids.contiguous()
+    ids, shares = ids.contiguous(), shares.float().contiguous()
     _expert_up_kernel[(rows * top_k, triton.cdiv(intermediate, _UP_COLUMNS))](
         x,
         experts.table,
         ids,
         gated,
+        len(experts.gate_up),
         intermediate,
         hidden,
         x.stride(0),
@@ -353,6 +367,7 @@ def _few_pairs_moe(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, exp
         GELU=experts.activation == "gelu_tanh",
         COLUMNS=_UP_COLUMNS,
         INNER=_INNER,
+        BLOCK=triton.next_power_of_2(len(experts.gate_up)),
         num_warps=4,
         **overlapping(x),
     )
@@ -360,7 +375,7 @@ def _few_pairs_moe(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, exp
         gated,
         experts.table,
         ids,
-        shares.float().contiguous(),
+        shares,
         out,
         hidden,
         intermediate,
@@ -391,6 +406,7 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
             BLOCK=triton.next_power_of_2(num_experts),
             RENORMALISE=renormalise,
             num_warps=1 if num_experts <= 256 else 4,
+            **overlapping(logits),
         )
     return shares, ids
 

@@ -27,18 +27,16 @@ class Shape:
 
 
 SHAPES = {
-    "torch": Shape(columns=8, inner=512, num_warps=4, stages=4),
-    "torch_fp8": Shape(columns=8, inner=512, num_warps=4, stages=4),
-    "torch_int4": Shape(columns=8, inner=32, num_warps=1, stages=3),
+    "torch": ((16384, Shape(columns=4, inner=512, num_warps=4, stages=4)), (0, Shape(8, 512, 4, 4))),
+    "torch_fp8": ((16384, Shape(columns=8, inner=512, num_warps=4, stages=6)), (0, Shape(8, 512, 4, 4))),
+    "torch_int4": (
+        (16384, Shape(columns=8, inner=128, num_warps=4, stages=2)),
+        (4097, Shape(columns=8, inner=64, num_warps=2, stages=1)),
+        (0, Shape(columns=4, inner=64, num_warps=2, stages=2)),
+    ),
 }
-_WIDE_SHAPES = {
-    "torch": Shape(columns=4, inner=512, num_warps=4, stages=4),
-    "torch_fp8": Shape(columns=8, inner=512, num_warps=4, stages=6),
-    "torch_int4": Shape(columns=8, inner=32, num_warps=1, stages=2),
-}
-"""By layout; those of wide layers, whose programs are many on each processor in any case."""
-
-_WIDE = 16384
+"""By layout, for layers of at least so many outputs. Measured on an H100 in a chain of layers (docs/gpu.md): the more programs a processor has in any
+case, the more each may do, and the fewer hold two rounds of words."""
 
 _BITS_OF_ONE = 0x3F800000
 
@@ -88,7 +86,86 @@ def _floats_kernel(
     _store(tl.sum(acc, 1), scales_ptr, bias_ptr, y_ptr, columns, n, HAS_SCALES, SCALE_STEP, HAS_BIAS, ACCUMULATE)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit
+def _load_units(
+    places,
+    pair_places,
+    in_n,
+    begin,
+    num_units,
+    GROUP_UNITS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Words [columns, 4 * INNER] and pairs [columns, INNER] of the units from `begin` on, in the lanes that multiply them."""
+    if EVEN:
+        words = tl.load(places + begin * 4)
+        pairs = tl.load(pair_places + begin // GROUP_UNITS)
+    else:
+        left = num_units - begin
+        in_words = (tl.arange(0, INNER * 4) < left * 4)[None, :]
+        words = tl.load(places + begin * 4, mask=in_n[:, None] & in_words, other=0)
+        in_units = (tl.arange(0, INNER) < left)[:, None]
+        pairs = tl.load(pair_places + begin // GROUP_UNITS, mask=in_n[None, :] & in_units, other=0)
+    return words, tl.trans(pairs)
+
+
+@triton.jit
+def _int4_round(
+    words,
+    pairs,
+    x_places,
+    begin,
+    num_units,
+    one,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Products of the units from `begin` on: float32[COLUMNS, INNER].
+
+    A code c in the mantissa of 1.0 is a float 1 + c / f, with f 4096, 256 or 16 by the place of its bits; so c x = f (1 + c / f) x - f x, and no code
+    has to be converted. Three shifts bring all eight codes of a word to one of these places.
+    """
+    sums = tl.zeros((COLUMNS, INNER * 4), tl.float32)
+    low = tl.zeros((1, INNER * 4), tl.float32)
+    middle = tl.zeros((1, INNER * 4), tl.float32)
+    high = tl.zeros((1, INNER * 4), tl.float32)
+    for place in tl.static_range(8):
+        if EVEN:
+            x = tl.load(x_places + begin * 32 + place * 4).to(tl.float32)
+        else:
+            in_k = (tl.arange(0, INNER * 4) < (num_units - begin) * 4)[None, :]
+            x = tl.load(x_places + begin * 32 + place * 4, mask=in_k, other=0.0).to(tl.float32)
+        if place < 3:
+            bits = words << 11
+        elif place < 6:
+            bits = words >> 1
+        else:
+            bits = words >> 9
+        if place == 0 or place == 3:
+            bits = bits & (15 << 11)
+            low += x
+            x = x * 4096.0
+        elif place == 1 or place == 4 or place == 6:
+            bits = bits & (15 << 15)
+            middle += x
+            x = x * 256.0
+        else:
+            bits = bits & (15 << 19)
+            high += x
+            x = x * 16.0
+        sums += (bits | one).to(tl.float32, bitcast=True) * x
+    low = tl.sum(tl.reshape(low, (1, INNER, 4)), 2)
+    middle = tl.sum(tl.reshape(middle, (1, INNER, 4)), 2)
+    high = tl.sum(tl.reshape(high, (1, INNER, 4)), 2)
+    codes = tl.sum(tl.reshape(sums, (COLUMNS, INNER, 4)), 2) - (4096.0 * low + 256.0 * middle + 16.0 * high)
+    scales = (pairs << 16).to(tl.float32, bitcast=True)
+    offsets = (pairs & -65536).to(tl.float32, bitcast=True)
+    return codes * scales + (low + middle + high) * offsets
+
+
+@triton.jit(do_not_specialize=["one", "step"])
 def _int4_kernel(
     x_ptr,
     words_ptr,
@@ -98,6 +175,7 @@ def _int4_kernel(
     n,
     num_units,
     one,
+    step,
     GROUP_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -107,61 +185,35 @@ def _int4_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """As `_floats_kernel` of a weight in the layout torch_int4, unit by unit: four words, 32 codes.
+    """As `_floats_kernel` of a weight in the layout torch_int4, unit by unit: four words, 32 codes. STAGES: 1, or 2: words of the next round are on
+    their way to registers while those of this one are multiplied.
 
-    pairs: the scale of a group in the low half of an int32, its offset in the high one. A code c in the mantissa of 1.0 is a float 1 + c / f, with f
-    2048 or 128 by the place of its bits; so c x = f (1 + c / f) x - f x, and no code has to be converted. one: the bits of 1.0, in a register,
-    since an instruction takes one immediate and the mask is one.
+    pairs: the scale of a group in the low half of an int32, its offset in the high one. one: the bits of 1.0, in a register, since an instruction
+    takes one immediate and a mask is one. step: 1, unknown to the compiler, and units first: so it loads a pair into the lane that needs it.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    unit = tl.arange(0, INNER)
-    word = tl.arange(0, 4)
-    # Of one shape, [columns, units, words], so that every tensor lies in the same lanes.
-    rows = columns.to(tl.int64)[:, None, None]
-    places = words_ptr + rows * (num_units * 4) + (unit * 4)[None, :, None] + word[None, None, :]
-    x_places = x_ptr + (unit * 32)[None, :, None] + word[None, None, :]
-    pair_places = (
-        pairs_ptr + columns.to(tl.int64)[:, None] * (num_units // GROUP_UNITS) + (unit // GROUP_UNITS)[None, :]
-    )
+    in_n = columns < n
+    wide = columns.to(tl.int64)
+    word = tl.arange(0, INNER * 4)
+    places = words_ptr + wide[:, None] * (num_units * 4) + word[None, :]
+    pair = tl.arange(0, INNER) * step // GROUP_UNITS
+    pair_places = pairs_ptr + wide[None, :] * (num_units // GROUP_UNITS) + pair[:, None]
+    x_places = x_ptr + (word // 4 * 32 + word % 4)[None, :]
     acc = tl.zeros((COLUMNS, INNER), tl.float32)
+    words, pairs = _load_units(places, pair_places, in_n, 0, num_units, GROUP_UNITS, INNER, EVEN)
     wait_for_previous(OVERLAPS)
-    for begin in tl.range(0, num_units, INNER, num_stages=STAGES):
-        if EVEN:
-            words = tl.load(places + begin * 4)
-            pairs = tl.load(pair_places + begin // GROUP_UNITS)
-        else:
-            left = unit < num_units - begin
-            in_k = left[None, :, None]
-            words = tl.load(places + begin * 4, mask=(columns < n)[:, None, None] & in_k, other=0)
-            pairs = tl.load(pair_places + begin // GROUP_UNITS, mask=(columns < n)[:, None] & left[None, :], other=0)
-        sums = tl.zeros((COLUMNS, INNER, 4), tl.float32)
-        scaled = tl.zeros((1, INNER, 4), tl.float32)
-        total = tl.zeros((1, INNER, 4), tl.float32)
-        for place in tl.static_range(8):
-            if EVEN:
-                x = tl.load(x_places + begin * 32 + place * 4).to(tl.float32)
-            else:
-                x = tl.load(x_places + begin * 32 + place * 4, mask=in_k, other=0.0).to(tl.float32)
-            total += x
-            if place < 2:
-                bits = words << 12
-            elif place < 4:
-                bits = words << 4
-            elif place < 6:
-                bits = words >> 4
-            else:
-                bits = words >> 12
-            if place % 2 == 0:
-                bits = bits & (15 << 12)
-                x = x * 2048.0
-            else:
-                bits = bits & (15 << 16)
-                x = x * 128.0
-            scaled += x
-            sums += (bits | one).to(tl.float32, bitcast=True) * x
-        scales = (pairs << 16).to(tl.float32, bitcast=True)
-        offsets = (pairs & -65536).to(tl.float32, bitcast=True)
-        acc += tl.sum(sums - scaled, 2) * scales + tl.sum(total, 2) * offsets
+    if STAGES > 1:
+        for begin in tl.range(INNER, num_units, INNER, num_stages=1):
+            following = _load_units(places, pair_places, in_n, begin, num_units, GROUP_UNITS, INNER, EVEN)
+            acc += _int4_round(words, pairs, x_places, begin - INNER, num_units, one, COLUMNS, INNER, EVEN)
+            words, pairs = following
+        last = (num_units - 1) // INNER * INNER
+        acc += _int4_round(words, pairs, x_places, last, num_units, one, COLUMNS, INNER, EVEN)
+    else:
+        acc += _int4_round(words, pairs, x_places, 0, num_units, one, COLUMNS, INNER, EVEN)
+        for begin in tl.range(INNER, num_units, INNER, num_stages=1):
+            words, pairs = _load_units(places, pair_places, in_n, begin, num_units, GROUP_UNITS, INNER, EVEN)
+            acc += _int4_round(words, pairs, x_places, begin, num_units, one, COLUMNS, INNER, EVEN)
     _store(tl.sum(acc, 1), bias_ptr, bias_ptr, y_ptr, columns, n, False, 0, HAS_BIAS, ACCUMULATE)
 
 
@@ -188,11 +240,15 @@ def _store(
     tl.store(y_ptr + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+def _shape_of(packed: PackedLinear) -> Shape:
+    return next(shape for least, shape in SHAPES[packed.layout] if packed.n >= least)
+
+
 def one_row_linear(
     x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, accumulate: bool, shape: Shape | None = None
 ) -> None:
     """x [1, k] @ weight^T (+ bias) into out [1, n], for the layouts of SHAPES. shape: instead of the layout's own."""
-    shape = shape or (_WIDE_SHAPES if packed.n >= _WIDE else SHAPES)[packed.layout]
+    shape = shape or _shape_of(packed)
     n, k, scales = packed.n, packed.k, packed.column_scales
     rounds = k // 32 if packed.layout == "torch_int4" else k
     bias = packed.data if packed.bias is None else packed.bias
@@ -210,7 +266,7 @@ def one_row_linear(
     if packed.layout == "torch_int4":
         assert scales is not None, packed.layout
         pairs, group = scales.view(torch.int32), rounds // scales.shape[1]
-        _int4_kernel[grid](x, packed.data, pairs, bias, out, n, rounds, _BITS_OF_ONE, GROUP_UNITS=group, **options)
+        _int4_kernel[grid](x, packed.data, pairs, bias, out, n, rounds, _BITS_OF_ONE, 1, GROUP_UNITS=group, **options)
         return
     _floats_kernel[grid](
         x,

@@ -58,18 +58,15 @@ def _norm_kernel(
 
 
 @triton.jit
-def load_rotated(places, cos, sin, inside, HALF: tl.constexpr):
-    """The two halves at `places` and HALF further on, rotated and rounded to their dtype."""
-    a = tl.load(places, mask=inside, other=0.0)
-    b = tl.load(places + HALF, mask=inside, other=0.0)
+def rotated(a, b, cos, sin):
+    """The two halves of heads, rotated and rounded to their dtype."""
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     return (wide_a * cos - wide_b * sin).to(a.dtype), (wide_b * cos + wide_a * sin).to(b.dtype)
 
 
 @triton.jit
-def rotate_in_place(places, cos, sin, inside, HALF: tl.constexpr):
-    """Both halves, see `load_rotated`."""
-    a, b = load_rotated(places, cos, sin, inside, HALF)
+def _rotate_in_place(places, cos, sin, inside, HALF: tl.constexpr):
+    a, b = rotated(tl.load(places, mask=inside, other=0.0), tl.load(places + HALF, mask=inside, other=0.0), cos, sin)
     tl.store(places, a, mask=inside)
     tl.store(places + HALF, b, mask=inside)
 
@@ -99,10 +96,10 @@ def _rotary_kernel(
     sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     of_q = ((head < NUM_Q_HEADS)[:, None]) & (pair < HALF)[None, :]
     places = q_ptr + token * q_stride + head[:, None] * HEAD_DIM + pair[None, :]
-    rotate_in_place(places, cos, sin, of_q, HALF)
+    _rotate_in_place(places, cos, sin, of_q, HALF)
     k_head = head - NUM_Q_HEADS
     of_k = ((k_head >= 0) & (k_head < NUM_K_HEADS))[:, None] & (pair < HALF)[None, :]
-    rotate_in_place(k_ptr + token * k_stride + k_head[:, None] * HEAD_DIM + pair[None, :], cos, sin, of_k, HALF)
+    _rotate_in_place(k_ptr + token * k_stride + k_head[:, None] * HEAD_DIM + pair[None, :], cos, sin, of_k, HALF)
 
 
 @triton.jit

@@ -16,12 +16,13 @@ All lengths are read on the device; grids follow from sizes that the host knows,
 
 import torch
 
+from headrace.kernels.packing import check_rotation
 from headrace.kernels.triton.attention.decode import decode_attention
 from headrace.kernels.triton.attention.extend import extend_attention
 from headrace.kernels.triton.attention.plan import DETERMINISTIC_SPLIT, Plan, check_heads
-from headrace.kernels.triton.attention.write import rotate_write_kv, write_kv
+from headrace.kernels.triton.attention.write import NewKeys, rotate_write_kv, write_kv
 
-__all__ = ["DETERMINISTIC_SPLIT", "Plan", "attend", "rotate_write_kv", "write_kv"]
+__all__ = ["DETERMINISTIC_SPLIT", "NewKeys", "Plan", "attend", "rotate_write_kv", "write_kv"]
 
 
 def attend(
@@ -33,16 +34,21 @@ def attend(
     *,
     window: int,
     soft_cap: float,
+    new: NewKeys | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [num_tokens, num_q_heads, head_dim] over the pools -> [num_tokens, num_q_heads, head_dim], contiguous.
 
-    Tokens are in the order of the plan's rows; their K and V are in the pools already. window, soft_cap: 0 = none.
+    Tokens are in the order of the plan's rows; their K and V are in the pools already, or (`new`, in a step of one position of each of several
+    sequences) are rotated and written by the way, as is q rotated, not in place. window, soft_cap: 0 = none.
     Deterministic: the bits of a token depend on its position, its own sequence, and nothing else.
     """
     check_heads(q)
+    if new is not None:
+        check_heads(new.k, new.v)
+        check_rotation(new.cos, new.sin, q.shape[2])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if plan.has_single:
-        decode_attention(q, k_pool, v_pool, plan, scale, window, soft_cap, out)
+        decode_attention(q, k_pool, v_pool, plan, scale, window, soft_cap, out, new)
     if plan.has_longer:
         extend_attention(q, k_pool, v_pool, plan, scale, window, soft_cap, out)
     return out
