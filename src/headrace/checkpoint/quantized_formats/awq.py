@@ -19,7 +19,7 @@ from headrace.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of nibble i of a word
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds column i
 _VERSIONS = ("gemm", "gemv", "gemv_fast")
 _ROWS, _COLUMNS = 4, 64  # of a tile of gemv_fast
 
@@ -34,6 +34,7 @@ class AwqFormat(QuantizedFormat):
 
     suffixes = ("qweight", "qzeros", "scales")
     telling = ("qweight",)
+    needed = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: dict[str, Any], method: str = "awq", varies: bool = False) -> None:
         """varies: layers may have other groups than the config says."""
@@ -49,9 +50,6 @@ class AwqFormat(QuantizedFormat):
             )
         self.scheme = "int4" if is_kernel_group(self._group_size) else "none"
         self.described = f"{method} weights of 4 bits in groups of {self._group_size}"
-
-    def required(self, parts: Parts) -> tuple[str, ...]:
-        return "qweight", "qzeros", "scales"
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         rows, columns = parts.matrix_shape("qweight")
@@ -72,16 +70,9 @@ class AwqFormat(QuantizedFormat):
         return (self._gemv if self._version == "gemv" else self._gemv_fast)(parts, n, k, size, width)
 
     def _gemm(self, parts: Parts, n: int, k: int, size: int) -> "QuantizedMatrix | torch.Tensor":
-        import torch
-
-        back = torch.tensor([_ORDER.index(column) for column in range(8)])
-
-        def columns(suffix: str, rows: int) -> "torch.Tensor":
-            nibbles = unpacked(parts.tensor(suffix, ("I32",), (rows, n // 8)), 4)
-            return nibbles.reshape(rows, -1, 8)[:, :, back].flatten(-2).T.contiguous()
-
         scales = parts.floats("scales", (k // size, n)).T
-        return integers(columns("qweight", k), 4, scales, columns("qzeros", k // size).float(), size)
+        codes, zeros = columns_of(parts, "qweight", k, n, ORDER), columns_of(parts, "qzeros", k // size, n, ORDER)
+        return integers(codes, 4, scales, zeros.float(), size)
 
     def _gemv(self, parts: Parts, n: int, k: int, size: int, width: int) -> "QuantizedMatrix | torch.Tensor":
         groups = k // size
@@ -106,3 +97,9 @@ class AwqFormat(QuantizedFormat):
         scales = parts.floats("scales", shape)[:groups].T.contiguous()
         minimums = -parts.floats("qzeros", shape)[:groups].T
         return QuantizedMatrix("int4", codes, scales, minimums.contiguous(), size)
+
+
+def columns_of(parts: Parts, suffix: str, rows: int, n: int, order: tuple[int, ...]) -> "torch.Tensor":
+    """Codes uint8[n, rows] of int32[rows, n / 8]: words of eight columns. order: the nibble of each."""
+    nibbles = unpacked(parts.tensor(suffix, ("I32",), (rows, -(-n // 8))), 4).reshape(rows, -1, 8)
+    return nibbles[:, :, list(order)].flatten(-2)[:, :n].T.contiguous()

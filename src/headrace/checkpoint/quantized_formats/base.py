@@ -92,13 +92,14 @@ class QuantizedFormat(ABC):
     """One way to store a matrix as several tensors `<layer>.<suffix>`; an instance holds what a checkpoint's config says.
 
     suffixes: of the tensors that `read` uses. telling: any of these makes a layer a quantised one. unused: those of tensors that nothing here
-    needs, such as scales of activations, which are rounded with scales of their own. scheme: how a model with such matrices computes; none:
-    they are dequantised. described: for the start-up summary.
+    needs, such as scales of activations, which are rounded with scales of their own. needed: those that every layer must have. scheme: how a model
+    with such matrices computes; none: they are dequantised. described: for the start-up summary.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
     telling: ClassVar[tuple[str, ...]]
     unused: ClassVar[tuple[str, ...]] = ()
+    needed: ClassVar[tuple[str, ...]] = ()
     scheme: Scheme
     described: str
 
@@ -106,9 +107,9 @@ class QuantizedFormat(ABC):
     def shape(self, parts: Parts) -> tuple[int, int]:
         """(n, k) of the matrix."""
 
-    @abstractmethod
     def required(self, parts: Parts) -> tuple[str, ...]:
         """The suffixes that a layer with these parts must have."""
+        return self.needed
 
     @abstractmethod
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
@@ -139,8 +140,8 @@ def group_of(parts: Parts, k: int, group_size: int) -> int:
 
 
 def unpacked(words: "torch.Tensor", bits: int) -> "torch.Tensor":
-    """Codes uint8[..., m * 32 / bits] of int32[..., m]: one after the other from the lowest bit on, across words. The last axis has whole words of
-    codes: 32 m is a multiple of 8 bits."""
+    """Codes uint8[..., m * 32 / bits] of int32[..., m], or of as many bytes: one after the other from the lowest bit on, across words. The last axis
+    has whole words of codes: 32 m is a multiple of 8 bits."""
     import torch
 
     data: torch.Tensor = words.contiguous().view(torch.uint8)
@@ -203,13 +204,28 @@ def _dequantized(codes: "torch.Tensor", scales: "torch.Tensor", zeros: "torch.Te
     return codes.float().sub_(_spread(zeros, size, k)).mul_(_spread(scales, size, k))
 
 
-def grouped(
-    codes: "torch.Tensor", scales: "torch.Tensor", zeros: "torch.Tensor | int", group_of_column: "torch.Tensor"
-) -> "torch.Tensor":
-    """scale * (code - zero) in float32[n, k], where column j has the group group_of_column[j]."""
-    columns = group_of_column.long()
-    values = codes.float().sub_(zeros if isinstance(zeros, int) else zeros[:, columns])
-    return values.mul_(scales[:, columns])
+def ordered(
+    parts: Parts,
+    suffix: str,
+    codes: "torch.Tensor",
+    bits: int,
+    scales: "torch.Tensor",
+    zeros: "torch.Tensor | int",
+    lowest: int = 0,
+) -> "QuantizedMatrix | torch.Tensor":
+    """As `integers`. If the layer has a tensor of this suffix, it is the group of each column, and where columns of a group are not side by side, the
+    matrix is float32[n, k]. lowest: -1 where that stands for no order."""
+    import torch
+
+    k, groups = codes.shape[1], scales.shape[1]
+    if suffix in parts:
+        order = parts.tensor(suffix, ("I32", "I64"), (k,)).long()
+        if int(order.min()) < lowest or int(order.max()) >= groups:
+            raise parts.fault(suffix, f"names groups beyond the {groups} that there are")
+        if int(order.min()) >= 0 and not torch.equal(order, torch.arange(k) // (k // groups)):
+            values = codes.float().sub_(zeros if isinstance(zeros, int) else zeros[:, order])
+            return values.mul_(scales[:, order])
+    return integers(codes, bits, scales, zeros, k // groups)
 
 
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)

@@ -3,7 +3,7 @@ quantised, and how; the config only which kinds there are."""
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat, grouped, integers, unpacked
+from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat, ordered, unpacked
 from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, by_group, scaled, scaled_shape
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme
@@ -115,8 +115,6 @@ class CompressedTensorsFormat(QuantizedFormat):
         return self._packed(parts)
 
     def _packed(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
-        import torch
-
         n, k = self.shape(parts)
         bits = self._bits_of(parts.shape("weight_packed")[1], k)
         if not bits:
@@ -130,15 +128,7 @@ class CompressedTensorsFormat(QuantizedFormat):
             zeros = _codes(stored.T, bits, n).T.float()
         elif "weight_zero_point" in parts:
             zeros = by_group(parts, "weight_zero_point", n, k, ("I8",)).expand(scales.shape) + 2 ** (bits - 1)
-        size = k // groups
-        if "weight_g_idx" in parts:
-            order = parts.tensor("weight_g_idx", ("I32", "I64"), (k,))
-            # -1: no order was used.
-            if int(order.max()) >= groups or int(order.min()) < -1:
-                raise parts.fault("weight_g_idx", f"names groups beyond the {groups} that there are")
-            if int(order.min()) >= 0 and not torch.equal(order.long(), torch.arange(k) // size):
-                return grouped(codes, scales, zeros, order)
-        return integers(codes, bits, scales, zeros, size)
+        return ordered(parts, "weight_g_idx", codes, bits, scales, zeros, lowest=-1)
 
 
 def _codes(words: "torch.Tensor", bits: int, k: int) -> "torch.Tensor":

@@ -11,9 +11,8 @@ from headrace.checkpoint.quantized_formats.base import (
     QuantizedFormat,
     group_of,
     group_size_of,
-    grouped,
-    integers,
     is_kernel_group,
+    ordered,
     unpacked,
 )
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
@@ -36,6 +35,7 @@ class GptqFormat(QuantizedFormat):
 
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
     telling = ("qweight",)
+    needed = ("qweight", "qzeros", "scales")
 
     def __init__(self, method: str, config: dict[str, Any], zero_offset: int, varies: bool) -> None:
         """zero_offset: what is added to a stored zero point. varies: layers may have other bits and groups than the config says."""
@@ -62,9 +62,6 @@ class GptqFormat(QuantizedFormat):
             )
         return cls("gptq", config, _LAYOUTS[layout], bool(config.get("dynamic")))
 
-    def required(self, parts: Parts) -> tuple[str, ...]:
-        return "qweight", "qzeros", "scales"
-
     def shape(self, parts: Parts) -> tuple[int, int]:
         rows, n = parts.matrix_shape("qweight")
         bits = self._bits_of(parts)
@@ -73,12 +70,9 @@ class GptqFormat(QuantizedFormat):
         return n, rows * 32 // bits
 
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
-        import torch
-
         (n, k), bits = self.shape(parts), self._bits_of(parts)
         stated = k // max(1, parts.matrix_shape("scales")[0]) if self._varies else self._group_size
-        size = group_of(parts, k, stated)
-        groups = k // size
+        groups = k // group_of(parts, k, stated)
         if k % 32 or (n % 32 and n * bits % 32):
             raise parts.fault("qweight", f"is of [{n}, {k}] weights, which do not fill words of 32 bits")
         words = parts.tensor("qweight", ("I32",), (k * bits // 32, n))
@@ -86,13 +80,7 @@ class GptqFormat(QuantizedFormat):
         stored = parts.tensor("qzeros", ("I32",), (groups, n * bits // 32))
         zeros = unpacked(_filled(stored, bits), bits)[:, :n].T.float() + self._zero_offset
         scales = parts.floats("scales", (groups, n)).T.contiguous()
-        if "g_idx" in parts:
-            order = parts.tensor("g_idx", ("I32", "I64"), (k,))
-            if int(order.min()) < 0 or int(order.max()) >= groups:
-                raise parts.fault("g_idx", f"names groups beyond the {groups} that there are")
-            if not torch.equal(order.long(), torch.arange(k) // size):
-                return grouped(codes, scales, zeros, order)
-        return integers(codes, bits, scales, zeros, size)
+        return ordered(parts, "g_idx", codes, bits, scales, zeros)
 
     def _bits_of(self, parts: Parts) -> int:
         """Bits of a code: those of the config, or as many as a zero point has."""

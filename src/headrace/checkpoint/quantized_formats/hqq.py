@@ -26,6 +26,7 @@ class HqqFormat(QuantizedFormat):
         *("quant_scale", "quant_zero", "view_as_float"),
     )
     telling = ("W_q",)
+    needed = ("W_q", "scale", "zero", "shape")
     unused = (
         *("packing", "unpack_view_dtype", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config"),
         *("channel_wise", "optimize", "round_zero"),
@@ -43,9 +44,6 @@ class HqqFormat(QuantizedFormat):
         is_by_row = self._settings.get("axis", 1) == 1 and isinstance(size, int) and size % KERNEL_GROUP == 0
         self.scheme = "int4" if bits <= 4 and is_by_row else "none"
         self.described = f"hqq weights of {bits} bits"
-
-    def required(self, parts: Parts) -> tuple[str, ...]:
-        return "W_q", "scale", "zero", "shape"
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         n, k = (int(size) for size in parts.tensor("shape", _INTEGERS, (2,)))

@@ -39,6 +39,7 @@ class ModelOptFormat(QuantizedFormat):
 
     suffixes = ("weight", "weight_scale", "weight_scale_2", "pre_quant_scale")
     telling = ("weight_scale",)
+    needed = ("weight", "weight_scale")
     unused = ACTIVATION_SCALES
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -50,9 +51,6 @@ class ModelOptFormat(QuantizedFormat):
         self.scheme = _SCHEMES[algorithm]
         self._is_awq = algorithm in _AWQ
         self.described = f"modelopt {algorithm} weights"
-
-    def required(self, parts: Parts) -> tuple[str, ...]:
-        return "weight", "weight_scale"
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         if self._is_awq and parts.dtype("weight") == "U8":

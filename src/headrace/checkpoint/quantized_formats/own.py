@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat
+from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat, unpacked
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, STORED, codes_of
 from headrace.errors import ModelError
@@ -16,6 +16,7 @@ class OwnFormat(QuantizedFormat):
 
     suffixes = ("codes", "scales", "minimums")
     telling = ("codes",)
+    needed = ("codes", "scales")
 
     def __init__(self, config: dict[str, Any]) -> None:
         scheme, group_size = config.get("scheme"), config.get("group_size")
@@ -26,9 +27,6 @@ class OwnFormat(QuantizedFormat):
         self.scheme = scheme
         self.described = f"headrace {scheme} weights"
 
-    def required(self, parts: Parts) -> tuple[str, ...]:
-        return "codes", "scales"
-
     def shape(self, parts: Parts) -> tuple[int, int]:
         n, stored = parts.matrix_shape("codes")
         # A checkpoint of int4 keeps some matrices in 8 bits: their scales tell.
@@ -36,8 +34,6 @@ class OwnFormat(QuantizedFormat):
         return n, stored * 2 if stored * 2 <= groups * KERNEL_GROUP else stored
 
     def read(self, parts: Parts) -> QuantizedMatrix:
-        import torch
-
         n, k = self.shape(parts)
         groups = (n, -(-k // KERNEL_GROUP))
         codes, scales = parts.tensor("codes", ("U8",)), parts.floats("scales", groups)
@@ -46,8 +42,7 @@ class OwnFormat(QuantizedFormat):
             if minimums is not None:
                 raise ModelError(f"{parts.layer}: 8-bit codes have no minimums")
             return QuantizedMatrix("int8", codes, scales, None, KERNEL_GROUP)
-        both = torch.stack((codes & 15, codes >> 4), dim=2).reshape(n, k)
-        return QuantizedMatrix("int4", both, scales, minimums, KERNEL_GROUP)
+        return QuantizedMatrix("int4", unpacked(codes, 4), scales, minimums, KERNEL_GROUP)
 
 
 def own_tensors(matrix: QuantizedMatrix) -> dict[str, "torch.Tensor"]:

@@ -2,15 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.checkpoint.quantized_formats.awq import ORDER, columns_of
 from headrace.checkpoint.quantized_formats.base import (
-    FLOATS,
     Parts,
     QuantizedFormat,
     group_of,
     group_size_of,
     integers,
     is_kernel_group,
-    unpacked,
 )
 from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, scaled, scaled_shape
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 _SCHEMES: dict[str, Scheme] = {"int8": "int8", "fp8_e4m3": "fp8", "fp4": "int8", "int4": "int4", "uint4": "int4"}
 """How a model of weights of this dtype computes."""
-_REORDERED = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds column i
 
 
 class QuarkFormat(QuantizedFormat):
@@ -31,6 +29,7 @@ class QuarkFormat(QuantizedFormat):
 
     suffixes = ("weight", "weight_scale", "weight_zero_point")
     telling = ("weight_scale",)
+    needed = ("weight", "weight_scale")
     unused = (*ACTIVATION_SCALES, "bias_scale", "bias_zero_point")
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -62,11 +61,8 @@ class QuarkFormat(QuantizedFormat):
             self.scheme = "none"
         export = config.get("export")
         method = export.get("pack_method", "reorder") if isinstance(export, dict) else "reorder"
-        self._order = _REORDERED if method == "reorder" else tuple(range(8))
+        self._order = ORDER if method == "reorder" else tuple(range(8))
         self.described = f"quark {self._dtype} weights"
-
-    def required(self, parts: Parts) -> tuple[str, ...]:
-        return "weight", "weight_scale"
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         if not self._is_packed:
@@ -81,11 +77,10 @@ class QuarkFormat(QuantizedFormat):
         zeros: torch.Tensor | int = 8
         if "weight_zero_point" in parts:
             zeros = self._columns(parts, "weight_zero_point", k // size, n).float()
-        scales = parts.tensor("weight_scale", FLOATS, (k // size, n)).float().T
+        scales = parts.floats("weight_scale", (k // size, n)).T
         return integers(self._columns(parts, "weight", k, n), 4, scales, zeros, size)
 
     def _columns(self, parts: Parts, suffix: str, rows: int, n: int) -> "torch.Tensor":
-        """Codes uint8[n, rows] of words that hold eight of n side by side; of int4, 8 more."""
-        nibbles = unpacked(parts.tensor(suffix, ("I32",), (rows, -(-n // 8))), 4).reshape(rows, -1, 8)
-        codes = nibbles[:, :, list(self._order)].flatten(-2)[:, :n].T.contiguous()
+        """Codes uint8[n, rows]; of int4, 8 more."""
+        codes = columns_of(parts, suffix, rows, n, self._order)
         return codes ^ 8 if self._dtype == "int4" else codes

@@ -38,7 +38,7 @@ def scaled(parts: Parts, weight: str, scale: str, block: tuple[int, int] = (0, 0
     """The matrix of the tensors with these suffixes. block: (rows, columns) that share a scale; (0, 0) = the scales' shape tells."""
     dtype = parts.dtype(weight)
     if dtype == "I8":
-        return _int8(parts, weight, scale)
+        return bytes_of(parts, weight, scale, f"{weight}_zero_point")
     if dtype in FLOAT8:
         return _float8(parts, weight, scale, block)
     if dtype == "U8":
@@ -51,8 +51,8 @@ def scaled_shape(parts: Parts, weight: str) -> tuple[int, int]:
     return (n, 2 * k) if parts.dtype(weight) == "U8" else (n, k)
 
 
-def _int8(parts: Parts, weight: str, scale: str) -> "QuantizedMatrix | torch.Tensor":
-    """scale * (code - zero), a scale for the matrix, a row or a group of a row."""
+def bytes_of(parts: Parts, weight: str, scale: str, zero: str) -> "QuantizedMatrix | torch.Tensor":
+    """scale * (code - zero), int8[n, k], a scale for the matrix, a row or a group of a row. zero: of a tensor that need not be there."""
     import torch
 
     n, k = parts.matrix_shape(weight)
@@ -60,10 +60,8 @@ def _int8(parts: Parts, weight: str, scale: str) -> "QuantizedMatrix | torch.Ten
     # As unsigned codes: 128 more.
     codes = parts.tensor(weight, ("I8",)).view(torch.uint8) ^ 128
     zeros: torch.Tensor | int = 128
-    point = f"{weight}_zero_point"
-    if point in parts:
-        zeros = by_group(parts, point, n, k, ("I8", "I32", "I64", *FLOATS)) + 128
-        zeros = zeros.expand(scales.shape)
+    if zero in parts:
+        zeros = by_group(parts, zero, n, k, ("I8", "I32", "I64", *FLOATS)).expand(scales.shape) + 128
     return integers(codes, 8, scales, zeros, k // scales.shape[1])
 
 

@@ -4,8 +4,8 @@ weight is. Those in pickles are not read."""
 import json
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.quantized_formats.base import FLOAT8, FLOATS, Parts, QuantizedFormat, integers
-from headrace.checkpoint.quantized_formats.scaled import by_group
+from headrace.checkpoint.quantized_formats.base import FLOAT8, Parts, QuantizedFormat, integers, unpacked
+from headrace.checkpoint.quantized_formats.scaled import by_group, bytes_of
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme
 from headrace.errors import ModelError
@@ -26,6 +26,7 @@ class TorchAoFormat(QuantizedFormat):
 
     suffixes = (_Q, _SCALE, _ZERO)
     telling = (_Q,)
+    needed = (_Q, _SCALE)
     unused = ("_weight_act_quant_scale", "_weight_act_quant_zero_point")
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -33,9 +34,6 @@ class TorchAoFormat(QuantizedFormat):
         known: tuple[tuple[str, Scheme], ...] = (("Int4", "int4"), ("Int", "int8"), ("Float8", "fp8"))
         self.scheme = next((scheme for start, scheme in known if kind.startswith(start)), "none")
         self.described = f"torchao {kind} weights"
-
-    def required(self, parts: Parts) -> tuple[str, ...]:
-        return _Q, _SCALE
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         n, k = parts.matrix_shape(_Q)
@@ -50,14 +48,14 @@ class TorchAoFormat(QuantizedFormat):
             scales = by_group(parts, _SCALE, n, k)
             return values.mul_(scales.repeat_interleave(k // scales.shape[1], dim=1))
         if kind == "Int4Tensor":
-            packed = parts.tensor(_Q, ("I8", "U8")).view(torch.uint8)
+            packed = parts.tensor(_Q, ("I8", "U8"))
             groups = parts.shape(_SCALE)[0] if len(parts.shape(_SCALE)) == 2 else 0
             if not groups or k % groups:
                 raise parts.fault(_SCALE, f"is {list(parts.shape(_SCALE))}, expected one for each group of {k} and row")
             scales = parts.floats(_SCALE, (groups, n)).T.contiguous()
             added = parts.floats(_ZERO, (groups, n)).T if _ZERO in parts else torch.zeros_like(scales)
             # As unsigned codes: 8 more.
-            codes = torch.stack((packed & 15, packed >> 4), dim=2).reshape(n, k) ^ 8
+            codes = unpacked(packed, 4) ^ 8
             if not bool(added.any()):
                 return integers(codes, 4, scales, 8, k // groups)
             size, minimums = k // groups, (8 * scales - added).contiguous()
@@ -65,12 +63,7 @@ class TorchAoFormat(QuantizedFormat):
                 return QuantizedMatrix("int4", codes, scales, minimums, size)
             spread = [values.repeat_interleave(size, dim=1) for values in (scales, minimums)]
             return codes.float().mul_(spread[0]).sub_(spread[1])
-        codes = parts.tensor(_Q, ("I8",)).view(torch.uint8) ^ 128
-        scales = by_group(parts, _SCALE, n, k)
-        zeros: torch.Tensor | int = 128
-        if _ZERO in parts:
-            zeros = by_group(parts, _ZERO, n, k, ("I8", "I32", "I64", *FLOATS)).expand(scales.shape) + 128
-        return integers(codes, 8, scales, zeros, k // scales.shape[1])
+        return bytes_of(parts, _Q, _SCALE, _ZERO)
 
     def _type(self, parts: Parts) -> str:
         stated = parts.metadata(_Q).get(f"{parts.layer}.weight")
