@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, dequantize, half, k_scales
-from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, map_tensors
+from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_rows, map_tensors
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.sampling_defaults import from_gguf
@@ -66,6 +66,16 @@ def quantized_matrix(type_name: str, rows: Bytes, shape: tuple[int, ...]) -> Qua
         None if minimums is None else by_group(minimums),
         KERNEL_GROUP,
     )
+
+
+def values_of(rows: Bytes, kind: BlockType, shape: tuple[int, ...]) -> "torch.Tensor":
+    """The tensor of stored rows: float types as stored, quantised ones as float32."""
+    import torch
+
+    if kind.name in ("F16", "BF16"):
+        dtype = torch.float16 if kind.name == "F16" else torch.bfloat16
+        return torch.from_numpy(np.array(rows)).view(dtype).reshape(shape)
+    return torch.from_numpy(dequantize(rows, kind.name)).reshape(shape)
 
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -135,15 +145,8 @@ class GgufCheckpoint(Checkpoint):
         return self._source(name).shape
 
     def tensor(self, name: str) -> "torch.Tensor":
-        import torch
-
         source = self._source(name)
-        rows, kind = self._rows(source), self.file.tensors[source.gguf_name].type.name
-        if kind in ("F16", "BF16"):
-            dtype = torch.float16 if kind == "F16" else torch.bfloat16
-            tensor = torch.from_numpy(np.array(rows)).view(dtype).reshape(source.shape)
-        else:
-            tensor = torch.from_numpy(dequantize(rows, kind)).reshape(source.shape)
+        tensor = values_of(self._rows(source), self.file.tensors[source.gguf_name].type, source.shape)
         return tensor.sub_(1) if source.subtract_one else tensor
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
@@ -193,11 +196,7 @@ class GgufCheckpoint(Checkpoint):
         if source.expert is not None:
             num_rows = math.prod(source.shape[:-1])
             rows = rows[source.expert * num_rows : (source.expert + 1) * num_rows]
-        if source.row_order is not None:
-            if len(source.shape) == 1:  # a bias is stored as one row of values
-                rows = rows.reshape(source.shape[0], -1)
-            rows = rows[hf_row_order(source.shape[0], source.row_order)]
-        return rows
+        return hf_rows(rows, source.shape[0], source.row_order)
 
     def _source(self, name: str) -> GgufSource:
         if name not in self._sources:

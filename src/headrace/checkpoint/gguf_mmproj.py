@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from headrace.checkpoint.families import encoders, projectors
 from headrace.checkpoint.files import best_mmprojs, first_part, is_mmproj
-from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor, dequantize
-from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
-from headrace.checkpoint.gguf_names import hf_config, hf_row_order
+from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor
+from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of, values_of
+from headrace.checkpoint.gguf_names import check_pairs, hf_config, hf_rows
+from headrace.checkpoint.hub_cache import COMMIT
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config, read_media
 from headrace.checkpoint.preprocessor_config import image_settings
 from headrace.checkpoint.projector import MediaFiles, Projector, VisionKeys
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 AUTO, NONE = "auto", "none"
 _LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 _NUMBER = re.compile(r"\.(\d+)\.")
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSource:
-    """The tensors that make one of Hugging Face's. row_order: see `gguf_names.hf_row_order`; the others: see `Projector`."""
+    """The tensors that make one of Hugging Face's. row_order: see `gguf_names.hf_rows`; the others: see `Projector`."""
 
     parts: list[GgufTensor]
     row_order: int | None = None
@@ -44,10 +43,9 @@ class EncoderSource:
     three_dimensions: bool = False
 
     @property
-    def half(self) -> str:
-        """Its type, if that has 16 bits; else "": its values are float32, quantised ones dequantised."""
-        names = {part.type.name for part in self.parts}
-        return names.pop() if len(names) == 1 and names <= {"F16", "BF16"} else ""
+    def is_half(self) -> bool:
+        """Whether its type has 16 bits; else its values are float32, quantised ones dequantised."""
+        return {part.type.name for part in self.parts} in ({"F16"}, {"BF16"})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,21 +114,11 @@ class Mmproj(Mapping[str, EncoderSource]):
         source = self._sources[name]
         parts = []
         for part in source.parts:
-            rows = self._rows_of(part, source)
-            if source.half:
-                dtype = torch.float16 if source.half == "F16" else torch.bfloat16
-                parts.append(torch.from_numpy(np.array(rows)).view(dtype).reshape(part.shape))
-            else:
-                parts.append(torch.from_numpy(dequantize(rows, part.type.name)).reshape(part.shape))
+            rows = hf_rows(self.file.raw(part.name), part.shape[0], source.row_order)
+            values = values_of(rows, part.type, part.shape)
+            parts.append(values if source.is_half else values.float())
         tensor = torch.stack(parts, dim=2) if source.are_frames else torch.cat(parts)
         return (tensor.sub_(1) if source.subtract_one else tensor).reshape(source.shape)
-
-    def _rows_of(self, part: GgufTensor, source: EncoderSource) -> Bytes:
-        rows = self.file.raw(part.name)
-        if source.row_order is None:
-            return rows
-        num_rows = part.shape[0]  # a bias is stored as one row of values
-        return rows.reshape(num_rows, -1)[hf_row_order(num_rows, source.row_order)]
 
 
 class GgufPair(GgufCheckpoint):
@@ -144,7 +132,7 @@ class GgufPair(GgufCheckpoint):
 
     @property
     def total_bytes(self) -> int:
-        sizes = (math.prod(source.shape) * (2 if source.half else 4) for source in self._encoder.values())
+        sizes = (math.prod(source.shape) * (2 if source.is_half else 4) for source in self._encoder.values())
         return super().total_bytes + sum(sizes)
 
     def files(self) -> list[Path]:
@@ -255,7 +243,7 @@ def _has_others(model: Path) -> bool:
 def beside(model: Path) -> list[Path]:
     """The vision encoders in the folder of a model; without one, of the Hugging Face cache those in the snapshot's own folder."""
     folders = [model.parent]
-    folders += [folder for folder in model.parents if _COMMIT.fullmatch(folder.name)][:1]
+    folders += [folder for folder in model.parents if COMMIT.fullmatch(folder.name)][:1]
     for folder in folders:
         found = sorted(file for file in folder.glob("*.gguf") if is_mmproj(file.name) and file != model)
         if found:
@@ -311,10 +299,7 @@ def _sources(file: GgufFile, own: Projector, keys: VisionKeys) -> dict[str, Enco
             name = _other_name(tensor.name, own, places)
         if name is None:
             raise ModelError(f"{file.path.name}: tensor {tensor.name} is not known in a vision encoder of its type")
-        if order is not None and tensor.shape[0] % (2 * order):
-            raise ModelError(
-                f"{file.path.name}: tensor {tensor.name} has {tensor.shape[0]} rows, not a whole number of rotary pairs for each of {order} heads"
-            )
+        check_pairs(file, tensor, order)
         source = sources.setdefault(
             name,
             EncoderSource([], order, tensor.name in own.norms_plus_one, tensor.name in own.three_dimensions),
@@ -338,30 +323,28 @@ def _places(file: GgufFile, own: Projector) -> dict[str, int]:
     numbers = {
         int(found[1])
         for name in file.tensors
-        if not name.startswith("v.blk.") and (found := _NUMBER.search(name)) and _pattern(name) in own.names
+        if not name.startswith("v.blk.") and (found := _NUMBER.search(name)) and _pattern(_module(name)) in own.names
     }
     return {str(number): place for place, number in enumerate(sorted(numbers))}
 
 
-def _pattern(name: str) -> str:
+def _pattern(module: str) -> str:
     """The name of a module, with {} for its number."""
-    return _NUMBER.sub(".{}.", name.removesuffix(".weight").removesuffix(".bias"), count=1)
+    return _NUMBER.sub(".{}.", module, count=1)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias")
 
 
 def _other_name(name: str, own: Projector, places: dict[str, int]) -> str | None:
-    for module, ending in _split(name):
-        if module in own.names:
-            return own.names[module] + ending
-    number = _NUMBER.search(name)
-    ours = own.names.get(_pattern(name))
+    module = _module(name)
+    ending = name.removeprefix(module)
+    if name in own.names:
+        return own.names[name]
+    if module in own.names:
+        return own.names[module] + ending
+    number, ours = _NUMBER.search(name), own.names.get(_pattern(module))
     if number is None or ours is None or number[1] not in places:
         return None
-    return ours.format(places[number[1]]) + name[len(name.removesuffix(".weight").removesuffix(".bias")) :]
-
-
-def _split(name: str) -> Iterator[tuple[str, str]]:
-    """The name as a whole, and as a module with its ending."""
-    yield name, ""
-    for ending in (".weight", ".bias"):
-        if name.endswith(ending):
-            yield name.removesuffix(ending), ending
+    return ours.format(places[number[1]]) + ending

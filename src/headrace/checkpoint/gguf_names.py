@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.checkpoint.families import gguf
-from headrace.checkpoint.gguf import GgufFile
+from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor
 from headrace.errors import ModelError
 
 _GLOBAL = {
@@ -58,7 +57,7 @@ class GgufSource:
     """The source of one Hugging Face tensor in a GGUF file.
 
     gguf_name: the stored tensor. expert: index into its first dimension, None when the whole tensor is meant.
-    row_order: heads whose rows must be reordered (`hf_row_order`), None when the order is the same.
+    row_order: heads whose rows must be reordered (`hf_rows`), None when the order is the same.
     subtract_one: the file stores weight + 1.
     """
 
@@ -98,11 +97,7 @@ def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
                 sources[name] = GgufSource(tensor.name, tensor.shape[1:], expert=expert)
         elif part in layer_names:
             heads = {"attn_q": num_q_heads, "attn_k": num_kv_heads}.get(part) if own.interleaved else None
-            if heads is not None and tensor.shape[0] % (2 * heads):
-                raise ModelError(
-                    f"{file.path.name}: tensor {tensor.name} has {tensor.shape[0]} rows, not a whole number "
-                    f"of rotary pairs for each of {heads} heads"
-                )
+            check_pairs(file, tensor, heads)
             sources[f"{prefix}{layer_names[part]}.{kind}"] = GgufSource(
                 tensor.name,
                 tensor.shape,
@@ -114,14 +109,25 @@ def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
     return sources
 
 
-def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
-    """Stored row of each Hugging Face row of a q or k projection of the `llama` architecture: intp[num_rows].
+def check_pairs(file: GgufFile, tensor: GgufTensor, num_heads: int | None) -> None:
+    """Raises ModelError unless `hf_rows` can reorder the rows of the tensor."""
+    if num_heads is not None and tensor.shape[0] % (2 * num_heads):
+        raise ModelError(
+            f"{file.path.name}: tensor {tensor.name} has {tensor.shape[0]} rows, not a whole number "
+            f"of rotary pairs for each of {num_heads} heads"
+        )
+
+
+def hf_rows(rows: Bytes, num_rows: int, num_heads: int | None) -> Bytes:
+    """The stored rows of a q or k projection of the `llama` architecture, or of its bias, in Hugging Face's order. num_heads None: as they are.
 
     llama.cpp rotates neighbouring pairs, Hugging Face the two halves of a head, so its converter interleaves the
     halves: stored row 2j + h of a head is Hugging Face row h * head_dim / 2 + j. This is the inverse.
     """
+    if num_heads is None:
+        return rows
     stored = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
-    return stored.swapaxes(1, 2).reshape(num_rows)
+    return rows.reshape(num_rows, -1)[stored.swapaxes(1, 2).reshape(num_rows)]  # a bias is stored as one row of values
 
 
 def architecture(file: GgufFile) -> str:

@@ -36,7 +36,7 @@ from headrace.checkpoint.hub_cache import (
     is_gguf_model,
     mmprojs_of,
 )
-from headrace.checkpoint.huggingface import INDEX_NAME
+from headrace.checkpoint.huggingface import INDEX_NAME, weight_map
 from headrace.errors import ModelError
 from headrace.log import get_logger
 from headrace.plain_types import plain_reason
@@ -213,7 +213,7 @@ class _Pull:
             shards = weight_map(read_json_object(self._blobs / index.digest))
             if shards is None:
                 raise ModelError(f"{INDEX_NAME} of {self._name.repo} has no usable weight_map")
-        needed = needed_files(files, self._name, shards)
+        needed = needed_files(files, self._name, None if shards is None else shards.values())
         self._check_space(needed)
         self._progress.start(len(needed), sum(file.num_bytes for file in needed))
         for file in needed:
@@ -423,12 +423,3 @@ def _file(sibling: _Sibling) -> HubFile | None:
     if sibling.size is None or sibling.size < 0 or sibling.blobId is None or not _SHA1.fullmatch(sibling.blobId):
         return None
     return HubFile(sibling.rfilename, sibling.size, sibling.blobId)
-
-
-def weight_map(index: Any) -> list[str] | None:
-    """The shards of a decoded index; None if it is none."""
-    match index:
-        case {"weight_map": dict(shards)} if all(isinstance(shard, str) for shard in shards.values()):
-            return list(dict.fromkeys(shards.values()))
-        case _:
-            return None

@@ -4,7 +4,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from headrace.checkpoint.pooling import dense_folders
 from headrace.checkpoint.quantized_formats import Parts, QuantizedFormat
 from headrace.checkpoint.quantized_formats.base import FLOATS
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.safetensors_file import DTYPE_BYTES, DTYPES, SafetensorsEntry, SafetensorsFile
+from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -118,18 +118,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         return self._entry(name).shape
 
     def tensor(self, name: str) -> "torch.Tensor":
-        import torch
-
         entry = self._entry(name)
-        dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype][0])
-        count = entry.num_bytes // DTYPE_BYTES[entry.dtype]
-        if not count:
-            return torch.empty(entry.shape, dtype=dtype)
-        if entry.offset % DTYPE_BYTES[entry.dtype]:
-            data = bytearray(self._files[name].buffer[entry.offset : entry.offset + entry.num_bytes])
-            return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
-        buffer = self._files[name].buffer
-        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+        return self._files[name].tensor(entry.name)
 
     def release(self) -> None:
         for opened in set(self._files.values()):
@@ -264,10 +254,16 @@ def _dense_file(folder: Path) -> Path:
 
 
 def _weight_map(index_file: Path) -> dict[str, str]:
-    weight_map = read_json_object(index_file).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    shards = weight_map(read_json_object(index_file))
+    if shards is None:
         raise ModelError(f"{index_file.name} has no usable weight_map")
-    for name in weight_map.values():
+    for name in shards.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index_file.name} names {name!r}, which is not a safetensors file of the folder")
-    return weight_map
+    return shards
+
+
+def weight_map(index: dict[str, Any]) -> dict[str, str] | None:
+    """The shard of each tensor, by a decoded index; None if it does not say."""
+    shards = index.get("weight_map")
+    return shards if isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values()) else None

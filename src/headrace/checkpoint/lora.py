@@ -28,7 +28,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _SUFFIXES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = ("F32", "F16", "BF16")
 _PATTERN_MEMORY_BYTES = 1 << 20
 _MAX_PATTERNS = 1024
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -160,9 +160,7 @@ class LoraCheckpoint:
     def tensor(self, name: str) -> "torch.Tensor":
         import torch
 
-        entry = self._file.entries[name]
-        data = bytearray(self._file.buffer[entry.offset : entry.offset + entry.num_bytes])
-        values = torch.frombuffer(data, dtype=getattr(torch, _FLOATS[entry.dtype])).reshape(entry.shape).float()
+        values = self._file.tensor(name).to(torch.float32, copy=True)
         if not bool(torch.isfinite(values).all()):
             raise ModelError(f"{WEIGHTS_NAME}: tensor {name} contains NaN or infinity")
         return values

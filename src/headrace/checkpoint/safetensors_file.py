@@ -1,4 +1,4 @@
-"""One safetensors file: its checked header, and the bytes of its tensors. No torch.
+"""One safetensors file: its checked header, and the bytes of its tensors. torch is imported when a tensor is requested.
 
 The header is read by ourselves so that a broken file is refused naming the tensor before anything is mapped into a model. Format:
 https://github.com/huggingface/safetensors#format (8-byte length, JSON header, data; offsets without holes).
@@ -10,10 +10,13 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.files import json_fault, map_regular
 from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = {
     "F64": ("float64", 8),
@@ -59,6 +62,22 @@ class SafetensorsFile:
         self.entries: dict[str, SafetensorsEntry] = {}
         self.metadata: dict[str, str] = {}
         self._read_header()
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """A view of the mapping; a copy where it does not begin at a multiple of its element's size."""
+        import torch
+
+        entry = self.entries[name]
+        dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype][0])
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        data: mmap.mmap | bytearray = self.buffer
+        offset, itemsize = entry.offset, DTYPE_BYTES[entry.dtype]
+        if offset % itemsize:
+            data, offset = bytearray(data[offset : offset + entry.num_bytes]), 0
+        return torch.frombuffer(data, dtype=dtype, count=entry.num_bytes // itemsize, offset=offset).reshape(
+            entry.shape
+        )
 
     def _broken(self, why: str) -> ModelError:
         return ModelError(f"{self.path.name} is not a usable safetensors file: {why}")

@@ -94,58 +94,33 @@ _GGUF_KEYS = {
 }
 """llama.cpp's converter takes them from the model's generation_config.json: https://github.com/ggml-org/llama.cpp/pull/17120."""
 
-_CARDS: tuple[tuple[str, SamplingDefaults], ...] = (
+_QWEN2 = r"qwen2(\.5)?\b(?!.*\bmath\b)"
+_CARDS: tuple[tuple[str, str, float, float | None, int | None, float | None], ...] = (
     # The example of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, the same for 360M and 1.7B.
-    (r"smollm2\b", SamplingDefaults(temperature=0.2, top_p=0.9, origin="SmolLM2's model card")),
+    (r"smollm2\b", "SmolLM2's model card", 0.2, 0.9, None, None),
     # generation_config.json of https://huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B and the other distilled ones.
-    (r"deepseek r1\b", SamplingDefaults(temperature=0.6, top_p=0.95, origin="DeepSeek-R1's generation_config.json")),
+    (r"deepseek r1\b", "DeepSeek-R1's generation_config.json", 0.6, 0.95, None, None),
     # https://huggingface.co/Qwen/Qwen3-4B-Instruct-2507 and Qwen3-Coder-30B-A3B-Instruct, generation_config.json.
-    (
-        r"qwen3 coder\b",
-        SamplingDefaults(
-            temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, origin="Qwen3-Coder's generation_config.json"
-        ),
-    ),
-    (
-        r"qwen3\b.*\binstruct\b.*",
-        SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, origin="Qwen3-Instruct's generation_config.json"),
-    ),
+    (r"qwen3 coder\b", "Qwen3-Coder's generation_config.json", 0.7, 0.8, 20, 1.05),
+    (r"qwen3\b.*\binstruct\b.*", "Qwen3-Instruct's generation_config.json", 0.7, 0.8, 20, None),
     # https://huggingface.co/Qwen/Qwen3-0.6B and the other sizes, generation_config.json; the thinking models of 2507 likewise.
-    (
-        r"qwen3\b(?!.*\bbase\b)",
-        SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, origin="Qwen3's generation_config.json"),
-    ),
+    (r"qwen3\b(?!.*\bbase\b)", "Qwen3's generation_config.json", 0.6, 0.95, 20, None),
     # generation_config.json of https://huggingface.co/Qwen/Qwen2.5-0.5B-Instruct, -1.5B- and -7B-Instruct; Qwen2's are the same.
-    (
-        r"qwen2(\.5)?\b(?!.*\bmath\b).*\b(0\.5|1\.5)b\b.*\binstruct\b",
-        SamplingDefaults(
-            temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, origin="Qwen2.5's generation_config.json"
-        ),
-    ),
-    (
-        r"qwen2(\.5)?\b(?!.*\bmath\b).*\binstruct\b",
-        SamplingDefaults(
-            temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, origin="Qwen2.5's generation_config.json"
-        ),
-    ),
+    (_QWEN2 + r".*\b(0\.5|1\.5)b\b.*\binstruct\b", "Qwen2.5's generation_config.json", 0.7, 0.8, 20, 1.1),
+    (_QWEN2 + r".*\binstruct\b", "Qwen2.5's generation_config.json", 0.7, 0.8, 20, 1.05),
     # generation_config.json of https://huggingface.co/google/gemma-3-1b-it; the pretrained ones' is the same.
-    (
-        r"gemma 3\b",
-        SamplingDefaults(temperature=1.0, top_p=0.95, top_k=64, origin="Gemma 3's generation_config.json"),
-    ),
+    (r"gemma 3\b", "Gemma 3's generation_config.json", 1.0, 0.95, 64, None),
     # generation_config.json of https://huggingface.co/meta-llama/Llama-3.2-1B-Instruct, and of 3, 3.1 and 3.3.
-    (r"llama 3(\.[1-3])?\b", SamplingDefaults(temperature=0.6, top_p=0.9, origin="Llama 3's generation_config.json")),
+    (r"llama 3(\.[1-3])?\b", "Llama 3's generation_config.json", 0.6, 0.9, None, None),
     # The example of https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0.
-    (
-        r"tinyllama\b.*\bchat\b",
-        SamplingDefaults(temperature=0.7, top_p=0.95, top_k=50, origin="TinyLlama's model card"),
-    ),
+    (r"tinyllama\b.*\bchat\b", "TinyLlama's model card", 0.7, 0.95, 50, None),
     # "We recommend to use a temperature of 0.3": https://huggingface.co/mistralai/Mistral-Nemo-Instruct-2407.
-    (r"mistral nemo\b", SamplingDefaults(temperature=0.3, origin="Mistral-Nemo's model card")),
+    (r"mistral nemo\b", "Mistral-Nemo's model card", 0.3, None, None, None),
     # "a relatively low temperature, such as 0.15": https://huggingface.co/mistralai/Mistral-Small-24B-Instruct-2501 and later ones.
-    (r"mistral small\b.*\b24b\b", SamplingDefaults(temperature=0.15, origin="Mistral-Small's model card")),
+    (r"mistral small\b.*\b24b\b", "Mistral-Small's model card", 0.15, None, None, None),
 )
-"""Known models by the beginning of their name, in lower case with spaces for dashes; the first that fits."""
+"""Known models by the beginning of their name, in lower case with spaces for dashes, the first that fits: where the values come from, temperature,
+top_p, top_k, repetition_penalty."""
 
 _PUBLISHERS = r"(?:(?:meta|meta llama|qwen|google|mistralai|deepseek ai|huggingfacetb|unsloth) )?"
 
@@ -184,9 +159,11 @@ def _card(metadata: Mapping[str, Any]) -> SamplingDefaults | None:
         if not isinstance(name, str):
             continue
         plain = re.sub(r"[^a-z0-9.]+", " ", name.lower()).strip()
-        for pattern, defaults in _CARDS:
+        for pattern, origin, temperature, top_p, top_k, penalty in _CARDS:
             if re.match(_PUBLISHERS + pattern, plain):
-                return defaults
+                return SamplingDefaults(
+                    temperature=temperature, top_p=top_p, top_k=top_k, repetition_penalty=penalty, origin=origin
+                )
     return None
 
 

@@ -26,11 +26,11 @@ import torch
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
+from headrace.checkpoint.safetensors_file import SafetensorsEntry, SafetensorsFile
 from headrace.errors import ExecutionError, ModelError, RequestError
 from headrace.execution.rank_operations import RankView, answer
 from headrace.execution.released import DraftMemory, Released, keepers_of, release_kv, release_weights
-from headrace.execution.weight_files import WeightSaver, bytes_of, tensor_at
+from headrace.execution.weight_files import WeightSaver, bytes_of
 from headrace.garbage import give_back_free_memory
 from headrace.layers.weight import Keeper, Kept, Weight
 from headrace.log import get_logger
@@ -77,7 +77,6 @@ _UNRELATED = frozenset(
 )
 """Config fields that do not affect the computation."""
 _FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-_DTYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored in DTYPE_NAMES.items()}
 
 
 def check_same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
@@ -502,14 +501,10 @@ def _file_tensors(path: Path, bucketed: bool) -> list[tuple[str, torch.Tensor]]:
 
 
 def tensor_in_file(file: SafetensorsFile, entry: SafetensorsEntry) -> torch.Tensor:
-    """The tensor in the mapped file; a copy where it does not begin at a multiple of its element's size."""
-    dtype = _DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise ModelError(f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}")
-    if entry.offset % DTYPE_BYTES[entry.dtype]:
-        data = bytearray(file.buffer[entry.offset : entry.offset + entry.num_bytes])
-        return tensor_at(data, dtype, entry.shape, 0)
-    return tensor_at(file.buffer, dtype, entry.shape, entry.offset)
+    """See `SafetensorsFile.tensor`. Raises ModelError for a dtype in which no tensors are sent."""
+    if entry.dtype not in DTYPE_NAMES.values():
+        raise ModelError(f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(DTYPE_NAMES.values())}")
+    return file.tensor(entry.name)
 
 
 def _dtype(name: str) -> torch.dtype:
