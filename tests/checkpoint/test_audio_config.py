@@ -34,7 +34,7 @@ def test_defaults_are_those_of_transformers(name: str):
 
 
 def test_every_family_has_a_case():
-    assert set(CONFIGS) == set(families.audio())
+    assert set(CONFIGS) == set(families.all_families().audio)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import transformers
 
-from headrace.checkpoint.families import encoders
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.errors import ModelError
 
 
-@pytest.mark.parametrize("model_type", sorted(encoders()))
+@pytest.mark.parametrize("model_type", sorted(all_families().encoders))
 def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str):
     theirs = transformers.AutoConfig.for_model(model_type)
 
@@ -30,7 +30,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str):
     assert ours.encoder.first_position == (2 if "roberta" in model_type or model_type == "camembert" else 0)
 
 
-@pytest.mark.parametrize("model_type", sorted(encoders()))
+@pytest.mark.parametrize("model_type", sorted(all_families().encoders))
 def test_a_config_that_transformers_writes_is_the_same_as_one_of_defaults(model_type: str):
     written = transformers.AutoConfig.for_model(model_type).to_dict()
 

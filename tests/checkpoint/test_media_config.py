@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import transformers
 
-from headrace.checkpoint.families import vision
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.model_config import parse_hf_config, read_media
 from headrace.errors import ModelError
 
@@ -104,7 +104,7 @@ def test_defaults_are_those_of_transformers(name: str):
 
 
 def test_every_family_has_a_case():
-    assert {config["model_type"] for config in CONFIGS.values()} == set(vision())
+    assert {config["model_type"] for config in CONFIGS.values()} == set(all_families().vision)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

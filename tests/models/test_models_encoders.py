@@ -12,7 +12,7 @@ from model_harness import CPU
 from safetensors.torch import load_file, save_file
 
 from headrace.attention.cpu import CpuAttention
-from headrace.checkpoint.families import encoders
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.pooling import read_pooling
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
@@ -81,7 +81,7 @@ def texts(case: str) -> Texts:
 
 
 def test_every_encoder_has_a_tiny_model():
-    assert set(encoders()) == {changes.get("kind", "bert") for changes in CASES.values()}
+    assert set(all_families().encoders) == {changes.get("kind", "bert") for changes in CASES.values()}
 
 
 def test_an_encoder_is_not_taken_for_a_model_that_generates():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_harness import BACKENDS, FAMILIES, Runner, open_runner, random_tokens, save_tiny, tiny_config
 
-from headrace.checkpoint.families import decoders
+from headrace.checkpoint.families import all_families
 from headrace.models.registry import native_specs
 
 # float32 on both sides, sums in another order: differences of 1e-5 at logits of order 5.
@@ -40,7 +40,7 @@ def whole(family: str, backend: str) -> torch.Tensor:
 
 
 def test_every_registered_model_type_has_a_tiny_model():
-    of_itself = {model_type for model_type in native_specs() if not decoders()[model_type].is_inner}
+    of_itself = {model_type for model_type in native_specs() if not all_families().decoders[model_type].is_inner}
     assert of_itself == {model_type for model_type, _ in FAMILIES.values()}  # the others: test_models_vision.py
 
 

@@ -14,7 +14,7 @@ TOLERANCE = 2e-4  # as in test_models_families.py
 PROMPT = random_tokens(70, seed=1)
 ELSEWHERE = {"gemma3", "qwen3moe", "qwen2vl", "qwen3vl"}
 """Those with metadata or stacked tensors of their own: `tests/checkpoint/test_source.py` has them, `tests/e2e/test_e2e_mmproj.py` those that see."""
-DECODERS = [arch for arch, own in families.gguf().items() if own.name is None and arch not in ELSEWHERE]
+DECODERS = [arch for arch, own in families.all_families().gguf.items() if own.name is None and arch not in ELSEWHERE]
 
 
 def write(theirs: Any, file: Path, arch: str) -> None:
@@ -36,7 +36,7 @@ def write(theirs: Any, file: Path, arch: str) -> None:
     for name, tensor in theirs.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if families.gguf()[arch].interleaved and ("q_proj" in name or "k_proj" in name):
+        if families.all_families().gguf[arch].interleaved and ("q_proj" in name or "k_proj" in name):
             tensor = interleaved(tensor, config.head_dim)
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
@@ -54,7 +54,7 @@ def interleaved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", DECODERS)
 def test_a_decoder_has_the_logits_of_transformers(arch: str, tmp_path: Path):
-    model_type = families.gguf()[arch].model_type
+    model_type = families.all_families().gguf[arch].model_type
     family = next(name for name, (tiny, _) in FAMILIES.items() if tiny == model_type)
     theirs = save_tiny(tiny_config(family), tmp_path)
     write(theirs, tmp_path / "model.gguf", arch)

@@ -10,7 +10,7 @@ import torch
 from vision_harness import FAMILIES, images, open_encoder, save_seeing
 
 from headrace import kernels
-from headrace.checkpoint.families import audio, vision
+from headrace.checkpoint.families import all_families
 from headrace.messages import media
 from headrace.models import towers
 from headrace.models.media import encode
@@ -98,4 +98,4 @@ def test_rows_of_a_quantised_tower(family: str, scheme: str):
 
 def test_every_family_is_tested():
     tested = {family.config().model_type for family in FAMILIES.values()}
-    assert tested == {*vision(), *audio()}
+    assert tested == {*all_families().vision, *all_families().audio}

@@ -185,7 +185,10 @@ def media(family: str, config: dict, **vision) -> MediaConfig:
 def layouts(family: str, processor: dict, config: dict, tmp_path, **vision):
     ours = write_checkpoint(tmp_path, "llava")
     found = make_family(
-        media(family, config, **vision), image_settings(processor, families.vision()[family].image_processor), ours, {}
+        media(family, config, **vision),
+        image_settings(processor, families.all_families().vision[family].image_processor),
+        ours,
+        {},
     )
     return found, [prepare(image, found[1]) for image in IMAGES]
 

@@ -19,7 +19,7 @@ from seeing_checkpoints import file_of, picture, token_id, write_checkpoint
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from headrace.checkpoint.families import vision
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.media_tokens import ItemFacts
 from headrace.checkpoint.preprocessor_config import ImageSettings, Size, read_video_settings
 from headrace.config.web import MediaArgs
@@ -234,7 +234,7 @@ async def test_a_video_by_url_waits_for_a_place_only_so_long(tmp_path, monkeypat
 
 
 def test_settings_for_frames(tmp_path):
-    assert not vision()["llava"].video_processor
+    assert not all_families().vision["llava"].video_processor
     with pytest.raises(ModelError, match="it says how videos are prepared"):
         read_video_settings(tmp_path, "Qwen2VL")
     (tmp_path / "preprocessor_config.json").write_text(

@@ -29,7 +29,11 @@ def model_types() -> list[str]:
 
 def names() -> set[str]:
     """Model types, and architectures of Hugging Face and of GGUF files."""
-    return {*model_types(), *families.gguf(), *(own.architecture for own in families.gguf().values())}
+    return {
+        *model_types(),
+        *families.all_families().gguf,
+        *(own.architecture for own in families.all_families().gguf.values()),
+    }
 
 
 def literals(path: Path) -> set[str]:
@@ -58,9 +62,11 @@ def test_every_module_is_a_family_with_names_of_its_own():
             assert bool(own.video_processor) == (own.video_tokens is not None)
 
 
-@pytest.mark.parametrize("model_type", [*families.vision(), *families.audio()])
+@pytest.mark.parametrize("model_type", [*families.all_families().vision, *families.all_families().audio])
 def test_every_family_with_images_or_sounds_has_an_encoder(model_type: str):
-    assert callable(families.code(model_type, "vision" if model_type in families.vision() else "audio").encoder)
+    assert callable(
+        families.code(model_type, "vision" if model_type in families.all_families().vision else "audio").encoder
+    )
 
 
 def test_what_families_say_of_themselves_needs_no_torch():

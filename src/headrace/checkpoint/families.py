@@ -3,6 +3,7 @@ importing torch or transformers. What else a model must fulfil is checked when i
 """
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import pkgutil
@@ -12,8 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
-from headrace.checkpoint.family import Audio, Decoder, Encoder, Family, Gguf, Vision
-from headrace.checkpoint.projector import Projector
+from headrace.checkpoint.family import Family
 from headrace.errors import ModelError
 
 _FAMILIES = "headrace.families"  # the package of the families: above this room, so they are imported by name
@@ -50,39 +50,15 @@ def families() -> Mapping[str, Family]:
 
 
 @functools.cache
-def decoders() -> Mapping[str, Decoder]:
-    """Text models by model type."""
-    return {model_type: own for family in families().values() for model_type, own in family.decoders.items()}
-
-
-@functools.cache
-def encoders() -> Mapping[str, Encoder]:
-    """Encoders of texts by model type."""
-    return {model_type: own for family in families().values() for model_type, own in family.encoders.items()}
-
-
-@functools.cache
-def gguf() -> Mapping[str, Gguf]:
-    """GGUF files by architecture."""
-    return {name: own for family in families().values() for name, own in family.gguf.items()}
-
-
-@functools.cache
-def projectors() -> Mapping[str, Projector]:
-    """Vision encoders in GGUF files by `clip.projector_type`."""
-    return {name: own for family in families().values() for name, own in family.projectors.items()}
-
-
-@functools.cache
-def vision() -> Mapping[str, Vision]:
-    """Models with an encoder of images by the model type at the top of config.json."""
-    return {model_type: own for family in families().values() for model_type, own in family.vision.items()}
-
-
-@functools.cache
-def audio() -> Mapping[str, Audio]:
-    """Models with an encoder of sounds by the model type at the top of config.json."""
-    return {model_type: own for family in families().values() for model_type, own in family.audio.items()}
+def all_families() -> Family:
+    """What all of them say, as if they were one."""
+    found = families().values()
+    return Family(
+        **{
+            field.name: {name: own for family in found for name, own in getattr(family, field.name).items()}
+            for field in dataclasses.fields(Family)
+        }
+    )
 
 
 def code(model_type: str, part: Literal["vision", "audio"]) -> ModuleType:
@@ -94,7 +70,9 @@ def code(model_type: str, part: Literal["vision", "audio"]) -> ModuleType:
 @functools.cache
 def native_types() -> frozenset[str]:
     """Model types of text models with an implementation of our own."""
-    return frozenset(model_type for model_type, decoder in decoders().items() if decoder.options is not None)
+    return frozenset(
+        model_type for model_type, decoder in all_families().decoders.items() if decoder.options is not None
+    )
 
 
 def check_family(model_type: str, origin: str, config: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -129,10 +107,10 @@ def _attends_everywhere(config: Mapping[str, Any]) -> bool:
 
 
 def _refusal(model_type: str, origin: str, why: str) -> ModelError:
-    shown = (name for name in native_types() if not decoders()[name].is_inner)
+    shown = (name for name in native_types() if not all_families().decoders[name].is_inner)
     return ModelError(
         f"{origin}: model type {model_type!r:.80} is not supported: {why}. Supported are {', '.join(sorted(shown))} and what docs/models.md lists; "
-        f"encoders: {', '.join(sorted(encoders()))}"
+        f"encoders: {', '.join(sorted(all_families().encoders))}"
     )
 
 

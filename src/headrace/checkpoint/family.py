@@ -121,10 +121,6 @@ class Encoder:
     read: Callable[[ConfigKeys, int], EncoderConfig] | None = None
 
 
-def _nothing(file: "GgufFile", config: dict[str, Any]) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gguf:
     """An architecture of GGUF files.
@@ -137,7 +133,7 @@ class Gguf:
     model_type: str
     architecture: str
     layer_names: Mapping[str, str] = field(default_factory=dict)
-    config: "Callable[[GgufFile, dict[str, Any]], dict[str, Any]]" = _nothing
+    config: "Callable[[GgufFile, dict[str, Any]], dict[str, Any]]" = lambda file, config: {}
     interleaved: bool = False
     norms_plus_one: bool = False
     name: "Callable[[GgufFile, str], str] | None" = None

@@ -109,6 +109,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_if_there(file: Path) -> dict[str, Any]:
+    """As `read_json_object`; {} when it is absent."""
+    return read_json_object(file) if file.is_file() else {}
+
+
 def read_json_list(file: Path) -> list[Any]:
     """The JSON array in `file`. Raises ModelError naming the file when it is absent, broken or not an array."""
     value = _read(file)

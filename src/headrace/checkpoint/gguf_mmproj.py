@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.checkpoint.families import encoders, projectors
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.files import best_mmprojs, first_part, is_mmproj
 from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of, values_of
@@ -208,7 +208,7 @@ def find_mmproj(model: Path, wanted: str) -> tuple[Mmproj | None, str]:
         return None, ""
     text = GgufFile(model)
     text_config = hf_config(text)
-    makes_text = text_config["model_type"] not in encoders()
+    makes_text = text_config["model_type"] not in all_families().encoders
     if wanted != AUTO:
         if not found[0].exists():
             raise ModelError(f"--mmproj {wanted}: there is no such file")
@@ -256,10 +256,10 @@ def _projector(file: GgufFile, text: GgufFile) -> Projector:
     if architecture != "clip":
         raise ModelError(f"{file.path.name} is no vision encoder: its architecture is {architecture!r:.80}, not 'clip'")
     kind = file.get("clip.projector_type", file.get("clip.vision.projector_type", "mlp"))
-    own = projectors().get(kind) if isinstance(kind, str) else None
+    own = all_families().projectors.get(kind) if isinstance(kind, str) else None
     if own is None:
         raise ModelError(
-            f"{file.path.name}: projector type {kind!r:.80} is not supported; known: {', '.join(projectors())}"
+            f"{file.path.name}: projector type {kind!r:.80} is not supported; known: {', '.join(all_families().projectors)}"
         )
     theirs = text.get("general.architecture")
     if own.architectures and theirs not in own.architectures:

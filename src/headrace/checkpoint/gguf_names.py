@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headrace.checkpoint.families import gguf
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor
 from headrace.errors import ModelError
 
@@ -71,7 +71,7 @@ class GgufSource:
 def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
     """Hugging Face name -> source, in the order of the file. Raises ModelError for an unknown tensor."""
     arch = architecture(file)
-    own = gguf()[arch]
+    own = all_families().gguf[arch]
     if own.name is not None:
         names = [(tensor, own.name(file, tensor.name)) for tensor in file.tensors.values()]
         return {name: GgufSource(tensor.name, tensor.shape) for tensor, name in names}
@@ -134,14 +134,16 @@ def architecture(file: GgufFile) -> str:
     arch = file.require("general.architecture")
     if arch == "clip":
         raise ModelError(f"{file.path.name} is a vision encoder; name the text model, and this file as --mmproj")
-    if not isinstance(arch, str) or arch not in gguf():
-        raise ModelError(f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(gguf())}")
+    if not isinstance(arch, str) or arch not in all_families().gguf:
+        raise ModelError(
+            f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(all_families().gguf)}"
+        )
     return arch
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
     arch = architecture(file)
-    own = gguf()[arch]
+    own = all_families().gguf[arch]
     names = {"model_type": own.model_type, "architectures": [own.architecture]}
     if own.name is not None:
         return names | own.config(file, {}) | stated_pooling(file, arch)

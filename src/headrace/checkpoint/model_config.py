@@ -20,9 +20,9 @@ from headrace.checkpoint.config_keys import (
     common_fields,
     transformers_knows,
 )
-from headrace.checkpoint.families import audio, check_family, decoders, encoders, vision
+from headrace.checkpoint.families import all_families, check_family
 from headrace.checkpoint.family import Audio, Decoder, Encoder, Vision
-from headrace.checkpoint.files import read_json_object
+from headrace.checkpoint.files import read_json_if_there, read_json_object
 from headrace.checkpoint.layer_config import (
     EncoderConfig,
     LayerType,
@@ -129,8 +129,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_model_config(path: Path) -> ModelConfig:
     file = path / "config.json" if path.is_dir() else path
-    generation_file = file.with_name("generation_config.json")
-    generation = read_json_object(generation_file) if generation_file.is_file() else {}
+    generation = read_json_if_there(file.with_name("generation_config.json"))
     config = read_json_object(file)
     if "quantization_config" not in config and (beside := _quantization_beside(file)) is not None:
         config["quantization_config"] = beside
@@ -154,12 +153,18 @@ def _quantization_beside(file: Path) -> dict[str, Any] | None:
 def read_media(config: dict[str, Any], origin: str = "config.json") -> tuple[MediaConfig | None, str]:
     """The vision encoder of a whole config.json, and why it is not supported; (None, "") without one. Raises ModelError for invalid values."""
     return _read_part(
-        config, origin, "vision_config", vision(), "images of model type {} are not served; those of these are: {}"
+        config,
+        origin,
+        "vision_config",
+        all_families().vision,
+        "images of model type {} are not served; those of these are: {}",
     )
 
 
 def read_audio(config: dict[str, Any], origin: str = "config.json") -> tuple[AudioConfig | None, str]:
-    return _read_part(config, origin, "audio_config", audio(), "audio of model type {} is not supported; supported: {}")
+    return _read_part(
+        config, origin, "audio_config", all_families().audio, "audio of model type {} is not supported; supported: {}"
+    )
 
 
 def _read_part(
@@ -192,9 +197,9 @@ def parse_hf_config(
     around = config if media is not None or audio is not None or no_vision or no_audio else {}
     config = _text_config(config, origin)
     model_type = config["model_type"]
-    if model_type in encoders():
+    if model_type in all_families().encoders:
         return _encoder(config, origin)
-    decoder = decoders().get(model_type)
+    decoder = all_families().decoders.get(model_type)
     keys = _foreign_keys(config, origin) if decoder is None else _own_keys(config, origin, decoder)
     num_layers = keys.count("num_hidden_layers")
     num_q_heads = keys.count("num_attention_heads")
@@ -267,7 +272,7 @@ def _foreign_keys(config: dict[str, Any], origin: str) -> ConfigKeys:
 
 
 def _encoder(config: dict[str, Any], origin: str) -> ModelConfig:
-    own = encoders()[config["model_type"]]
+    own = all_families().encoders[config["model_type"]]
     if config.get("is_decoder"):
         raise ModelError(f"{origin}: is_decoder is set; only encoders of this type are supported")
     keys = _own_keys(config, origin, own)
@@ -317,7 +322,7 @@ def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
             outer["tie_word_embeddings"] = config["tie_word_embeddings"]
         flat = outer | inner
         kind = config.get("model_type")
-        own = vision().get(kind) if isinstance(kind, str) else None
+        own = all_families().vision.get(kind) if isinstance(kind, str) else None
         if own is not None and own.tied is not None:
             flat["tie_word_embeddings"] = config.get("tie_word_embeddings", own.tied)
         elif config.get("tie_word_embeddings") is True:
@@ -326,7 +331,7 @@ def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
         return flat
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{origin}: model_type is missing; it names the architecture")
-    own = vision().get(config["model_type"])
+    own = all_families().vision.get(config["model_type"])
     return config | {"model_type": config["model_type"] if own is None or not own.flat_text else own.flat_text}
 
 

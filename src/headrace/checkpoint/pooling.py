@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from headrace.checkpoint.files import read_json_list, read_json_object
+from headrace.checkpoint.files import read_json_if_there, read_json_list, read_json_object
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
 
@@ -206,8 +206,7 @@ def _modular(folder: Path, listed: list[Any], config: ModelConfig) -> PoolingCon
         if layer.in_features != size:
             raise ModelError(f"{layer.folder}/config.json: in_features is {layer.in_features}, but it gets {size}")
         size = layer.out_features
-    extra_file = folder / "config_sentence_transformers.json"
-    extra = read_json_object(extra_file) if extra_file.is_file() else {}
+    extra = read_json_if_there(folder / "config_sentence_transformers.json")
     return PoolingConfig(
         task="embed",
         pooling=_pooling(folder / modules[1][1] / "config.json"),
@@ -264,7 +263,7 @@ def _dense(folder: Path, name: str) -> DenseConfig:
 
 def _max_tokens(folder: Path, config: ModelConfig) -> int | None:
     file = folder / "sentence_bert_config.json"
-    stated = read_json_object(file).get("max_seq_length") if file.is_file() else None
+    stated = read_json_if_there(file).get("max_seq_length")
     if stated is None:
         return None
     if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
@@ -273,8 +272,7 @@ def _max_tokens(folder: Path, config: ModelConfig) -> int | None:
 
 
 def _lower_case(folder: Path) -> bool:
-    file = folder / "sentence_bert_config.json"
-    return file.is_file() and read_json_object(file).get("do_lower_case") is True
+    return read_json_if_there(folder / "sentence_bert_config.json").get("do_lower_case") is True
 
 
 def _is_matryoshka(config: ModelConfig, extra: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.checkpoint.files import read_json_object
+from headrace.checkpoint.files import read_json_if_there, read_json_object
 from headrace.errors import ModelError
 
 Recipe = Literal["fixed", "pixtral", "split", "patches", "anyres", "tiled"]
@@ -195,10 +195,10 @@ def image_settings(config: dict[str, Any], default: str = "") -> ImageSettings:
 
 def read_video_settings(folder: Path, default: str) -> ImageSettings:
     """The settings for frames of videos. default: see `Vision.video_processor`. Raises ModelError, with the reason if videos cannot be prepared."""
-    config = _read_if_there(folder / "processor_config.json").get("video_processor")
+    config = read_json_if_there(folder / "processor_config.json").get("video_processor")
     for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if not isinstance(config, dict):
-            config = _read_if_there(folder / file) or None
+            config = read_json_if_there(folder / file) or None
     if config is None:
         raise ModelError("video_preprocessor_config.json is missing: it says how videos are prepared")
     return video_settings(config, default)
@@ -451,13 +451,9 @@ class _Keys:
 
 
 def _read_nested(folder: Path, part: str, what: str) -> dict[str, Any]:
-    nested = _read_if_there(folder / "processor_config.json").get(part)
+    nested = read_json_if_there(folder / "processor_config.json").get(part)
     if isinstance(nested, dict):
         return nested
     if not (folder / "preprocessor_config.json").is_file():
         raise ModelError(f"preprocessor_config.json is missing: it says how {what} prepared")
     return read_json_object(folder / "preprocessor_config.json")
-
-
-def _read_if_there(file: Path) -> dict[str, Any]:
-    return read_json_object(file) if file.is_file() else {}

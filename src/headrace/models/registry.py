@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from headrace.checkpoint.families import code, decoders, encoders, vision
+from headrace.checkpoint.families import all_families, code
 from headrace.checkpoint.family import Decoder, DecoderOptions
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
@@ -26,7 +26,9 @@ ModelImpl = Literal["auto", "headrace", "transformers"]
 
 def native_specs() -> dict[str, ModelSpec]:
     return {
-        model_type: _spec(decoder, decoder.options) for model_type, decoder in decoders().items() if decoder.options
+        model_type: _spec(decoder, decoder.options)
+        for model_type, decoder in all_families().decoders.items()
+        if decoder.options
     }
 
 
@@ -62,9 +64,11 @@ def encoder_class_for(config: ModelConfig, pooling: PoolingConfig) -> EncoderSpe
     """The spec of an encoder, whose model pools by `pooling`. Raises ModelError when we have none, or when its config or its quantisation is not
     supported."""
     stored_scheme(config.quantization)
-    family = encoders().get(config.model_type)
+    family = all_families().encoders.get(config.model_type)
     if family is None:
-        raise ModelError(f"model type {config.model_type} is not one of our encoders: {', '.join(sorted(encoders()))}")
+        raise ModelError(
+            f"model type {config.model_type} is not one of our encoders: {', '.join(sorted(all_families().encoders))}"
+        )
     return EncoderSpec(
         family.name,
         lambda config, placement: Encoder(config, family, pooling, placement),
@@ -76,7 +80,7 @@ def encoder_class_for(config: ModelConfig, pooling: PoolingConfig) -> EncoderSpe
 def pooled_class_for(config: ModelConfig, pooling: PoolingConfig) -> PooledSpec:
     """The spec of a decoder that pools by `pooling`: of our families only. Raises ModelError when we have none, or when its config or its
     quantisation is not supported."""
-    decoder = decoders().get(config.model_type)
+    decoder = all_families().decoders.get(config.model_type)
     if decoder is None or decoder.options is None:
         raise ModelError(
             f"model type {config.model_type} is served to generate only: config.json has a model without output projection (architectures: "
@@ -151,7 +155,7 @@ def make_encoder(config: ModelConfig, placement: Placement) -> MediaEncoder:
 def stored_name(config: ModelConfig, name: str) -> str:
     if not config.around or name.startswith("lm_head."):
         return name
-    own = vision().get(config.around["model_type"])
+    own = all_families().vision.get(config.around["model_type"])
     text = "model.language_model." if own is None else own.text_prefix
     return text + name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from headrace.checkpoint.families import audio as audio_families
-from headrace.checkpoint.families import vision
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.media_config import AudioConfig, MediaConfig
 from headrace.checkpoint.media_tokens import KindTokens, TokenLayout, Tokens, Vocabulary
 from headrace.checkpoint.preprocessor_config import ImageSettings
@@ -81,7 +80,7 @@ def make_family(
     kinds. videos: settings of frames, None = it takes none. Raises ModelError, with the reason why its images cannot be served."""
     if media.vision.num_channels != 3:
         raise ModelError(f"the vision tower takes {media.vision.num_channels} channels; only 3 are served")
-    own = vision()[media.family]
+    own = all_families().vision[media.family]
     tokens = Tokens(vocabulary, media.image_token_id)
     tokens.text(tokens.row)  # a server without a tokenizer has no tokens
     if own.settings is not None:
@@ -101,7 +100,7 @@ def make_family(
 def make_audio_family(audio: AudioConfig, vocabulary: Vocabulary, reasons: Mapping[MediaKind, str]) -> Family:
     """The family of an audio checkpoint. reasons: why it does not take other kinds. Raises ModelError."""
     tokens = Tokens(vocabulary, audio.audio_token_id)
-    kinds: dict[MediaKind, KindTokens] = {MediaKind.AUDIO: audio_families()[audio.family].tokens(audio, tokens)}
+    kinds: dict[MediaKind, KindTokens] = {MediaKind.AUDIO: all_families().audio[audio.family].tokens(audio, tokens)}
     return _family(audio.family, kinds, tokens, reasons)
 
 

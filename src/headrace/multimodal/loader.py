@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from headrace.checkpoint.families import vision
+from headrace.checkpoint.families import all_families
 from headrace.checkpoint.files import read_json_object
 from headrace.checkpoint.media_config import AudioConfig
 from headrace.checkpoint.media_tokens import ItemFacts, Vocabulary
@@ -350,7 +350,7 @@ def make_loader(
             or audio_unsupported_reason
             or f"models of type {config.get('model_type')!r:.80} take text only"
         )
-    own, videos = vision()[media.family], None
+    own, videos = all_families().vision[media.family], None
     why = {**(reasons or {}), MediaKind.VIDEO: "those of its family are not served; send frames as images"}
     if own.video_processor:
         try:

@@ -13,7 +13,7 @@ from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat
 from headrace.checkpoint.quantized_formats.bitsandbytes import BitsAndBytesFormat
 from headrace.checkpoint.quantized_formats.compressed_tensors import CompressedTensorsFormat
 from headrace.checkpoint.quantized_formats.fp8 import Fp8Format
-from headrace.checkpoint.quantized_formats.gptq import AutoRound, GptqFormat
+from headrace.checkpoint.quantized_formats.gptq import GptqFormat, auto_round
 from headrace.checkpoint.quantized_formats.hqq import HqqFormat
 from headrace.checkpoint.quantized_formats.modelopt import ModelOptFormat
 from headrace.checkpoint.quantized_formats.own import OwnFormat, own_tensors
@@ -26,7 +26,7 @@ __all__ = ["Parts", "QuantizedFormat", "keeps_codes", "own_tensors", "stored_for
 
 _METHODS: dict[str, Callable[[dict[str, Any]], QuantizedFormat]] = {
     OWN_METHOD: OwnFormat,
-    "auto-round": AutoRound.of,
+    "auto-round": auto_round,
     "awq": AwqFormat,
     "bitsandbytes": BitsAndBytesFormat,
     "compressed-tensors": CompressedTensorsFormat,

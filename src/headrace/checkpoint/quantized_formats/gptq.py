@@ -95,24 +95,21 @@ class GptqFormat(QuantizedFormat):
         return bits
 
 
-class AutoRound:
-    """auto-round's own configs: `packing_format` says whose layout the layers have."""
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> QuantizedFormat:
-        packing = str(config.get("packing_format", "auto_round:auto_gptq"))
-        kind, bits = config.get("data_type", "int"), config.get("act_bits")
-        if kind != "int" or (isinstance(bits, int) and bits < 16):
-            raise ModelError(
-                f"auto-round checkpoints of {kind!s:.80} weights with activations of {bits!s:.80} bits are not supported; "
-                "those of int weights alone are"
-            )
-        varies = bool(config.get("extra_config"))
-        if "awq" in packing:
-            return AwqFormat({**config, "version": "gemm"}, "auto-round", varies)
-        # The packing of AutoGPTQ keeps a zero point less one; auto-round's own and GPTQModel's keep it as it is.
-        offset = 1 if "gptq" in packing and "gptqmodel" not in packing else 0
-        return GptqFormat("auto-round", config, offset, varies)
+def auto_round(config: dict[str, Any]) -> QuantizedFormat:
+    """Of auto-round's own configs: `packing_format` says whose layout the layers have."""
+    packing = str(config.get("packing_format", "auto_round:auto_gptq"))
+    kind, bits = config.get("data_type", "int"), config.get("act_bits")
+    if kind != "int" or (isinstance(bits, int) and bits < 16):
+        raise ModelError(
+            f"auto-round checkpoints of {kind!s:.80} weights with activations of {bits!s:.80} bits are not supported; "
+            "those of int weights alone are"
+        )
+    varies = bool(config.get("extra_config"))
+    if "awq" in packing:
+        return AwqFormat({**config, "version": "gemm"}, "auto-round", varies)
+    # The packing of AutoGPTQ keeps a zero point less one; auto-round's own and GPTQModel's keep it as it is.
+    offset = 1 if "gptq" in packing and "gptqmodel" not in packing else 0
+    return GptqFormat("auto-round", config, offset, varies)
 
 
 def _filled(words: "torch.Tensor", bits: int) -> "torch.Tensor":
