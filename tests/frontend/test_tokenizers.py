@@ -280,6 +280,18 @@ def sentencepiece_gguf(path, add_prefix, user_symbols=()):
     return oracle, tokenizer_from_gguf(GgufFile(path))
 
 
+def test_without_merges_tokens_are_found_and_decoded_as_ever(tmp_path):
+    sentencepiece_gguf(tmp_path / "spm.gguf", add_prefix=True)
+
+    for path in (tmp_path / "spm.gguf", resolve_model("smollm2")):
+        whole, bare = load_tokenizer(path), load_tokenizer(path, encodes=False)
+        ids = [index for text in NASTY for index in whole.encode(text)]
+        assert bare.decode(ids) == whole.decode(ids)
+        assert bare.special_ids == whole.special_ids
+        assert bare.eos_ids == whole.eos_ids
+        assert [bare.token_to_id(token) for token in whole.added_tokens] == list(whole.added_tokens.values())
+
+
 @pytest.mark.parametrize("add_prefix", [True, False])
 def test_sentencepiece_pieces_are_those_of_the_library(tmp_path, add_prefix):
     oracle, tokenizer = sentencepiece_gguf(tmp_path / "spm.gguf", add_prefix)

@@ -199,7 +199,7 @@ class GgufFile:
     def listed(self, key: str, kind: type[T]) -> list[T]:
         """The list of `key`, all of type `kind`. Raises ModelError when it is another value, or absent."""
         value = self.require(key)
-        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        if not isinstance(value, list) or not set(map(type, value)) <= {kind}:
             raise self._broken(f"metadata key {key} is {value!r:.80}; expected a list of {kind.__name__}")
         return value
 
@@ -320,13 +320,13 @@ class GgufFile:
             self._cursor = array.offset
             return [self._decode_array(self._skip_array("", 0)) for _ in range(array.count)]
         read_length = struct.Struct("<Q").unpack_from
-        at, data = array.offset, self._map
+        at, data = array.offset, memoryview(self._map)
         strings = []
         for _ in range(array.count):
             start = at + 8
             at = start + read_length(data, at)[0]
             # Vocabularies sometimes contain invalid bytes: such a piece can never match text, but it must keep its id.
-            strings.append(data[start:at].decode(errors="replace"))
+            strings.append(str(data[start:at], errors="replace"))
         return strings
 
     def _take_index_entry(self) -> tuple[str, tuple[int, ...], int, int]:

@@ -16,6 +16,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +38,7 @@ _SUFFIXES = (_SUFFIX, _MEASURED_SUFFIX, ".unfinished")
 _PAGE = 4096
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
+_MOST_READERS = 4
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_SHARE = 0.25
 """Of the disk space that is free or taken by the cache, the most that the cache may take."""
@@ -209,26 +211,30 @@ class WeightFile:
         view = memoryview(data)
         done = 0
         progress(done, self.header.data_bytes)
-        try:
-            for tensor in tensors:
-                self._read_tensor(tensor, view)
-                done += tensor.num_bytes
-                progress(done, self.header.data_bytes)
-            with contextlib.suppress(OSError):  # a folder that may only be read
-                os.utime(self._path)
-        except OSError as error:
-            raise WeightCacheError(f"{self._path.name} cannot be read: {error.strerror}") from error
+        # Neither the system's copies nor the checksums hold Python's lock.
+        with ThreadPoolExecutor(_MOST_READERS, "weight cache") as readers:
+            reading = [readers.submit(self._read_tensor, tensor, view) for tensor in tensors]
+            try:
+                for tensor, result in zip(tensors, reading, strict=True):
+                    result.result()
+                    done += tensor.num_bytes
+                    progress(done, self.header.data_bytes)
+            except OSError as error:
+                raise WeightCacheError(f"{self._path.name} cannot be read: {error.strerror}") from error
+            finally:
+                readers.shutdown(cancel_futures=True)
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            os.utime(self._path)
         return data
 
     def _read_tensor(self, tensor: StoredTensor, into: memoryview) -> None:
         begin, end, crc32 = tensor.offset, tensor.offset + tensor.num_bytes, 0
         if not 0 <= begin <= end <= len(into):
             raise WeightCacheError(f"{self._path.name}: a tensor lies outside the file")
-        self._file.seek(self._data_start + begin)
         # In pieces, so that the checksum finds them in the processor's cache.
         for at in range(begin, end, _CHUNK_BYTES):
             piece = into[at : min(end, at + _CHUNK_BYTES)]
-            if self._file.readinto(piece) < len(piece):
+            if os.preadv(self._file.fileno(), [piece], self._data_start + at) < len(piece):
                 raise WeightCacheError(f"{self._path.name} is cut off")
             crc32 = zlib.crc32(piece, crc32)
         if crc32 != tensor.crc32:

@@ -186,7 +186,7 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_
     receiver = channels.receiver("to_detokenizer")
     watchdog = Watchdog("detokenizer", args.soft_watchdog_timeout_s)
     manager = DetokenizerManager(
-        open_tokenizer(args),
+        open_tokenizer(args, encodes=False),
         channels.sender("to_tokenizer"),
         FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]),
         enable_faults=args.enable_fault_injection,

@@ -71,24 +71,25 @@ def with_encoder(args: ServerArgs) -> ServerArgs:
     return encoder_args(args, model.max_position_embeddings)
 
 
-def open_tokenizer(args: ServerArgs) -> "Tokenizer":
-    """The tokenizer of the model, or the one of --tokenizer-path."""
+def open_tokenizer(args: ServerArgs, *, encodes: bool = True) -> "Tokenizer":
+    """The tokenizer of the model, or the one of --tokenizer-path. encodes: see `load_tokenizer`."""
     from headrace.frontend.tokenize import NoTokenizer
     from headrace.text.tokenizers import load_tokenizer
 
     if args.skip_tokenizer_init:
         return NoTokenizer()
     path = resolve_model(args.tokenizer_path or args.model_path)
-    key = (path, _stamp(path))
+    encodes = encodes or args.single_process
+    key = (path, encodes, _stamp(path))
     with _opening:
         tokenizer = _open_tokenizers.get(key)
         if tokenizer is None:
-            tokenizer = _open_tokenizers[key] = load_tokenizer(path)
+            tokenizer = _open_tokenizers[key] = load_tokenizer(path, encodes=encodes)
     return tokenizer
 
 
 # A tokenizer of each thread would be made and freed in another arena of malloc each time, which keep most of that memory.
-_open_tokenizers: "weakref.WeakValueDictionary[tuple[Path, object], Tokenizer]" = weakref.WeakValueDictionary()
+_open_tokenizers: "weakref.WeakValueDictionary[tuple[Path, bool, object], Tokenizer]" = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 
 

@@ -82,7 +82,8 @@ def run_scheduler(
         model = read_model_config(args)
         if model.encoder is not None:
             args = encoder_args(args, model.max_position_embeddings)
-        tokenizer = run_in_lasting_thread(functools.partial(open_tokenizer, args)).result  # beside the weights
+        opened = functools.partial(open_tokenizer, args, encodes=False)
+        tokenizer = run_in_lasting_thread(opened).result  # beside the weights
         ends = functools.cache(lambda: end_tokens(args, model, tokenizer()))
         grammars = _grammars(args, tokenizer, model, ends)
         preparation = run_in_lasting_thread(grammars.prepare)
@@ -136,9 +137,10 @@ def _grammars(
 
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return NO_GRAMMARS
+    encoder = functools.cache(functools.partial(open_tokenizer, args))
     return GrammarCompiler(
         lambda: Vocabulary.of(tokenizer(), model.vocab_size, ends().eos | ends().turn),
-        tokenize=lambda text: tokenizer().encode(text, add_special_tokens=False),
+        tokenize=lambda text: encoder().encode(text, add_special_tokens=False),
     )
 
 

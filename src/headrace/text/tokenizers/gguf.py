@@ -1,6 +1,6 @@
 """A tokenizer from the metadata of a GGUF file."""
 
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,8 @@ _KINDS: dict[str, _Kind] = {
 """By the value of `tokenizer.ggml.pre`."""
 
 
-def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
-    """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported."""
+def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
+    """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported. encodes: without, merges are left out."""
     kind = file.require("tokenizer.ggml.model")
     tokens: list[str] = _unique(file.listed("tokenizer.ggml.tokens", str))
     types = [_NORMAL] * len(tokens)
@@ -100,11 +100,11 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     if len(types) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(types)} token types")
     if kind == "gpt2":
-        backend = _byte_level_bpe(file, tokens)
+        backend = _byte_level_bpe(file, tokens, encodes)
     elif kind == "llama":
-        backend = _sentencepiece_bpe(file, tokens, types)
+        backend = _sentencepiece_bpe(file, tokens, types, encodes)
     elif kind == "gemma4":
-        backend = _byte_fallback_bpe(file, tokens)
+        backend = _byte_fallback_bpe(file, tokens, encodes)
     elif kind == "bert":
         return _word_piece(file, tokens, types)
     else:
@@ -143,6 +143,8 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
 
 def _unique(tokens: list[str]) -> list[str]:
     """Names for entries that repeat (padding, or bytes that are no text): the first keeps its own, and every id exists."""
+    if len(set(tokens)) == len(tokens):
+        return tokens
     seen: set[str] = set()
     unique = []
     for index, token in enumerate(tokens):
@@ -184,11 +186,11 @@ def _kind_of(file: GgufFile) -> _Kind:
     return _KINDS[name]
 
 
-def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+def _byte_level_bpe(file: GgufFile, tokens: list[str], encodes: bool) -> tokenizers.Tokenizer:
     """GPT-2's byte pairs with the merges of the file."""
     kind = _kind_of(file)
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges(file, vocab)
+    merges = _merges(file, vocab) if encodes else []
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
@@ -201,27 +203,29 @@ def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _merges(file: GgufFile, vocab: Container[str]) -> list[tuple[str, str]]:
-    merges: list[tuple[str, str]] = []
-    for merge in file.listed("tokenizer.ggml.merges", str):
-        cut = merge.find(" ", 1)  # a token may begin with a space
-        left, right = merge[:cut], merge[cut + 1 :]
-        # The library aborts on such a merge instead of raising.
-        if left not in vocab or right not in vocab or left + right not in vocab:
-            raise ModelError(
-                f"{file.path.name}: tokenizer merge {merge!r} does not consist of tokens of the vocabulary"
-            )
-        merges.append((left, right))
+def _merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    stated = file.listed("tokenizer.ggml.merges", str)
+    # A token may begin with a space.
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge in stated for cut in (merge.find(" ", 1),)]
+    # The library aborts on a merge of others instead of raising.
+    if not vocab.keys() >= {part for left, right in merges for part in (left, right, left + right)}:
+        wrong = next(
+            merge
+            for merge, (left, right) in zip(stated, merges, strict=True)
+            if not vocab.keys() >= {left, right, left + right}
+        )
+        raise ModelError(f"{file.path.name}: tokenizer merge {wrong!r} does not consist of tokens of the vocabulary")
     return merges
 
 
-def _byte_fallback_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+def _byte_fallback_bpe(file: GgufFile, tokens: list[str], encodes: bool) -> tokenizers.Tokenizer:
     """Gemma 4's: merges over characters, runs of newlines apart, and bytes for what is no token."""
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = _gguf_id(file, tokens, "unknown")
     unk_token = None if unknown is None else tokens[unknown]
+    merges = _merges(file, vocab) if encodes else []
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges(file, vocab), unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab=vocab, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     )
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("\\n+"), behavior="isolated")
@@ -229,7 +233,7 @@ def _byte_fallback_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenize
     return backend
 
 
-def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int], encodes: bool) -> tokenizers.Tokenizer:
     """Sentencepiece BPE, which joins the two neighbours whose union scores best.
 
     A merge list in order of score does the same: every way to cut a piece in two pieces of the vocabulary is a merge, and
@@ -245,7 +249,7 @@ def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int]) -> t
         key=lambda index: -scores[index],
     )
     merges = []
-    for index in ranked:
+    for index in ranked if encodes else ():
         token = tokens[index]
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
