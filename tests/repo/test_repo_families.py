@@ -84,7 +84,7 @@ def test_a_new_file_is_a_family_that_is_served(tmp_path: Path, monkeypatch: pyte
         "from headrace.checkpoint.family import Decoder, DecoderOptions, Family\n"
         "FAMILY = Family(decoders={'brand_new': Decoder(name='brand_new', options=DecoderOptions(), defaults={})})\n"
     )
-    cached = (families.families, families.decoders, families.native_types)
+    cached = (families.families, families.all_families, families.native_types)
     monkeypatch.setattr(headrace.families, "__path__", [*headrace.families.__path__, str(tmp_path)])
     for one in cached:
         one.cache_clear()
