@@ -1,4 +1,4 @@
-"""GGUF files (versions 2 and 3): metadata, tensor index, raw blocks and dequantisation; what tensors mean to a model is in `gguf_names.py`.
+"""GGUF files (versions 2 and 3): metadata, tensor index, raw blocks and dequantisation; what tensors mean to a model is in `gguf_tensors.py`.
 
 The file is mapped, never read whole, and metadata arrays are decoded on demand, so that opening takes a fraction of a second. numpy, no torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block layouts: the `block_*` structs of ggml-common.h.

@@ -13,7 +13,8 @@ import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, dequantize, half, k_scales
-from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_rows, map_tensors
+from headrace.checkpoint.gguf_names import hf_config
+from headrace.checkpoint.gguf_tensors import EncoderSource, GgufSource, map_tensors
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.sampling_defaults import from_gguf
@@ -68,16 +69,6 @@ def quantized_matrix(type_name: str, rows: Bytes, shape: tuple[int, ...]) -> Qua
     )
 
 
-def values_of(rows: Bytes, kind: BlockType, shape: tuple[int, ...]) -> "torch.Tensor":
-    """The tensor of stored rows: float types as stored, quantised ones as float32."""
-    import torch
-
-    if kind.name in ("F16", "BF16"):
-        dtype = torch.float16 if kind.name == "F16" else torch.bfloat16
-        return torch.from_numpy(np.array(rows)).view(dtype).reshape(shape)
-    return torch.from_numpy(dequantize(rows, kind.name)).reshape(shape)
-
-
 _FLOATS = ("F32", "F16", "BF16")
 _SCALES: dict[str, tuple[int, ...]] = {
     "F32": (), "F16": (), "BF16": (), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
@@ -103,14 +94,12 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
         super().__init__(path, config_of(self.file))
-        self._sources = map_tensors(self.file)
+        self._files = [self.file]
+        self._sources: dict[str, GgufSource | EncoderSource] = {**map_tensors(self.file)}
 
     @property
     def total_bytes(self) -> int:
-        return sum(
-            math.prod(source.shape) * (2 if self.file.tensors[source.gguf_name].type.name in ("F16", "BF16") else 4)
-            for source in self._sources.values()
-        )
+        return sum(math.prod(source.shape) * (2 if source.is_half else 4) for source in self._sources.values())
 
     @property
     def stored_precision(self) -> str:
@@ -133,10 +122,10 @@ class GgufCheckpoint(Checkpoint):
         return tuple(StoredType(kind, counts[kind], size, runs_as(kind)) for kind, size in sizes.most_common())
 
     def files(self) -> list[Path]:
-        return [part.path for part in self.file.parts]
+        return [part.path for file in self._files for part in file.parts]
 
     def mapped_memory(self) -> list[Bytes]:
-        return self.file.mapped_memory()
+        return [memory for file in self._files for memory in file.mapped_memory()]
 
     def tensor_names(self) -> list[str]:
         return list(self._sources)
@@ -145,27 +134,26 @@ class GgufCheckpoint(Checkpoint):
         return self._source(name).shape
 
     def tensor(self, name: str) -> "torch.Tensor":
-        source = self._source(name)
-        tensor = values_of(self._rows(source), self.file.tensors[source.gguf_name].type, source.shape)
-        return tensor.sub_(1) if source.subtract_one else tensor
+        return self._source(name).tensor()
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
         source = self._source(name)
-        if len(source.shape) != 2 or source.subtract_one:
+        if not isinstance(source, GgufSource) or len(source.shape) != 2 or source.subtract_one:
             return None
-        matrix = quantized_matrix(self.file.tensors[source.gguf_name].type.name, self._rows(source), source.shape)
+        matrix = quantized_matrix(source.stored.type.name, source.rows(), source.shape)
         return None if matrix is None else self._check_matrix(name, matrix)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         import torch
 
         source = self._source(name)
-        kind = self.file.tensors[source.gguf_name].type
-        if len(source.shape) != 2 or source.subtract_one or kind.name not in _SCALES:
+        if not isinstance(source, GgufSource) or len(source.shape) != 2 or source.subtract_one:
             return None
-        rows = np.array(
-            self._rows(source)
-        )  # a copy: the file may change, and torch warns of memory that cannot be written
+        kind = source.stored.type
+        if kind.name not in _SCALES:
+            return None
+        # A copy: the file may change, and torch warns of memory that cannot be written.
+        rows = np.array(source.rows())
         self._check_blocks(name, rows, kind)
         return BlockMatrix(kind, torch.from_numpy(rows))
 
@@ -188,17 +176,13 @@ class GgufCheckpoint(Checkpoint):
             raise ModelError(f"{self.file_of(name)}: tensor {name} {list(self.shape(name))} is zero-filled")
 
     def release(self) -> None:
-        self.file.release()
+        for file in self._files:
+            file.release()
 
-    def _rows(self, source: GgufSource) -> Bytes:
-        """The stored bytes of a tensor, uint8[rows, row_bytes], in Hugging Face row order."""
-        rows = self.file.raw(source.gguf_name)
-        if source.expert is not None:
-            num_rows = math.prod(source.shape[:-1])
-            rows = rows[source.expert * num_rows : (source.expert + 1) * num_rows]
-        return hf_rows(rows, source.shape[0], source.row_order)
+    def file_of(self, name: str) -> str:
+        return self._source(name).file.path.name
 
-    def _source(self, name: str) -> GgufSource:
+    def _source(self, name: str) -> GgufSource | EncoderSource:
         if name not in self._sources:
             raise ModelError(f"{self.path.name} has no tensor {name}")
         return self._sources[name]

@@ -1,70 +1,36 @@
 """The vision encoder beside a GGUF text model: finds and opens its file, gives it a config and a processor, and its tensors Hugging Face's names.
 
-What is a family's own is in its `Projector`. Runs where configs are read and models are loaded; torch is imported when a tensor is.
+What is a family's own is in its `Projector`. Runs where configs are read and models are loaded. No torch.
 """
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from headrace.checkpoint.families import all_families
 from headrace.checkpoint.files import best_mmprojs, first_part, is_mmproj
-from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor
-from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of, values_of
-from headrace.checkpoint.gguf_names import check_pairs, hf_config, hf_rows
+from headrace.checkpoint.gguf import GgufFile
+from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
+from headrace.checkpoint.gguf_names import hf_config
+from headrace.checkpoint.gguf_tensors import EncoderSource, check_pairs
 from headrace.checkpoint.hub_cache import COMMIT
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config, read_media
 from headrace.checkpoint.preprocessor_config import image_settings
 from headrace.checkpoint.projector import MediaFiles, Projector, VisionKeys
-from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.errors import ModelError
-
-if TYPE_CHECKING:
-    import torch
 
 AUTO, NONE = "auto", "none"
 _LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSource:
-    """The tensors that make one of Hugging Face's. row_order: see `gguf_names.hf_rows`; the others: see `Projector`."""
+class Mmproj:
+    """A vision encoder's file beside that of a text model.
 
-    parts: list[GgufTensor]
-    row_order: int | None = None
-    subtract_one: bool = False
-    three_dimensions: bool = False
-
-    @property
-    def is_half(self) -> bool:
-        """Whether its type has 16 bits; else its values are float32, quantised ones dequantised."""
-        return {part.type.name for part in self.parts} in ({"F16"}, {"BF16"})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.parts[0].shape
-        if self.are_frames:
-            return (*first[:2], len(self.parts), *first[2:])
-        rows = (sum(part.shape[0] for part in self.parts), *first[1:])
-        return (1,) * (3 - len(rows)) + rows if self.three_dimensions else rows
-
-    @property
-    def are_frames(self) -> bool:
-        """Whether the parts are those of a convolution over frames."""
-        return len(self.parts) > 1 and len(self.parts[0].shape) == 4
-
-
-class Mmproj(Mapping[str, EncoderSource]):
-    """A vision encoder's file beside that of a text model: its tensors by Hugging Face's names.
-
-    described: with the text model. has_tokens: see `VisionKeys`.
+    described: with the text model. has_tokens: see `VisionKeys`. sources: of its tensors, by Hugging Face's names.
     """
 
     def __init__(self, path: Path, text: GgufFile, text_config: dict[str, Any]) -> None:
@@ -88,16 +54,7 @@ class Mmproj(Mapping[str, EncoderSource]):
             image_settings(self.described.processor)
         except ModelError as error:
             raise ModelError(f"{path.name}: {error.message}") from None
-        self._sources = _sources(file, own, keys)
-
-    def __getitem__(self, name: str) -> EncoderSource:
-        return self._sources[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
+        self.sources = _sources(file, own, keys)
 
     @property
     def types(self) -> str:
@@ -107,61 +64,16 @@ class Mmproj(Mapping[str, EncoderSource]):
             f"{count} {kind.name}{'' if kind.block_values == 1 else ', dequantised'}" for kind, count in counts.items()
         )
 
-    def tensor(self, name: str) -> "torch.Tensor":
-        """Float types as stored, quantised ones as float32."""
-        import torch
-
-        source = self._sources[name]
-        parts = []
-        for part in source.parts:
-            rows = hf_rows(self.file.raw(part.name), part.shape[0], source.row_order)
-            values = values_of(rows, part.type, part.shape)
-            parts.append(values if source.is_half else values.float())
-        tensor = torch.stack(parts, dim=2) if source.are_frames else torch.cat(parts)
-        return (tensor.sub_(1) if source.subtract_one else tensor).reshape(source.shape)
-
 
 class GgufPair(GgufCheckpoint):
     """A GGUF file with a vision encoder in another one."""
 
     def __init__(self, path: Path, encoder: Mmproj) -> None:
         super().__init__(path)
-        self._encoder = encoder
         self.config = _config(self.config, encoder)
         self.notes += (f"vision encoder: {encoder.file.path.name} ({encoder.types})",)
-
-    @property
-    def total_bytes(self) -> int:
-        sizes = (math.prod(source.shape) * (2 if source.is_half else 4) for source in self._encoder.values())
-        return super().total_bytes + sum(sizes)
-
-    def files(self) -> list[Path]:
-        return [*super().files(), self._encoder.file.path]
-
-    def mapped_memory(self) -> list[Bytes]:
-        return [*super().mapped_memory(), *self._encoder.file.mapped_memory()]
-
-    def tensor_names(self) -> list[str]:
-        return [*super().tensor_names(), *self._encoder]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._encoder[name].shape if name in self._encoder else super().shape(name)
-
-    def tensor(self, name: str) -> "torch.Tensor":
-        return self._encoder.tensor(name) if name in self._encoder else super().tensor(name)
-
-    def quantized(self, name: str) -> QuantizedMatrix | None:
-        return None if name in self._encoder else super().quantized(name)
-
-    def blocks(self, name: str) -> BlockMatrix | None:
-        return None if name in self._encoder else super().blocks(name)
-
-    def release(self) -> None:
-        super().release()
-        self._encoder.file.release()
-
-    def file_of(self, name: str) -> str:
-        return self._encoder.file.path.name if name in self._encoder else super().file_of(name)
+        self._files.append(encoder.file)
+        self._sources |= encoder.sources
 
 
 def open_gguf(path: Path, mmproj: str) -> GgufCheckpoint:
@@ -302,7 +214,7 @@ def _sources(file: GgufFile, own: Projector, keys: VisionKeys) -> dict[str, Enco
         check_pairs(file, tensor, order)
         source = sources.setdefault(
             name,
-            EncoderSource([], order, tensor.name in own.norms_plus_one, tensor.name in own.three_dimensions),
+            EncoderSource(file, [], order, tensor.name in own.norms_plus_one, tensor.name in own.three_dimensions),
         )
         source.parts.append(tensor)
     for source in sources.values():

@@ -1,39 +1,15 @@
-"""Maps the tensors and metadata of a GGUF file to Hugging Face's names, and undoes the changes of llama.cpp's converter to some weights.
+"""Maps the metadata of a GGUF file to the keys of config.json, and finds the tokens that end a text. Tensors: `gguf_tensors.py`. No torch.
 
 What is an architecture's own is in its family (`family.Gguf`).
 """
 
-import re
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from headrace.checkpoint.families import all_families
-from headrace.checkpoint.gguf import Bytes, GgufFile, GgufTensor
+from headrace.checkpoint.gguf import GgufFile
 from headrace.errors import ModelError
-
-_GLOBAL = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens in GGUF
 # fmt: off
@@ -47,87 +23,6 @@ END_TEXTS = frozenset({
 })
 # fmt: on
 """Texts of tokens that end a text."""
-
-# Derived from the config, so no weight of the model: the rotary factors of llama 3.
-DERIVED_TENSORS = frozenset({"rope_freqs.weight"})
-
-
-@dataclass(frozen=True, slots=True)
-class GgufSource:
-    """The source of one Hugging Face tensor in a GGUF file.
-
-    gguf_name: the stored tensor. expert: index into its first dimension, None when the whole tensor is meant.
-    row_order: heads whose rows must be reordered (`hf_rows`), None when the order is the same.
-    subtract_one: the file stores weight + 1.
-    """
-
-    gguf_name: str
-    shape: tuple[int, ...]
-    expert: int | None = None
-    row_order: int | None = None
-    subtract_one: bool = False
-
-
-def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
-    """Hugging Face name -> source, in the order of the file. Raises ModelError for an unknown tensor."""
-    arch = architecture(file)
-    own = all_families().gguf[arch]
-    if own.name is not None:
-        names = [(tensor, own.name(file, tensor.name)) for tensor in file.tensors.values()]
-        return {name: GgufSource(tensor.name, tensor.shape) for tensor, name in names}
-    num_q_heads = int(_head_count(file, arch, "head_count"))
-    num_kv_heads = int(_head_count(file, arch, "head_count_kv"))
-    layer_names = _LAYER | dict(own.layer_names)
-    sources: dict[str, GgufSource] = {}
-    for tensor in file.tensors.values():
-        if tensor.name in DERIVED_TENSORS:
-            continue
-        block = _BLOCK_NAME.fullmatch(tensor.name)
-        if block is None:
-            if tensor.name not in _GLOBAL:
-                raise ModelError(f"{file.path.name}: tensor {tensor.name} is unknown for architecture {arch}")
-            subtract = own.norms_plus_one and tensor.name == "output_norm.weight"
-            sources[_GLOBAL[tensor.name]] = GgufSource(tensor.name, tensor.shape, subtract_one=subtract)
-            continue
-        layer, part, kind = block.groups()
-        prefix = f"model.layers.{layer}."
-        if part in _EXPERTS:
-            for expert in range(tensor.shape[0]):
-                name = f"{prefix}mlp.experts.{expert}.{_EXPERTS[part]}.{kind}"
-                sources[name] = GgufSource(tensor.name, tensor.shape[1:], expert=expert)
-        elif part in layer_names:
-            heads = {"attn_q": num_q_heads, "attn_k": num_kv_heads}.get(part) if own.interleaved else None
-            check_pairs(file, tensor, heads)
-            sources[f"{prefix}{layer_names[part]}.{kind}"] = GgufSource(
-                tensor.name,
-                tensor.shape,
-                row_order=heads,
-                subtract_one=own.norms_plus_one and part.endswith("norm"),
-            )
-        else:
-            raise ModelError(f"{file.path.name}: tensor {tensor.name} is unknown for architecture {arch}")
-    return sources
-
-
-def check_pairs(file: GgufFile, tensor: GgufTensor, num_heads: int | None) -> None:
-    """Raises ModelError unless `hf_rows` can reorder the rows of the tensor."""
-    if num_heads is not None and tensor.shape[0] % (2 * num_heads):
-        raise ModelError(
-            f"{file.path.name}: tensor {tensor.name} has {tensor.shape[0]} rows, not a whole number "
-            f"of rotary pairs for each of {num_heads} heads"
-        )
-
-
-def hf_rows(rows: Bytes, num_rows: int, num_heads: int | None) -> Bytes:
-    """The stored rows of a q or k projection of the `llama` architecture, or of its bias, in Hugging Face's order. num_heads None: as they are.
-
-    llama.cpp rotates neighbouring pairs, Hugging Face the two halves of a head, so its converter interleaves the
-    halves: stored row 2j + h of a head is Hugging Face row h * head_dim / 2 + j. This is the inverse.
-    """
-    if num_heads is None:
-        return rows
-    stored = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
-    return rows.reshape(num_rows, -1)[stored.swapaxes(1, 2).reshape(num_rows)]  # a bias is stored as one row of values
 
 
 def architecture(file: GgufFile) -> str:
@@ -147,7 +42,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     names = {"model_type": own.model_type, "architectures": [own.architecture]}
     if own.name is not None:
         return names | own.config(file, {}) | stated_pooling(file, arch)
-    num_heads = _head_count(file, arch, "head_count")
+    num_heads = head_count(file, arch, "head_count")
     hidden_size = file.count(f"{arch}.embedding_length")
     head_dim = file.count(f"{arch}.attention.key_length", max(1, hidden_size // num_heads))
     if head_dim != file.get(f"{arch}.attention.value_length", head_dim):
@@ -160,7 +55,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": file.count(f"{arch}.block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _head_count(file, arch, "head_count_kv"),
+        "num_key_value_heads": head_count(file, arch, "head_count_kv"),
         "head_dim": head_dim,
         "intermediate_size": file.count(f"{arch}.feed_forward_length"),
         "max_position_embeddings": file.count(f"{arch}.context_length"),
@@ -235,7 +130,7 @@ def stated_pooling(file: GgufFile, arch: str) -> dict[str, PoolingName]:
     return {"gguf_pooling": _POOLINGS[stated]}
 
 
-def _head_count(file: GgufFile, arch: str, key: str) -> int:
+def head_count(file: GgufFile, arch: str, key: str) -> int:
     count = file.get(f"{arch}.attention.{key}")
     if count is None and key == "head_count_kv":
         count = file.require(f"{arch}.attention.head_count")
