@@ -10,7 +10,7 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 - Grammars: constrained.py, maskbench.py, hostile_grammars.py
 - What others notice: cost.py (of large bodies), dashboard.py, images_beside_streams.py, recovery.py (of a part that is killed)
 - Replicas: replicas.py (real ones beside the simulated)
-- Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py
+- Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py, gguf_types.py
 - A mix of clients for hours: soak.py (`scripts/soak`)
 
 configs/ holds sizes of models that get random weights, results/ the newest result of each kind and machine, which docs quote, notes/ what was

@@ -1,0 +1,222 @@
+"""Files of GGUF types that SmolLM2's sizes cannot have, served beside llama.cpp: the same greedy text, and the speed of one stream and of eight.
+
+    .venv/bin/python -m bench.gguf_types --llama-cpp FOLDER --work FOLDER [--types Q4_K_M,MXFP4] [--output FILE]
+
+A random Llama of 1,024 columns with SmolLM2's tokenizer is made in bfloat16, and quantised by llama.cpp's `llama-quantize`. Where the texts part, the
+two likeliest tokens of the dequantised weights in float32 must be near, or ours the likeliest, else the row says no. A row has the types inside, and
+fails if the one that is asked for is not that of most matrices.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import gguf
+import numpy as np
+from rich.progress import track
+
+from bench.program import parser_of, refusals, words, write_report
+from bench.servers import ServerProcess, free_port
+from headrace import Engine
+from headrace.benchmark.agreement import PROMPTS
+from headrace.checkpoint.names import resolve_model
+
+TYPES = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "MXFP4")
+HIDDEN, FEED_FORWARD, LAYERS, HEADS, KV_HEADS = 1024, 2816, 8, 16, 4
+NEAR = 0.1
+"""Of two logits: either token is right."""
+TOKENS = 64
+TEXTS = 10
+TURNS = 3
+FLOAT32: dict[str, Any] = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "float32"}
+
+
+def save_random(path: Path) -> None:
+    """A Llama in bfloat16 with random weights and SmolLM2's tokenizer."""
+    source = gguf.GGUFReader(resolve_model("smollm2"))
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(100000.0)
+    for field in source.fields.values():
+        if field.name.startswith("tokenizer."):
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    vocab = len(source.fields["tokenizer.ggml.tokens"].data)
+    rng = np.random.default_rng(0)
+    kv = HIDDEN // HEADS * KV_HEADS
+    of_layer = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (kv, HIDDEN),
+        "attn_v": (kv, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate": (FEED_FORWARD, HIDDEN),
+        "ffn_up": (FEED_FORWARD, HIDDEN),
+        "ffn_down": (HIDDEN, FEED_FORWARD),
+    }
+    matrices = {"token_embd": (vocab, HIDDEN), "output": (vocab, HIDDEN)}
+    matrices |= {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in of_layer.items()}
+    for name, (rows, columns) in matrices.items():
+        values = rng.standard_normal((rows, columns), dtype=np.float32) * (2.0 if name == "output" else 1.0)
+        words16 = (values / columns**0.5).view(np.uint32) >> 16
+        writer.add_tensor(
+            f"{name}.weight", words16.astype(np.uint16).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16
+        )
+    for name in ("output_norm", *(f"blk.{layer}.{part}_norm" for layer in range(LAYERS) for part in ("attn", "ffn"))):
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantise(program: Path, source: Path, kind: str) -> Path:
+    """llama.cpp's file of this type. MXFP4, which its mixtures alone get, is named for every matrix."""
+    target = source.with_name(f"{kind}.gguf")
+    if not target.exists():
+        named = ["--tensor-type", r"blk.*\.weight=mxfp4", str(source), str(target), "Q8_0"]
+        arguments = named if kind == "MXFP4" else [str(source), str(target), kind]
+        subprocess.run([program, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return target
+
+
+def types_of(path: Path) -> Counter[str]:
+    """Matrices of the layers by their type."""
+    tensors = gguf.GGUFReader(path).tensors
+    return Counter(t.tensor_type.name for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1)
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.load(reply)
+
+
+def theirs(url: str, prompt: str, tokens: int) -> list[int]:
+    """llama.cpp's greedy ids."""
+    body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    return list(post(f"{url}/completion", body | {"cache_prompt": False})["tokens"])
+
+
+def ours(url: str, prompt: str, tokens: int) -> list[int]:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "repetition_penalty": 1.0, "ignore_eos": True}
+    return list(post(f"{url}/generate", {"text": prompt, "sampling_params": sampling})["output_ids"])
+
+
+def speed(ask: Callable[[str, str, int], list[int]], url: str, streams: int, turn: int) -> float:
+    """Output tokens a second of so many streams."""
+    prompts = [f"{turn} {stream} {PROMPTS[stream % len(PROMPTS)]}" for stream in range(streams)]
+    threads = [threading.Thread(target=ask, args=(url, prompt, TOKENS)) for prompt in prompts]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return streams * TOKENS / (time.perf_counter() - begin)
+
+
+def judged(file: Path, partings: Sequence[tuple[str, list[int], int]]) -> list[dict[str, Any]]:
+    """Where the texts part, by the dequantised weights in float32: the gap between the two likeliest logits, and whether ours is the likeliest.
+    partings: (prompt, the ids before, our next id)."""
+    if not partings:
+        return []
+    with Engine(model_path=str(file), max_total_tokens=4096, log_level="error", **FLOAT32) as engine:
+        ids = [engine.tokenizer.encode(prompt) + before for prompt, before, _ in partings]
+        outputs = engine.generate(
+            input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 0}, return_logprob=True, top_logprobs_num=2
+        )  # fmt: skip
+    tops = [output["meta_info"]["output_top_logprobs"][0] for output in outputs]
+    return [
+        {"gap": round(first[0] - second[0], 3), "ours_is_likeliest": first[1] == own}
+        for (first, second), (_, _, own) in zip(tops, partings, strict=True)
+    ]
+
+
+def compare(file: Path, kind: str, llama_server: Path, work: Path) -> dict[str, Any]:
+    """A row of the report."""
+    types = types_of(file)
+    ports = free_port(), free_port()
+    llama = [
+        str(llama_server),
+        "-m",
+        str(file),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(ports[0]),
+        "-c",
+        "8192",
+        "-np",
+        "8",
+    ]
+    own = [sys.executable, "-m", "headrace.cli", "serve", str(file), "--port", str(ports[1]), "--log-level", "warning"]
+    with (
+        ServerProcess("llama-server", llama, ports[0], work / "llama.log") as peer,
+        ServerProcess("headrace", [*own, "--speculative-algorithm", "off"], ports[1], work / "headrace.log") as server,
+    ):
+        peer.wait_until_ready()
+        server.wait_until_ready("/ready")
+        partings, same = [], 0
+        for prompt in PROMPTS[:TEXTS]:
+            a, b = theirs(peer.url, prompt, TOKENS), ours(server.url, prompt, TOKENS)
+            at = next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+            same += at is None
+            if at is not None:
+                partings.append((prompt, a[:at], b[at]))
+        speeds: dict[str, list[float]] = {}
+        for turn in range(TURNS):
+            for streams in (1, 8):
+                for name, ask, url in (("llama.cpp", theirs, peer.url), ("headrace", ours, server.url)):
+                    speeds.setdefault(f"{name}, {streams} streams", []).append(speed(ask, url, streams, turn))
+    medians = {name: round(median(values), 1) for name, values in speeds.items()}
+    found = judged(file, partings)
+    base = "Q" + kind.split("_")[0].removeprefix("Q") + "_K" if kind.endswith("_K_M") else kind
+    return {
+        "type": kind,
+        "matrices": dict(types),
+        "is_that_type": types.most_common(1)[0][0] == base,
+        "texts": TEXTS,
+        "same_text": same,
+        "where_they_part": found,
+        "all_right": all(one["gap"] <= NEAR or one["ours_is_likeliest"] for one in found),
+        "output_tok_s": medians,
+        "ratios": {n: round(medians[f"headrace, {n} streams"] / medians[f"llama.cpp, {n} streams"], 2) for n in (1, 8)},
+    }
+
+
+def main() -> None:
+    """Make the files that are missing, and compare each."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--llama-cpp", type=Path, required=True, help="folder with llama-quantize and llama-server")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the files, which are kept (about 2 GB)")
+    parser.add_argument("--types", type=words, default=TYPES)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    source = options.work / "bf16.gguf"
+    if not source.exists():
+        save_random(source)
+    rows = []
+    with refusals():
+        for kind in track(options.types, description="types"):
+            file = quantise(options.llama_cpp / "llama-quantize", source, kind)
+            rows.append(compare(file, kind, options.llama_cpp / "llama-server", options.work))
+    write_report({"files": rows}, options.output)
+    if not all(row["is_that_type"] and row["all_right"] for row in rows):
+        sys.exit("error: a text parts where one token is clearly the likeliest, or a file is not of its type")
+
+
+if __name__ == "__main__":
+    main()
