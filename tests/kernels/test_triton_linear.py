@@ -58,6 +58,19 @@ def test_rows_of_4_bit_weights(triton_device, n, k, rows):
     torch.testing.assert_close(out, got + 1)
 
 
+@pytest.mark.parametrize(("n", "k"), [(13, 1056), (32, 4096)])
+def test_one_row_of_4_bit_weights_in_the_shapes_of_every_width(triton_device, n, k):
+    from headrace.kernels.triton.one_row import SHAPES, one_row_linear
+
+    packed = weight_of("torch_int4", n, k, True, triton_device)
+    x = torch.randn(1, k, device=triton_device)
+    want = x @ unpack_int4(packed).float().T + packed.bias
+    for _, shape in SHAPES["torch_int4"]:
+        out = torch.empty(1, n, device=triton_device)
+        one_row_linear(x, packed, out, False, shape)
+        torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+
+
 def test_unpacked_in_triton_and_in_torch(triton_device):
     from headrace.kernels.triton.linear import unpack_int4 as unpack
 
