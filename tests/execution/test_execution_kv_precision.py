@@ -1,6 +1,7 @@
 """A quantised KV cache is the default only of models that it does not hurt: measured once, on the model itself."""
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -195,6 +196,7 @@ def test_without_the_cache_every_start_comes_to_the_same(tmp_path: Path, cache: 
 def test_what_the_user_names_is_honoured_with_a_warning_where_the_cost_is_known(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
+    caplog.set_level(logging.WARNING, "headrace")
     folder = save_model(tmp_path / "model", "qwen2", large_biases)
     named = {"quantization": "int8", "kv_cache_dtype": "int8"}
 
@@ -224,6 +226,7 @@ def test_random_weights_are_not_measured(tmp_path: Path):
 def test_the_first_update_of_random_weights_warns_that_nothing_was_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict
 ):
+    caplog.set_level(logging.WARNING, "headrace")
     save_llama(tmp_path)
     args = ServerArgs(
         model_path=str(tmp_path), quantization="int8", load_format="dummy", max_total_tokens=256, **options
@@ -240,6 +243,7 @@ def test_the_first_update_of_random_weights_warns_that_nothing_was_measured(
 
 @needs_kernels
 def test_an_update_of_a_measured_model_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING, "headrace")
     folder = save_model(tmp_path / "model", "qwen2", unchanged)
     args = ServerArgs(model_path=str(folder), quantization="int8", max_total_tokens=256)
     worker, info = build_worker(args, tokenize=ids_of)

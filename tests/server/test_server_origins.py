@@ -1,5 +1,6 @@
 """Web pages: a default server on this machine is out of reach for every page but its own, on every route."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -161,6 +162,7 @@ async def test_other_hosts_are_answered_when_they_are_listed_or_others_reach_the
 
 
 def test_a_server_that_is_open_to_others_says_so(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING, "headrace")
     for options in ({}, {"host": "0.0.0.0", "api_key": "x"}, {"host": "0.0.0.0", "admin_api_key": "x"}):
         make_app(FakeFrontend(), **options)
     assert not caplog.records
