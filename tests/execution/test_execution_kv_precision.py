@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -9,9 +10,11 @@ from shutil import copytree
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 from model_harness import save_tiny
 from runner_harness import prompt, save_llama
 from safetensors.torch import load_file, save_file
+from test_models_gguf_types import save_gguf
 
 from headrace.checkpoint import weight_cache
 from headrace.config.server_args import ServerArgs
@@ -138,6 +141,46 @@ def test_16_bit_integers_are_measured_by_the_same_rule(tmp_path: Path):
 
     assert info.kv_cache_dtype == "bfloat16"
     assert "int16 would add" in decision_of(info)
+
+
+@needs_kernels
+def test_beside_a_file_in_its_own_bits_8_bits_must_be_hardly_farther_from_floats_than_16(tmp_path: Path):
+    """The second file's keys have a channel that 16 bits have no steps beside, either."""
+    plain, outlier = tmp_path / "plain.gguf", tmp_path / "outlier.gguf"
+    save_gguf(plain, GGMLQuantizationType.Q4_K)
+    save_gguf(outlier, GGMLQuantizationType.Q4_K, key_bias=30_000.0)
+
+    info, refused = start(plain, quantization="gguf"), start(outlier, quantization="gguf")
+
+    assert info.kv_cache_dtype == "int16"
+    assert re.search(
+        r"int8 would change the error of a token's logprob [\d.]+ times as much as int16, more than 1.1; goes",
+        decision_of(info),
+    )
+    assert info.kv_cache_added_error is not None
+    assert info.kv_cache_added_error < 0.001
+    assert start(plain, never, quantization="gguf").decisions == info.decisions
+    assert refused.kv_cache_dtype == "bfloat16"
+    assert re.search("int8 would add .* int16 would add ", decision_of(refused))
+
+
+@pytest.mark.parametrize(
+    ("distances", "dtype"),
+    [
+        ({"bfloat16": 0.0686, "int16": 0.0672, "int8": 0.0729}, "int8"),  # SmolLM2: its activations bring more noise
+        ({"bfloat16": 0.0363, "int16": 0.0328, "int8": 0.0443}, "int16"),
+        ({"bfloat16": 0.0363, "int16": 0.0600, "int8": 0.0601}, "bfloat16"),
+        ({"bfloat16": 0.0, "int16": 0.0, "int8": 0.0}, "int8"),
+    ],
+)
+@needs_kernels
+def test_the_first_of_the_integers_that_costs_little_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distances: dict[str, float], dtype: str
+):
+    monkeypatch.setattr(kv_precision, "_distances", lambda *_: {"float32": 0.0} | distances)
+    save_gguf(tmp_path / "model.gguf", GGMLQuantizationType.Q4_K)
+
+    assert start(tmp_path / "model.gguf", quantization="gguf").kv_cache_dtype == dtype
 
 
 def test_the_torch_fallback_is_measured_too(tmp_path: Path):

@@ -210,6 +210,21 @@ def test_a_backend_without_a_kv_cache_of_8_bits_keeps_that_of_the_weights_and_sa
         config(backends=[no_bytes], quantization="int8", kv_cache_dtype="int8")
 
 
+def test_a_file_in_its_own_bits_may_have_a_kv_cache_of_either_integers_or_floats():
+    """Which, the model is asked: `execution.kv_precision`."""
+    no_bytes = FakeBackend("plain", refuses=lambda needs: needs.kv_cache_dtype == "int8")
+
+    got, plain = config(quantization="gguf"), config(backends=[no_bytes], quantization="gguf")
+
+    assert (got.kv_cache_dtype, got.kv_cache_fallbacks) == ("int8", ("int16", "bfloat16"))
+    assert (plain.kv_cache_dtype, plain.kv_cache_fallbacks) == ("int16", ("bfloat16",))
+    assert any(
+        line.startswith("kv_cache_dtype int16: plain cannot have int8: not here; goes with") for line in plain.decisions
+    )
+    assert config(quantization="int8").kv_cache_fallbacks == ("bfloat16",)
+    assert config(quantization="gguf", kv_cache_dtype="int8").kv_cache_fallbacks == ()
+
+
 def test_wide_heads_keep_a_kv_cache_of_16_bits_unless_8_are_asked_for():
     wide = parse_hf_config({"model_type": "llama", "head_dim": 256})
 

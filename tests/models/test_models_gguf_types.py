@@ -44,8 +44,9 @@ def blocks_of(kind: gguf.GGMLQuantizationType) -> np.ndarray:
     return kept
 
 
-def save_gguf(path: Path, *kinds: gguf.GGMLQuantizationType) -> dict[str, torch.Tensor]:
-    """Write a qwen2 model of one layer, and give its tensors by GGUF name, dequantised by the library. kinds: of the matrices in turn."""
+def save_gguf(path: Path, *kinds: gguf.GGMLQuantizationType, key_bias: float | None = None) -> dict[str, torch.Tensor]:
+    """Write a qwen2 model of one layer, and give its tensors by GGUF name, dequantised by the library. kinds: of the matrices in turn.
+    key_bias: of one element of each KV head."""
     rng = np.random.default_rng(4)
     pools = {kind: blocks_of(kind) for kind in kinds}
     writer = gguf.GGUFWriter(path, "qwen2")
@@ -66,6 +67,8 @@ def save_gguf(path: Path, *kinds: gguf.GGMLQuantizationType) -> dict[str, torch.
     vectors |= {"blk.0.attn_q.bias": HIDDEN, "blk.0.attn_k.bias": HIDDEN // 2, "blk.0.attn_v.bias": HIDDEN // 2}
     for name, size in vectors.items():
         values[name] = rng.standard_normal(size, dtype=np.float32)
+        if name == "blk.0.attn_k.bias" and key_bias is not None:
+            values[name][5::64] = key_bias
         writer.add_tensor(name, values[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -95,7 +95,8 @@ class Config:
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
     deterministic: results on a GPU do not depend on the batch. On CPU they never do. speculative_algorithm: auto may still turn out not to pay.
     activations: dtype of what linear layers that are not quantised multiply with their weights.
-    kv_cache_fallback: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured; None = it stays.
+    kv_cache_fallbacks: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured: the first that it
+        does not lose too much in, or the last, which is of floats; none = it stays.
     kv_cache_added_error: what was measured, see `execution.kv_precision`; None = nothing.
     decisions: one sentence per choice that the user did not make.
     """
@@ -118,7 +119,7 @@ class Config:
     cuda_graph_sizes: tuple[int, ...]
     speculative_algorithm: str
     decisions: tuple[str, ...]
-    kv_cache_fallback: str | None = None
+    kv_cache_fallbacks: tuple[str, ...] = ()
     kv_cache_added_error: float | None = None
 
     @property
@@ -164,7 +165,7 @@ def resolve(
     needs = AttentionNeeds(device, native, model.head_dim, kv_floats, args.page_size, deterministic)
     backend = _attention_backend(args, needs, backends, decisions)
     is_chosen = args.kv_cache_dtype != "auto"
-    kv_cache_dtype = kv_floats if is_chosen else _automatic_kv_cache_dtype(needs, quantization, backend, decisions)
+    kv_cache_dtype, *fallbacks = [kv_floats] if is_chosen else _kv_cache_dtypes(needs, quantization, backend, decisions)
     page_size = args.page_size
     if page_size is None:
         page_size = backend.page_size
@@ -193,7 +194,7 @@ def resolve(
         cuda_graph_sizes=cuda_graph_sizes,
         speculative_algorithm=speculative_algorithm(args, device, batch_invariant, generates, decisions),
         decisions=tuple(decisions),
-        kv_cache_fallback=None if kv_cache_dtype == kv_floats else kv_floats,
+        kv_cache_fallbacks=tuple(fallbacks),
     )
 
 
@@ -203,7 +204,7 @@ def with_kv_cache(config: Config, kv_cache_dtype: str, reason: str) -> Config:
     return replace(
         config,
         kv_cache_dtype=kv_cache_dtype,
-        kv_cache_fallback=None,
+        kv_cache_fallbacks=(),
         decisions=(*others, f"kv_cache_dtype {kv_cache_dtype}: {reason}"),
     )
 
@@ -450,30 +451,31 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str) -> str:
     return _KV_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
 
 
-def _automatic_kv_cache_dtype(
+def _kv_cache_dtypes(
     needs: AttentionNeeds, quantization: Scheme, backend: AttentionFacts, decisions: list[str]
-) -> str:
-    """Integers beside weights of integers on CPU, if the backend has such a cache: 8 bits, if heads are not wide, or 16. The model may still refuse
-    them, see `Config.kv_cache_fallback`.
+) -> list[str]:
+    """Integers beside weights of integers on CPU, if the backend has such a cache: 8 bits, if heads are not wide, or 16; and at last the dtype of the
+    weights. The model may still refuse the first, see `Config.kv_cache_fallbacks`.
 
     needs: with the dtype of the weights.
     """
-    floats, wanted = needs.kv_cache_dtype, FORMATS[quantization].kv_cache
-    if needs.device != "cpu" or wanted is None:
-        decisions.append(f"kv_cache_dtype {floats}: that of the weights")
-        return floats
-    if wanted == "int8" and needs.head_dim > _WIDEST_HEAD_IN_BYTES:
-        decisions.append(f"kv_cache_dtype {floats}: heads of {needs.head_dim} elements lose too much in {wanted}")
-        return floats
-    if reasons := backend.reasons_against(replace(needs, kv_cache_dtype=wanted)):
-        decisions.append(f"kv_cache_dtype {floats}: {backend.name} cannot have {wanted}: {'; '.join(reasons)}")
-        return floats
+    floats, found, reasons = needs.kv_cache_dtype, [], []
+    for wanted in FORMATS[quantization].kv_cache if needs.device == "cpu" else ():
+        if wanted == "int8" and needs.head_dim > _WIDEST_HEAD_IN_BYTES:
+            reasons.append(f"heads of {needs.head_dim} elements lose too much in {wanted}")
+        elif against := backend.reasons_against(replace(needs, kv_cache_dtype=wanted)):
+            reasons.append(f"{backend.name} cannot have {wanted}: {'; '.join(against)}")
+        else:
+            found.append(wanted)
     why = {
         "int8": "at half the bytes of bfloat16; --kv-cache-dtype bfloat16 is the exact one",
         "int16": "attention multiplies 16-bit integers, too; closer to floats than bfloat16",
     }
-    decisions.append(f"kv_cache_dtype {wanted}: goes with {quantization} weights, {why[wanted]}")
-    return wanted
+    if found:
+        reasons.append(f"goes with {quantization} weights, {why[found[0]]}")
+    found.append(floats)
+    decisions.append(f"kv_cache_dtype {found[0]}: {'; '.join(reasons) or 'that of the weights'}")
+    return found
 
 
 def _deterministic(args: ServerArgs, device: str, quantization: Scheme, decisions: list[str]) -> bool:

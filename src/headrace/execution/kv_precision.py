@@ -4,21 +4,24 @@ Owns the text, the measure, the limit, and how ranks agree. Does not own which f
 file that keeps the result (`execution.weight_files`). Runs once at start, in every rank, after the weights are loaded.
 
 What integers cost depends on the model. Keys with a large constant part (the biases of Qwen2), or with channels that are far larger than
-the others (OPT, Phi), set the one scale of their head, and what tells tokens apart is rounded away. So the text is computed with three
-caches: in float32, in the dtype of the weights (the fallback), and in integers. What integers add to the error is
+the others (OPT, Phi), set the one scale of their head, and what tells tokens apart is rounded away. So the text is computed with several
+caches: in float32, in the dtype of the weights, and in the integers that go with them. The distance of a cache is
 
-    mean |logprob(integers) - logprob(float32)| - mean |logprob(fallback) - logprob(float32)|
+    mean |logprob(cache) - logprob(float32)|
 
 over the positions of the text and, at each, over the next tokens as float32 expects them: that has half the standard error of the mean over
-the tokens that follow. The second mean is not zero: activations that are rounded to integers answer any change of a key with noise, which
-no cache can help. Of a model that makes vectors, the error of a token is the relative distance of its last hidden state.
+the tokens that follow. Integers add their distance less that of the dtype of the weights, which is not zero: activations that are rounded to
+integers answer any change of a key with noise, which no cache can help, and which is nearly as large as the error that their rounding brings.
+So where 8 bits may be had or 16 (a file in its own bits, whose peers have a KV cache of 16), 8 must be hardly farther than 16. Of a model that
+makes vectors, the error of a token is the relative distance of its last hidden state.
 """
 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -42,8 +45,11 @@ Tokenize = Callable[[str], Sequence[int]]
 MOST_ADDED = 0.02
 """Most that integers may add to the error of a token's logprob, in nats, or of a vector, relative to it."""
 
+MOST_BESIDE_16 = 1.1
+"""Most times the distance of 16-bit integers that 8-bit ones may have, of weights that go with both."""
+
 NUM_TOKENS = 128
-"""Of the text, at most: three prompts of that length are what a measurement costs."""
+"""Of the text, at most: a prompt of that length for each cache is what a measurement costs."""
 
 TEXT = """中国的首都是北京,它位于华北平原的北部。城市有两千多万居民,三千年的历史。
 
@@ -94,7 +100,7 @@ def settle_kv_cache(
         trial = msgspec.json.decode(rank.group.receive(), type=_Trial)
         if trial.dtypes:
             wait_loaded()
-            _added(setup, model, rank, trial)
+            _distances(setup, model, rank, trial)
         config = setup.config
         return replace(setup, config=replace(config, kv_cache_dtype=rank.group.receive().decode()))
     settled = _settled(setup, model, rank, cache, tokenize, wait_loaded)
@@ -113,56 +119,78 @@ def _settled(
 ) -> Setup:
     """The leader's `settle_kv_cache`; the others know what to compute when it returns."""
     config = setup.config
-    wanted, fallback = config.kv_cache_dtype, config.kv_cache_fallback
+    dtypes = (config.kv_cache_dtype, *config.kv_cache_fallbacks)
     trial, is_random = _Trial(), setup.args.load_format == "dummy"
-    added = None if cache is None or fallback is None else cache.measured(_name(setup, wanted, fallback))
-    if fallback is not None and added is None and not is_random:
+    distances = _measured(setup, cache, dtypes) if config.kv_cache_fallbacks else None
+    if config.kv_cache_fallbacks and distances is None and not is_random:
         ids = [token for token in tokenize(TEXT) if token < setup.model_config.vocab_size]
         if len(ids) > 1:
             ids = ids[: min(NUM_TOKENS, config.context_length)]
-            trial = _Trial(tuple(dict.fromkeys((_REFERENCE, fallback, wanted))), tuple(ids))
+            trial = _Trial(tuple(dict.fromkeys((_REFERENCE, *reversed(dtypes)))), tuple(ids))
     if rank.group is not None:
         rank.group.send(msgspec.json.encode(trial))
-    if fallback is None:
+    if not config.kv_cache_fallbacks:
         return setup
     if trial.dtypes:
         wait_loaded()
         begin = time.perf_counter()
-        added = _added(setup, model, rank, trial)
-        _logger.info("measured what a KV cache in %s costs the model (%.1f s)", wanted, time.perf_counter() - begin)
+        distances = _distances(setup, model, rank, trial)
+        _logger.info("measured what a KV cache in integers costs the model (%.1f s)", time.perf_counter() - begin)
         if cache is not None:
-            cache.keep_measured({_name(setup, wanted, fallback): added})
+            cache.keep_measured({_name(setup, dtype): distance for dtype, distance in distances.items()})
     if is_random:
-        return _with(setup, wanted, f"goes with {config.weight_format} weights; random ones are not measured")
-    if added is None:
-        return _with(setup, fallback, f"without a tokenizer it cannot be measured what {wanted} costs this model")
-    return _by_limit(setup, wanted, fallback, added)
+        return _with(setup, dtypes[0], f"goes with {config.weight_format} weights; random ones are not measured")
+    if distances is None:
+        return _with(setup, dtypes[-1], f"without a tokenizer it cannot be measured what {dtypes[0]} costs this model")
+    return _by_limits(setup, dtypes, distances)
 
 
-def _by_limit(setup: Setup, wanted: str, fallback: str, added: float) -> Setup:
-    what = _error_of(setup)
-    setup = replace(setup, config=replace(setup.config, kv_cache_added_error=added))
-    if added > MOST_ADDED:
-        return _with(setup, fallback, f"{wanted} would add {added:.3f} to {what} of this model, more than {MOST_ADDED}")
-    exact = f"--kv-cache-dtype {fallback} is the exact one" if wanted == "int8" else f"closer to floats than {fallback}"
-    cost = f"adds {max(added, 0.0):.3f} to {what} (at most {MOST_ADDED})"
-    return _with(setup, wanted, f"goes with {setup.config.weight_format} weights and {cost}; {exact}")
+def _by_limits(setup: Setup, dtypes: Sequence[str], distances: Mapping[str, float]) -> Setup:
+    """The first of the dtypes that the model does not lose too much in, or the last."""
+    *integers, floats = dtypes
+    what, added = _error_of(setup), {dtype: round(distances[dtype] - distances[floats], 4) for dtype in integers}
+    reasons = []
+    for dtype, fallback in pairwise(dtypes):
+        if added[dtype] > MOST_ADDED:
+            reasons.append(f"{dtype} would add {added[dtype]:.3f} to {what} of this model, more than {MOST_ADDED}")
+        elif fallback in integers and distances[dtype] > MOST_BESIDE_16 * distances[fallback]:
+            times = distances[dtype] / distances[fallback] if distances[fallback] else math.inf
+            reasons.append(
+                f"{dtype} would change {what} {times:.2f} times as much as {fallback}, more than {MOST_BESIDE_16}"
+            )
+        else:
+            exact = (
+                f"--kv-cache-dtype {fallback} is the exact one"
+                if dtype == "int8"
+                else f"closer to floats than {floats}"
+            )
+            cost = f"adds {max(added[dtype], 0.0):.3f} to {what} (at most {MOST_ADDED})"
+            reasons.append(f"goes with {setup.config.weight_format} weights and {cost}; {exact}")
+            return _with(setup, dtype, "; ".join(reasons), added[dtype])
+    return _with(setup, floats, "; ".join(reasons), added[integers[0]])
 
 
 def _as_asked(setup: Setup, cache: WeightCache | None) -> Setup:
     """What the user chose is honoured; a warning if it is known to cost too much."""
-    wanted, fallback = setup.config.kv_cache_dtype, setup.config.dtype
+    wanted, floats = setup.config.kv_cache_dtype, setup.config.dtype
     if not setup.is_cpu or cache is None or getattr(torch, wanted).is_floating_point:
         return setup
-    added = cache.measured(_name(setup, wanted, fallback))
-    if added is None:
+    distances = _measured(setup, cache, (wanted, floats))
+    if distances is None:
         return setup
-    setup = replace(setup, config=replace(setup.config, kv_cache_added_error=added))
+    added = round(distances[wanted] - distances[floats], 4)
     if added <= MOST_ADDED:
-        return setup
+        return replace(setup, config=replace(setup.config, kv_cache_added_error=added))
     reason = f"as asked, although it adds {added:.3f} to {_error_of(setup)} of this model, more than {MOST_ADDED}"
-    _logger.warning("--kv-cache-dtype %s: %s; auto would choose %s", wanted, reason, fallback)
-    return _with(setup, wanted, reason)
+    _logger.warning("--kv-cache-dtype %s: %s; auto would not choose it", wanted, reason)
+    return _with(setup, wanted, reason, added)
+
+
+def _measured(setup: Setup, cache: WeightCache | None, dtypes: Sequence[str]) -> dict[str, float] | None:
+    """The distances of these as they were measured at an earlier start; None unless all are known."""
+    known = {dtype: None if cache is None else cache.measured(_name(setup, dtype)) for dtype in dtypes}
+    found = {dtype: distance for dtype, distance in known.items() if distance is not None}
+    return found if len(found) == len(known) else None
 
 
 def unmeasured(setup: Setup) -> str:
@@ -173,20 +201,20 @@ def unmeasured(setup: Setup) -> str:
         return ""
     return (
         f"it was not measured what the KV cache in {config.kv_cache_dtype} costs the model, since it began with random weights; "
-        f"some models lose quality: --kv-cache-dtype {config.kv_cache_fallback or config.dtype} is the exact one"
+        f"some models lose quality: --kv-cache-dtype {config.dtype} is the exact one"
     )
 
 
-def _with(setup: Setup, dtype: str, reason: str) -> Setup:
-    return replace(setup, config=with_kv_cache(setup.config, dtype, reason))
+def _with(setup: Setup, dtype: str, reason: str, added: float | None = None) -> Setup:
+    return replace(setup, config=replace(with_kv_cache(setup.config, dtype, reason), kv_cache_added_error=added))
 
 
 def _error_of(setup: Setup) -> str:
     return "the error of a token's logprob" if setup.pooling is None else "the relative error of vectors"
 
 
-def _name(setup: Setup, wanted: str, fallback: str) -> str:
-    """Of a measurement among those of the same weights: what it depends on beside them, the text and the code here and of attention among it.
+def _name(setup: Setup, dtype: str) -> str:
+    """Of a distance among what was measured of the same weights: what it depends on beside them, such as the text and the code here and of attention.
 
     The code of other rooms is part of what identifies the weights.
     """
@@ -194,17 +222,16 @@ def _name(setup: Setup, wanted: str, fallback: str) -> str:
     digest = hashlib.sha256(told.encode())
     for file in (Path(__file__), *sorted(_ATTENTION.rglob("*.py"))):
         digest.update(file.read_bytes())
-    return f"{wanted} instead of {fallback}, {setup.config.attention_backend}, {digest.hexdigest()[:16]}"
+    return f"distance of a KV cache in {dtype}, {setup.config.attention_backend}, {digest.hexdigest()[:16]}"
 
 
-def _added(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial) -> float:
-    """What the last of the dtypes adds to the error of the one before; 0.0 in followers."""
+def _distances(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial) -> dict[str, float]:
+    """Of each dtype of the trial from its first; zeros in followers."""
     reference, *others = (_hidden(setup, model, rank, dtype, trial.token_ids) for dtype in trial.dtypes)
     errors = _vector_errors(reference, others) if setup.pooling else _logprob_errors(model, rank, reference, others)
     give_back_free_memory()
-    before, last = [0.0, *errors][-2:]
-    added = last - before
-    return min(round(added, 4), _NOT_A_NUMBER) if math.isfinite(added) else _NOT_A_NUMBER
+    finite = (min(round(error, 4), _NOT_A_NUMBER) if math.isfinite(error) else _NOT_A_NUMBER for error in errors)
+    return dict(zip(trial.dtypes, (0.0, *finite), strict=True))
 
 
 @torch.inference_mode()
