@@ -145,12 +145,9 @@ def test_16_bit_integers_are_measured_by_the_same_rule(tmp_path: Path):
 
 @needs_kernels
 def test_beside_a_file_in_its_own_bits_8_bits_must_be_hardly_farther_from_floats_than_16(tmp_path: Path):
-    """The second file's keys have a channel that 16 bits have no steps beside, either."""
-    plain, outlier = tmp_path / "plain.gguf", tmp_path / "outlier.gguf"
-    save_gguf(plain, GGMLQuantizationType.Q4_K)
-    save_gguf(outlier, GGMLQuantizationType.Q4_K, key_bias=30_000.0)
+    save_gguf(tmp_path / "model.gguf", GGMLQuantizationType.Q4_K)
 
-    info, refused = start(plain, quantization="gguf"), start(outlier, quantization="gguf")
+    info = start(tmp_path / "model.gguf", quantization="gguf")
 
     assert info.kv_cache_dtype == "int16"
     assert re.search(
@@ -159,9 +156,7 @@ def test_beside_a_file_in_its_own_bits_8_bits_must_be_hardly_farther_from_floats
     )
     assert info.kv_cache_added_error is not None
     assert info.kv_cache_added_error < 0.001
-    assert start(plain, never, quantization="gguf").decisions == info.decisions
-    assert refused.kv_cache_dtype == "bfloat16"
-    assert re.search("int8 would add .* int16 would add ", decision_of(refused))
+    assert decision_of(start(tmp_path / "model.gguf", never, quantization="gguf")) == decision_of(info)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from fake_backend import FakeBackend
 
 from headrace.checkpoint.model_config import parse_hf_config
+from headrace.checkpoint.weight_formats import GGUF_METHOD
 from headrace.config.resolve import (
     AttentionFacts,
     AttentionNeeds,
@@ -214,15 +215,18 @@ def test_a_file_in_its_own_bits_may_have_a_kv_cache_of_either_integers_or_floats
     """Which, the model is asked: `execution.kv_precision`."""
     no_bytes = FakeBackend("plain", refuses=lambda needs: needs.kv_cache_dtype == "int8")
 
-    got, plain = config(quantization="gguf"), config(backends=[no_bytes], quantization="gguf")
+    file = parse_hf_config(
+        {"model_type": "llama", "quantization_config": {"quant_method": GGUF_METHOD, "mostly_blocks": True}}
+    )
+
+    got, plain = (resolve(ServerArgs(), file, LAPTOP, backends) for backends in (BACKENDS, [no_bytes]))
 
     assert (got.kv_cache_dtype, got.kv_cache_fallbacks) == ("int8", ("int16", "bfloat16"))
     assert (plain.kv_cache_dtype, plain.kv_cache_fallbacks) == ("int16", ("bfloat16",))
-    assert any(
-        line.startswith("kv_cache_dtype int16: plain cannot have int8: not here; goes with") for line in plain.decisions
-    )
+    (decision,) = (line for line in plain.decisions if line.startswith("kv_cache_dtype "))
+    assert decision.startswith("kv_cache_dtype int16: plain cannot have int8: not here; goes with gguf weights")
     assert config(quantization="int8").kv_cache_fallbacks == ("bfloat16",)
-    assert config(quantization="gguf", kv_cache_dtype="int8").kv_cache_fallbacks == ()
+    assert resolve(ServerArgs(kv_cache_dtype="int8"), file, LAPTOP, BACKENDS).kv_cache_fallbacks == ()
 
 
 def test_wide_heads_keep_a_kv_cache_of_16_bits_unless_8_are_asked_for():

@@ -459,7 +459,9 @@ def _kv_cache_dtypes(
 
     needs: with the dtype of the weights.
     """
-    floats, found, reasons = needs.kv_cache_dtype, [], []
+    floats = needs.kv_cache_dtype
+    found: list[str] = []
+    reasons: list[str] = []
     for wanted in FORMATS[quantization].kv_cache if needs.device == "cpu" else ():
         if wanted == "int8" and needs.head_dim > _WIDEST_HEAD_IN_BYTES:
             reasons.append(f"heads of {needs.head_dim} elements lose too much in {wanted}")
