@@ -9,10 +9,10 @@ from typing import Any, get_type_hints
 import pytest
 
 from headrace.api.engine import Engine
-from headrace.api.options import ChatOptions, EngineOptions, GenerateOptions, ServerOptions, SeveralSamples
+from headrace.api.options import ChatOptions, EngineOptions, GenerateOptions, SeveralSamples
 from headrace.api.runtime import Runtime
 from headrace.config.other_servers import table
-from headrace.config.server_args import ServerArgs
+from headrace.config.server_options import ServerOptions
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.openai.protocol import ChatCompletionRequest
@@ -26,7 +26,6 @@ ARGUMENTS = {"input_ids", "sampling_params", "stream"}
 @pytest.mark.parametrize(
     ("options", "target", "is_complete"),
     [
-        (ServerOptions, ServerArgs, True),
         (SeveralSamples, SamplingParams, True),
         (GenerateOptions, GenerateReqInput, True),
         (ChatOptions, ChatCompletionRequest, False),
@@ -80,6 +79,10 @@ engine.generate("a", {"temprature": 0})  # call-overload
 engine.generate(["a"], [{"max_tokens": 1}])  # list-item
 runtime.generate("a", {"temprature": 0})  # call-overload
 Engine("a", max_modl_len=3)  # call-arg
+Engine(model_path="a", tp_size=2, load_format="gguf", seed=1)
+Engine("a", tp_size="2")  # arg-type
+Runtime("a", start_timeout_s=9.0, dtype="bfloat16")
+Runtime("a", dtype="bfloat15")  # arg-type
 """
 
 
