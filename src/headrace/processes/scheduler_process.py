@@ -84,15 +84,13 @@ def run_scheduler(
             args = encoder_args(args, model.max_position_embeddings)
         opened = functools.partial(open_tokenizer, args, encodes=False)
         tokenizer = run_in_lasting_thread(opened).result  # beside the weights
-        ends = functools.cache(lambda: end_tokens(args, model, tokenizer()))
+        ends = run_in_lasting_thread(lambda: end_tokens(args, model, tokenizer())).result
         grammars = _grammars(args, tokenizer, model, ends)
-        preparation = run_in_lasting_thread(grammars.prepare)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
             worker, ready = build_worker(args, on_progress, tokenize=tokenize)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
-        preparation.result()
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
             from headrace.scheduler.faults import InjectedFaults
@@ -121,6 +119,7 @@ def run_scheduler(
         )
         watchdog.start()
         on_ready(ready)
+        run_in_lasting_thread(grammars.prepare)  # a grammar that comes before its end waits for it
         if not args.single_process:
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()
