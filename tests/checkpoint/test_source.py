@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
+from headrace.config.model_source import open_model, read_model_config
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
-from headrace.execution.setup import open_model
-from headrace.processes.model_files import open_tokenizer, read_model_config
+from headrace.processes.model_files import open_tokenizer
 from headrace.text.tokenizers import load_tokenizer
 
 CONFIG = {

@@ -11,15 +11,9 @@ import pytest
 from fake_backend import FakeBackend
 
 from headrace.checkpoint.model_config import parse_hf_config
-from headrace.config.resolve import (
-    AttentionFacts,
-    AttentionNeeds,
-    DeviceFacts,
-    override_model,
-    refuse_early,
-    resolve,
-    sampling_defaults,
-)
+from headrace.config.machine import DeviceFacts
+from headrace.config.model_source import override_model, sampling_defaults
+from headrace.config.resolve import AttentionFacts, AttentionNeeds, refuse_early, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 

@@ -13,7 +13,7 @@ from model_harness import open_runner, random_tokens
 from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile
 from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import GGUF_METHOD
-from headrace.config.resolve import override_model
+from headrace.config.model_source import override_model
 from headrace.errors import ModelError
 from headrace.kernels import cpu
 

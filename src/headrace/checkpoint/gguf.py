@@ -379,6 +379,13 @@ def is_gguf(path: Path) -> bool:
     return magic == b"GGUF" or path.suffix == ".gguf"
 
 
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path means: a file of any name, or the one of a folder; None for any other model. Raises ModelError."""
+    if path.is_dir():
+        return gguf_of(path)
+    return path if path.exists() and is_gguf(path) else None
+
+
 def gguf_of(folder: Path) -> Path | None:
     """The GGUF file of a folder; None if there is none, or if the folder has a config.json and safetensors.
 

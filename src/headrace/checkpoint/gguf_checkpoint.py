@@ -89,7 +89,7 @@ _FILE_TYPES: dict[object, str] = {
 class GgufCheckpoint(Checkpoint):
     """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
 
-    kind = "gguf"
+    kind = file_format = "gguf"
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)

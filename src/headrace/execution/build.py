@@ -17,6 +17,7 @@ from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import guesses_by_text
+from headrace.config.model_source import open_model
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.distributed.base import Stage, length
 from headrace.distributed.device_group import DeviceGroup
@@ -54,7 +55,6 @@ from headrace.execution.setup import (
     choose_kernels,
     load_checkpoint,
     model_bytes,
-    open_model,
     set_up,
     updatable_weights,
 )

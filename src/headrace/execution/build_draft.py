@@ -11,6 +11,7 @@ from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.checks import guesses_by_text
+from headrace.config.model_source import open_model
 from headrace.config.resolve import AttentionNeeds
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import ALL_LAYERS
@@ -28,7 +29,6 @@ from headrace.execution.setup import (
     fingerprint_of,
     load_checkpoint,
     model_bytes,
-    open_model,
     set_up,
 )
 from headrace.layers.weight import Keeper
