@@ -216,9 +216,14 @@ class GgufFile:
         flattened; a vector is one row."""
         tensor = self.tensors[name]
         rows = math.prod(tensor.shape[:-1])
-        data = self._part_of.get(name, self)._map
-        flat: Bytes = np.frombuffer(data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        flat: Bytes = np.frombuffer(
+            self.part_of(name)._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset
+        )
         return flat.reshape(rows, tensor.num_bytes // rows)
+
+    def part_of(self, name: str) -> "GgufFile":
+        """The part that holds a tensor."""
+        return self._part_of.get(name, self)
 
     @property
     def parts(self) -> "tuple[GgufFile, ...]":
