@@ -13,7 +13,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
 _ISAS_WITH_BF16 = ("amx", "avx512bf16")
-_ISAS_WITH_WORDS = ("avx512vnni",)
+_ISAS_WITH_WORDS = ("avx512vnni", "avxvnni", "avx2")
 """Instruction sets of the native kernels that multiply bfloat16, and 16-bit integers, faster than floats."""
 
 
