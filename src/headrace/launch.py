@@ -17,10 +17,10 @@ from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.config.kv_events import check_pyzmq, read_kv_events
 from headrace.config.machine import check_open_files, cuda_is_there, dist_secret, host_memory_bytes, with_nodes
-from headrace.config.model_source import sampling_defaults, with_encoder
 from headrace.config.resolve import refuse_early
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
+from headrace.execution.model_source import sampling_defaults, with_encoder
 from headrace.messages.channel import FanOutSender, IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.metrics.watchdog import Watchdog

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.config.machine import check_open_files, with_nodes
-from headrace.config.model_source import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
+from headrace.execution.model_source import sampling_defaults
 from headrace.launch import RunningEngine, launch_engine
 from headrace.processes import lifeline
 from headrace.processes.http_workers import HttpWorkers

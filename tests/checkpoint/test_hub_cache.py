@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from headrace.checkpoint.hub_cache import HubName, cache_folder, choose_gguf, format_of, list_cached
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
-from headrace.config.model_source import read_model_config
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
+from headrace.execution.model_source import read_model_config
 from headrace.processes.model_files import open_tokenizer
 
 OLD, NEW = "1" * 40, "2" * 40

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
-from headrace.config.model_source import open_model, read_model_config
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
+from headrace.execution.model_source import open_model, read_model_config
 from headrace.processes.model_files import open_tokenizer
 from headrace.text.tokenizers import load_tokenizer
 

@@ -9,12 +9,12 @@ from runner_harness import save_llama
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
-from headrace.config.model_source import open_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution import setup
 from headrace.execution.build import build_worker
 from headrace.execution.load_weights import load_model
+from headrace.execution.model_source import open_model
 from headrace.layers.weight import Placement
 from headrace.models.registry import model_class_for
 

@@ -26,7 +26,7 @@ from headrace.benchmark.agreement import (
 )
 from headrace.benchmark.results import header, write_json
 from headrace.benchmark.workloads import TokenIds
-from headrace.config.model_source import tokenizer_path
+from headrace.checkpoint.names import resolve_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.text.tokenizers import load_tokenizer
@@ -46,7 +46,9 @@ def run_quality(server_args: ServerArgs, num_tokens: int, output: Path | None, c
 
     Raises ConfigError when the model cannot be computed in float32, because its checkpoint is quantised to integers.
     """
-    windows = windows_of(load_tokenizer(tokenizer_path(server_args)), default_text("held out"), num_tokens)
+    windows = windows_of(
+        load_tokenizer(resolve_model(server_args.tokenizer_name)), default_text("held out"), num_tokens
+    )
     reference = outputs_of(
         replace(server_args, dtype="float32", activations="auto", quantization="none", kv_cache_dtype="float32"),
         windows,

@@ -27,11 +27,11 @@ from headrace.benchmark.figures import Timing, timing
 from headrace.benchmark.results import header, write_json
 from headrace.benchmark.tables import print_table
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
-from headrace.config.model_source import read_model_config
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution.build import build_worker
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.model_source import read_model_config
 from headrace.execution.worker import ModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.messages.control import ReadyInfo

@@ -17,7 +17,6 @@ from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import guesses_by_text
-from headrace.config.model_source import open_model
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.distributed.base import Stage, length
 from headrace.distributed.device_group import DeviceGroup
@@ -35,6 +34,7 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.model_source import open_model
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.pooling import EmbeddingRunner
 from headrace.execution.profiler import ExpertRecorder, StepProfiler

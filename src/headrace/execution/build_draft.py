@@ -11,7 +11,6 @@ from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.checks import guesses_by_text
-from headrace.config.model_source import open_model
 from headrace.config.resolve import AttentionNeeds
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import ALL_LAYERS
@@ -21,6 +20,7 @@ from headrace.execution.drafting import DeviceDraftSteps, DeviceEagleDrafter, Dr
 from headrace.execution.kv_precision import Tokenize, settle_kv_cache
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory
+from headrace.execution.model_source import open_model
 from headrace.execution.pool_plan import RankNeeds
 from headrace.execution.released import DraftMemory, keepers_of
 from headrace.execution.setup import (

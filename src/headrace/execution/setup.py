@@ -21,7 +21,6 @@ from headrace.checkpoint.quantized_formats import keeps_codes
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.checkpoint.weight_formats import StoredType
 from headrace.config.machine import DeviceFacts
-from headrace.config.model_source import open_update, override_model
 from headrace.config.resolve import Config, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Stage
@@ -29,6 +28,7 @@ from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
 from headrace.execution.memory import available_bytes, check_pool_fits
+from headrace.execution.model_source import open_update, override_model
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.released import DraftMemory
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model

@@ -1,6 +1,6 @@
 """What a process reads of the model besides its weights: configuration, tokenizer, chat template, and what follows from them.
 
-Where they lie is known to `config.model_source`. Each process opens what it needs for itself; the threads of an engine that is one process
+Where they lie is known to `execution.model_source`. Each process opens what it needs for itself; the threads of an engine that is one process
 (--single-process) share a tokenizer. What takes long to import is imported where it is used.
 """
 
@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from headrace.checkpoint.names import known_model, resolve_model
-from headrace.config.model_source import (
+from headrace.config.server_args import ServerArgs
+from headrace.config.web import media_args, unsupported_by_options
+from headrace.errors import ModelError, RequestError
+from headrace.execution.model_source import (
     is_gguf_model,
     media_files_of,
     read_model_config,
     read_pooling_config,
     sampling_defaults,
-    tokenizer_path,
 )
-from headrace.config.server_args import ServerArgs
-from headrace.config.web import media_args, unsupported_by_options
-from headrace.errors import ModelError, RequestError
 from headrace.log import get_logger
 from headrace.media_kinds import MediaKind
 from headrace.messages.control import ReadyInfo
@@ -196,7 +195,7 @@ def open_tokenizer(args: ServerArgs, *, encodes: bool = True) -> "Tokenizer":
 
     if args.skip_tokenizer_init:
         return NoTokenizer()
-    path = tokenizer_path(args)
+    path = resolve_model(args.tokenizer_name)
     encodes = encodes or args.single_process
     key = (path, encodes, _stamp(path))
     with _opening:
@@ -224,7 +223,7 @@ def tokens_of(args: ServerArgs, text: str) -> list[int]:
     from headrace.text.tokenizers import load_tokenizer
 
     try:
-        return load_tokenizer(tokenizer_path(args)).encode(text)
+        return load_tokenizer(resolve_model(args.tokenizer_name)).encode(text)
     except ModelError:
         return []
 

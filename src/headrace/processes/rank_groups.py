@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.machine import dist_secret, host_and_port
-from headrace.config.model_source import open_model
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import ALL_LAYERS, WHOLE, Group, Receiver, Sender, Shard, Stage
 from headrace.distributed.one_host import SharedMemoryGroup, SocketReceiver, SocketSender, socket_link
 from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, HeadraceError, ModelError
+from headrace.execution.model_source import open_model
 from headrace.log import get_logger
 from headrace.processes.handshake import RankStart
 from headrace.processes.numa import Binding

@@ -5,7 +5,6 @@ Reads headers alone: torch is imported with the first tensor. Runs in every proc
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -27,11 +26,6 @@ from headrace.plain_types import plain_reason
 
 def is_gguf_model(args: ServerArgs) -> bool:
     return gguf_file(resolve_model(args.model_path)) is not None
-
-
-def tokenizer_path(args: ServerArgs) -> Path:
-    """The file or folder of --tokenizer-path, or of the model."""
-    return resolve_model(args.tokenizer_name)
 
 
 def open_model(args: ServerArgs) -> Checkpoint:
