@@ -158,7 +158,8 @@ class RadixCache:
         while len(freed) < num_pages and (node := self._released.oldest) is not None:
             self._released.discard(node)
             parent = node.parent
-            assert parent is not None and not node.children
+            assert parent is not None, "it is in the tree"
+            assert not node.children, "children are released before it"
             del parent.children[node.key[: self._page_bytes]]
             node.parent = None
             self._num_nodes -= 1
