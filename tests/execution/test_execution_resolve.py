@@ -153,6 +153,8 @@ def on_isa(isa: str, **options: Any) -> tuple[str, str, str]:
         ("amx", ("none", "bfloat16", "bfloat16")),
         ("avx512vnni", ("int16", "float32", "int16")),
         ("avx512", ("none", "float32", "none")),
+        ("avxvnni", ("int16", "float32", "int16")),
+        ("avx2", ("int16", "float32", "int16")),
         ("neon_i8mm", ("none", "float32", "none")),
     ],
 )

@@ -49,6 +49,13 @@ def test_the_time_of_a_step_is_bounded_as_the_worker_says(limit_ms, seconds):
     assert scheduler_config(ServerArgs(), MODEL, ready, ENDS).max_step_s == seconds
 
 
+@pytest.mark.parametrize("asked_ms, default_s", [(None, 0.2), (200, 0.0)])
+def test_a_bound_that_was_asked_for_is_no_default(asked_ms, default_s):
+    ready = msgspec.structs.replace(READY, max_step_ms=200)
+
+    assert scheduler_config(ServerArgs(max_step_ms=asked_ms), MODEL, ready, ENDS).default_step_s == default_s
+
+
 def test_a_text_has_tokens_though_clients_send_ids_and_none_if_the_model_has_no_tokenizer(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     given = tokens_of(ServerArgs(model_path="smollm2"), "The river")

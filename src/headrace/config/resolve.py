@@ -27,7 +27,7 @@ MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is not shared, but activations and graphs need some memory."""
 
 _ISAS_WITH_BF16 = ("amx", "avx512bf16")
-_ISAS_WITH_WORDS = ("avx512vnni",)
+_ISAS_WITH_WORDS = ("avx512vnni", "avxvnni", "avx2")
 """Instruction sets of the native kernels that multiply bfloat16, and 16-bit integers, faster than floats."""
 
 CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}

@@ -216,7 +216,8 @@ def scheduler_config(
         policy=args.schedule_policy,
         chunk_tokens=ready.chunked_prefill_size,
         step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
-        max_step_s=math.inf if ready.max_step_ms is None else ready.max_step_ms / 1000,
+        max_step_s=_seconds(ready.max_step_ms),
+        default_step_s=_seconds(ready.max_step_ms) if args.max_step_ms is None else 0.0,
         max_running=ready.max_running_requests,
         # The front end refuses what exceeds the queue. All that it accepts may be sent to one replica.
         max_queued=ready.max_running_requests * args.num_replicas + args.max_queued_requests,
@@ -240,6 +241,11 @@ def scheduler_config(
         replica=replica,
         persists_tenants=args.kv_cache_persist_tenants,
     )
+
+
+def _seconds(milliseconds: int | None) -> float:
+    """None: without a bound."""
+    return math.inf if milliseconds is None else milliseconds / 1000
 
 
 def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) -> "StopMatcher":

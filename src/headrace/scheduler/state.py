@@ -131,7 +131,7 @@ class SchedulerConfig:
     """Resolved limits. chunk_tokens: most prompt tokens in a step, over all requests; step_tokens: most tokens in a step.
 
     max_step_s: how long a step with decode rows and prompt tokens should take at most, see also `ALONE_STEP_S`; infinite = steps of both kinds are
-    bounded by tokens alone.
+    bounded by tokens alone. default_step_s: a `max_step_s` that nobody has asked for, see `TOKENS_PER_ROW`; 0 = it was asked for.
     preemption_threshold: a waiting request may displace running ones whose priority is lower by at least this; 0 = never.
     eos_token_ids end a request unless it ignores them, and turn_end_ids one of a chat (`eos_of`). max_steps_in_flight: 1 = synchronous, 2 = overlap.
     num_stages: 1, or that of a pipeline, which computes as many steps at a time. speculates: whether the worker guesses tokens. whole_prompts: no
@@ -152,6 +152,7 @@ class SchedulerConfig:
     stream_interval: int
     num_stages: int = 1
     max_step_s: float = math.inf
+    default_step_s: float = 0.0
     priority_ageing_s: float = 10.0
     preemption_threshold: int = 0
     conservativeness: float = 1.0
