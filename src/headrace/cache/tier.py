@@ -64,8 +64,8 @@ class Store:
 class DiskTier:
     """The tier of a folder. open_files: the files for a fingerprint; called in the thread, for each state of the weights.
 
-    paused_until_s: nothing is stored before that, by `time.monotonic`. seconds_per_page: what loading took, on average of late; 0 = nothing was loaded
-    yet. Counts since the start: num_stored and num_loaded pages, num_damaged files.
+    paused_until_s: nothing is stored before that, by `time.monotonic`. seconds_per_page: what loading took, on average of late; 0 = nothing was
+    loaded yet. Counts since the start: num_stored and num_loaded pages, num_damaged files.
     """
 
     def __init__(self, transfer: PageTransfer, open_files: Callable[[str], PageFiles]) -> None:
