@@ -10,7 +10,9 @@ import torch
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, random_ids, running_engine
 from safetensors.torch import load_file, save_file
 
+from headrace.cache.tier import DiskTier
 from headrace.errors import ConfigError
+from headrace.scheduler.tier_queue import TierQueue
 
 SAMPLINGS = (GREEDY, SEEDED, FILTERED, PENALISED)
 PROMPTS = [
@@ -20,12 +22,23 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for every load, and come after the hash of the weights, however busy the machine is."""
+    start = DiskTier.start
+
+    def open_and_start(tier: DiskTier) -> None:
+        assert tier.work()
+        assert tier.is_open
+        start(tier)
+
+    monkeypatch.setattr(DiskTier, "start", open_and_start)
+    monkeypatch.setattr(TierQueue, "is_over", lambda queue, one, now_s: one.loading.load.is_done)
+
+
 def answers(model: str, folder: Path, **options: Any) -> tuple[list[list[int]], list[int]]:
     """Output ids of each prompt under each kind of sampling, and the cached tokens of the first."""
     with running_engine(model, kv_cache_dir=str(folder), **options) as engine:
-        engine.generate(
-            input_ids=random_ids(20, seed=1), sampling_params=GREEDY
-        )  # so that the weights have been hashed
         outputs, cached = [], []
         for prompt in PROMPTS:
             for sampling in SAMPLINGS:

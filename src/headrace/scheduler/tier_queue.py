@@ -113,7 +113,7 @@ class TierQueue:
             return []
         for loading in self._loads:
             self._go_on(loading)
-        ready = [one for one in self._waiting if one.req.finish is None and self._is_over(one, now_s)]
+        ready = [one for one in self._waiting if one.req.finish is None and self.is_over(one, now_s)]
         self._waiting = [one for one in self._waiting if one.req.finish is None and one not in ready]
         for loading in self._loads:
             loading.load.is_wanted = any(one.loading is loading for one in (*self._waiting, *ready))
@@ -190,7 +190,7 @@ class TierQueue:
         loading.lease, load.known_pages, load.pages = match.lease, match.pages, pages
         self.tier.load(load)
 
-    def _is_over(self, one: _Waiting, now_s: float) -> bool:
+    def is_over(self, one: _Waiting, now_s: float) -> bool:
         """Whether a request has what it waited for, or would be done earlier without."""
         load, size = one.loading.load, self._kv.page_size
         if load.is_done:
