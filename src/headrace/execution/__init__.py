@@ -12,7 +12,7 @@ how steps run beside the scheduler).
 - Guesses: build_draft.py, drafting.py (by a model), step_times.py (what steps with them cost)
 - Weights: load_weights.py, update_weights.py, weight_files.py (packed ones, and saved ones)
 - Memory: memory.py (how much there is), pool_plan.py (how much of it is for KV), kv_precision.py (in which dtype), released.py
-  (given back for a while)
+  (given back for a while), page_transfer.py (KV out of the pool and into it)
 - Watching: profiler.py; faults.py (injected ones, for tests)
 - `headrace quantize`: calibrate.py
 """

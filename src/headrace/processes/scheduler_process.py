@@ -10,12 +10,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config.checks import encoder_args
 from headrace.config.kv_events import read_kv_events
 from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
 from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
 from headrace.messages.packing import unpack_int32
@@ -29,8 +31,10 @@ from headrace.processes.share import share_of_machine
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.cache.events import BlockEvents
+    from headrace.cache.tier import DiskTier
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.messages.grammar import Grammars
+    from headrace.messages.step import Worker
     from headrace.processes.kv_event_publisher import KVEventPublisher
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.state import SchedulerConfig
@@ -93,6 +97,7 @@ def run_scheduler(
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
         preparation.result()
+        tier = _tier(args, worker, ready)
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
             from headrace.scheduler.faults import InjectedFaults
@@ -117,6 +122,7 @@ def run_scheduler(
             lambda request: _stop_checker(tokenizer(), request),
             source=source,
             grammars=grammars,
+            tier=tier,
             **hooks,
         )
         watchdog.start()
@@ -168,6 +174,25 @@ def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEven
     return on_turn
 
 
+def _tier(args: ServerArgs, worker: "Worker", ready: ReadyInfo) -> "DiskTier | None":
+    """The tier of --kv-cache-dir; None without. Raises ConfigError."""
+    if args.kv_cache_dir is None:
+        return None
+    from headrace.cache.page_files import PageFiles, private_folder
+    from headrace.cache.tier import DiskTier
+
+    folder, pages = private_folder(Path(args.kv_cache_dir)), worker.pages
+    if pages is None:
+        raise ConfigError(f"--kv-cache-dir: {worker.pages_refusal}")
+
+    def open_files(fingerprint: str) -> PageFiles:
+        return PageFiles(folder, fingerprint, ready.page_size, pages.page_bytes, args.kv_cache_disk_size)
+
+    tier = DiskTier(pages, open_files)
+    tier.start()
+    return tier
+
+
 def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":
     from headrace.cache.base import ChunkCache, PageAllocator
     from headrace.cache.radix_cache import RadixCache
@@ -214,6 +239,7 @@ def scheduler_config(
         encoder_slices=1 if ready.encoder is None else ready.encoder.num_slices,
         whole_images=ready.encoder is not None and ready.encoder.whole_images,
         replica=replica,
+        persists_tenants=args.kv_cache_persist_tenants,
     )
 
 
