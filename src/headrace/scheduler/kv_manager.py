@@ -8,7 +8,7 @@ With --enable-dp-attention there are several parts, one for each rank; all pages
 numbered over all parts, so that one number never means two pages. Runs in the scheduler's thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -73,7 +73,8 @@ class KvPart:
 class KVManager:
     """See the module docstring. parts: of equal size. max_seqs: rows of the worker's sequence table.
 
-    num_left: how many rows requests have left so far.
+    num_left: how many rows requests have left so far. on_insert: called with the part, tokens and namespace of a prefix that the cache did not have
+    as a whole before. on_short: called where pages are missing, and before all of them are taken back: lets go of what no step needs.
     """
 
     def __init__(self, parts: Sequence[KvPart], max_seqs: int) -> None:
@@ -83,6 +84,8 @@ class KVManager:
         self._free_seqs = list(range(max_seqs - 1, -1, -1))
         self._left: list[int] = []
         self.num_left = 0
+        self.on_insert: Callable[[int, bytes, str], None] = lambda part, tokens, namespace: None
+        self.on_short: Callable[[], None] = lambda: None
 
     @property
     def total_tokens(self) -> int:
@@ -141,6 +144,9 @@ class KVManager:
             return True
         pages = self.parts[req.part].grow(missing)
         if pages is None:
+            self.on_short()
+            pages = self.parts[req.part].grow(missing)
+        if pages is None:
             return False
         req.pages += pages
         return True
@@ -179,11 +185,13 @@ class KVManager:
 
     def flush(self) -> None:
         """Empty the cache. No request may hold a lease."""
+        self.on_short()
         for part in self.parts:
             part.flush()
 
     def repair(self) -> None:
         """Reset to an empty pool; only while no request is admitted."""
+        self.on_short()
         for part in self.parts:
             part.repair()
         self._free_seqs = list(range(self.max_seqs - 1, -1, -1))
@@ -225,7 +233,8 @@ class KVManager:
         if num_full <= req.num_tree_pages:
             return
         part = self.parts[req.part]
-        done = part.cache.insert(req.cache_key(num_full * self.page_size), req.pages, req.asked.namespace)
+        tokens = req.cache_key(num_full * self.page_size)
+        done = part.cache.insert(tokens, req.pages, req.asked.namespace)
         existing, kept = done.num_existing // self.page_size, done.num_kept // self.page_size
         if kept == 0:
             return
@@ -236,3 +245,5 @@ class KVManager:
         req.num_tree_pages = kept
         part.cache.release(req.lease)
         req.lease = done.lease
+        if existing < kept:
+            self.on_insert(req.part, tokens, req.asked.namespace)

@@ -287,6 +287,8 @@ class WeightControl:
             retract_all(state, keep_kv=False)
             state.kv.flush()
             state.encodings.clear()
+        if state.tier is not None and (done.changes_weights or isinstance(work, ResumeMemory)):
+            state.tier.tier.weights_changed()
         match work:
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
                 state.weight_version = work.weight_version or state.weight_version
