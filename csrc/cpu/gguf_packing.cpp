@@ -335,8 +335,8 @@ float float_of(uint16_t half) {
   value *= 0x1p112f;
   return sign != 0 ? -value : value;
 }
-float power_of(uint16_t exponent) {  // 2^(e - 128), below 2 a subnormal number
-  const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : static_cast<uint32_t>(exponent - 1) << 23;
+float power_of(uint16_t exponent) {
+  const uint32_t bits = power_bits(exponent);
   float value;
   std::memcpy(&value, &bits, 4);
   return value;

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.config.machine import check_open_files, with_nodes
-from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
+from headrace.execution.model_source import sampling_defaults
 from headrace.launch import RunningEngine, launch_engine
 from headrace.processes import lifeline
 from headrace.processes.http_workers import HttpWorkers
 from headrace.processes.loading_bar import loading_bar
-from headrace.processes.model_files import reply_limit, served_model
+from headrace.processes.model_files import reply_limit
 from headrace.processes.parts import ChildParts
 
 if TYPE_CHECKING:
@@ -138,8 +138,7 @@ def _http_front(
         workers = HttpWorkers(args, manager, parts.channels, parts.ports, listening, keys, status)
         workers.on_death = lambda message: engine.on_death()
         return workers, keys
-    model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model, engine.pooling)
-    app = create_app(manager, args, model, status)
+    app = create_app(manager, args, engine.files.served(engine.ready), status)
     return Server(app, args, listening=listening), app.state.keys
 
 
@@ -198,7 +197,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     if engine.args.num_nodes > 1:
         ranks += f" of {engine.args.num_nodes} nodes"
     limit = reply_limit(engine.args)
-    pooling, has_kv = engine.pooling, engine.model.encoder is None
+    pooling, has_kv = engine.files.pooling, engine.files.config.encoder is None
     cache = f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"
     rows = [
         ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB{ranks})"),
@@ -219,7 +218,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     if pooling is not None:
         rows.append(("makes", pooling.summary()))
     else:
-        rows.append(("sampling", sampling_defaults(engine.args, engine.model).summary()))
+        rows.append(("sampling", sampling_defaults(engine.args, engine.files.config).summary()))
         if limit:
             rows.append(("replies", f"end at {limit} tokens where a request gives no limit (--default-max-tokens)"))
     rows.append(("URL", url))

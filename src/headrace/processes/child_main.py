@@ -39,13 +39,7 @@ from headrace.processes.handshake import (
     Ready,
     Report,
 )
-from headrace.processes.model_files import (
-    open_chat_template,
-    open_tokenizer,
-    read_model_config,
-    read_pooling_config,
-    served_model,
-)
+from headrace.processes.model_files import ModelFiles
 from headrace.processes.numa import bind
 
 if TYPE_CHECKING:
@@ -186,7 +180,7 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_
     receiver = channels.receiver("to_detokenizer")
     watchdog = Watchdog("detokenizer", args.soft_watchdog_timeout_s)
     manager = DetokenizerManager(
-        open_tokenizer(args, encodes=False),
+        ModelFiles(args, encodes=False).tokenizer,
         channels.sender("to_tokenizer"),
         FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]),
         enable_faults=args.enable_fault_injection,
@@ -202,10 +196,7 @@ def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, sta
     """Serve HTTP over the main process's front end until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`."""
     import uvloop
 
-    tokenizer = open_tokenizer(args)
-    config = read_model_config(args)
-    pooling = read_pooling_config(args, config)
-    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), config, pooling)
+    model = ModelFiles(args).served(start.ready)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_http(args, channels, on_ready, start, model))
 
