@@ -112,8 +112,8 @@ HEADRACE_INLINE void unpack_scales(const uint8_t* scales, const float* d, const 
       store_scaled(factors + i, d + i % kColumns, load_widened(reinterpret_cast<const int8_t*>(scales) + i));
     }
   } else {
-    for (int64_t c = 0; c < kColumns; ++c) {  // 2^(e - 128), below 2 a subnormal number
-      const uint32_t e = scales[c], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+    for (int64_t c = 0; c < kColumns; ++c) {
+      const uint32_t bits = power_bits(scales[c]);
       memcpy(factors + c, &bits, 4);
     }
   }
@@ -158,10 +158,10 @@ struct Codes {
   int64_t stride;  // from a record to the next
 };
 
-// R rows x 2 units through a run. `partial`: their chains, [R] rows of kColumns.
-template <class K, int R>
+// R rows x C units through a run. `partial`: their chains, [R] rows of kColumns.
+template <class K, int R, int C>
 void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes& codes, const Run& run, int zero, int unit, float* partial) {
-  constexpr int C = 2, kSteps = 8 / K::kHalves;
+  constexpr int kSteps = 8 / K::kHalves;
   const int64_t groups = a.k_padded / kGroup;
   const int8_t* x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded + run.begin * kGroup;
   const uint8_t* record = codes.first + unit * kLanes * 4;
@@ -235,10 +235,14 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
 template <class K>
 void tiles(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const Codes& codes, const Run& run, int zero, float* partial) {
   for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
+    float* const chains = partial + (first - row) * kColumns;
+    if constexpr (kUnitsOfBlock == 4) {  // one row leaves registers free
+      if (count == 1) return tile<K, 1, 4>(a, first, column, codes, run, zero, 0, chains);
+    }
     for (int unit = 0; unit < kUnitsOfBlock; unit += 2) {
-#define HEADRACE_TILE(R)                                                                                                           \
-  case R:                                                                                                                          \
-    if constexpr (R <= kTile) tile<K, R>(a, first, column, codes, run, zero, unit, partial + (first - row) * kColumns);            \
+#define HEADRACE_TILE(R)                                                                                      \
+  case R:                                                                                                     \
+    if constexpr (R <= kTile) tile<K, R, 2>(a, first, column, codes, run, zero, unit, chains);                \
     break;
       switch (count) { HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6) }
 #undef HEADRACE_TILE

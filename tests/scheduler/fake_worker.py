@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.cache.base import CacheObserver, ChunkCache, PageAllocator
 from headrace.cache.radix_cache import RadixCache
+from headrace.cache.tier import DiskTier
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
 from headrace.messages.media import MediaItem, MediaSpan
@@ -479,6 +480,7 @@ class Rig:
         preemption: int = 0,
         ids_a_row: int = 1,
         max_step_s: float = math.inf,
+        default_step_s: float = 0.0,
         num_stages: int = 1,
         num_parts: int = 1,
         observer: CacheObserver | None = None,
@@ -486,6 +488,7 @@ class Rig:
         encoder_rows: int = 0,
         encoder_slices: int = 1,
         whole_images: bool = False,
+        tier: Callable[["FakeWorker"], DiskTier] | None = None,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -508,6 +511,7 @@ class Rig:
             chunk_tokens=chunk,
             step_tokens=step_tokens,
             max_step_s=max_step_s,
+            default_step_s=default_step_s,
             max_running=max_running,
             max_queued=max_queued,
             max_steps_in_flight=max(2 if overlap else 1, num_stages),
@@ -536,6 +540,7 @@ class Rig:
             clock=lambda: self.now,
             grammars=self.grammars,
             on_admission=faults.on_admission,
+            tier=None if tier is None else tier(self.worker),
         )
         self.ids: dict[str, list[int]] = {}
         self.finish: dict[str, object] = {}
@@ -606,7 +611,7 @@ class Rig:
         return bool(
             self.state.running
             or self.state.waiting
-            or len(self.state.compiling)
+            or self.state.not_ready
             or self.state.in_flight
             or self.inbox.messages
         )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.messages.step import ModelWorkerBatch
-from headrace.scheduler.step_cost import LEAST_SHARE, LEAST_TOKENS, PromptBudget, StepCost, StepWork
+from headrace.scheduler.step_cost import ALONE_STEP_S, LEAST_SHARE, LEAST_TOKENS, PromptBudget, StepCost, StepWork
 
 LIMIT_S = 0.25
 # Seconds: of a token, a position that a token sees, a row that samples, any step. As of a model of 135 million parameters on two cores.
@@ -414,6 +414,30 @@ def test_texts_that_are_computed_whole_share_a_step_while_it_is_short_enough():
     assert tokens.count(60 * 2) > 20
     assert all(seconds < 1.0 for count, seconds in took if count != 400)
     assert 400 in tokens
+
+
+def steps_of_many_streams(costs: tuple[float, ...], **options: object) -> list[tuple[int, float]]:
+    """Of 16 streams at a time, whose prompts are two and a half times as long as their answers: prompt tokens and seconds of each step."""
+    rig = rig_of(LIMIT_S, max_running=16, **options)
+    took = mixed_steps(rig, costs, every=True)
+    add_requests(rig, 32, 150, max_new_tokens=60)
+    rig.drain()
+    return took[16:]  # until then it is not known how long tokens take
+
+
+def test_most_steps_of_many_streams_are_without_prompts_on_slow_machines_unless_a_bound_was_asked_for():
+    default, asked = (steps_of_many_streams(SLOW, default_step_s=seconds) for seconds in (LIMIT_S, 0.0))
+
+    assert np.median([tokens for tokens, _ in default]) == 0
+    assert max(seconds for _, seconds in default) < 1.1 * ALONE_STEP_S
+    assert np.median([tokens for tokens, _ in asked]) > 0
+    assert max(seconds for _, seconds in asked) < 1.1 * LIMIT_S
+
+
+def test_the_default_bound_is_kept_where_it_is_enough_for_the_prompts_of_all_streams():
+    default, asked = (steps_of_many_streams(TYPICAL, default_step_s=seconds) for seconds in (LIMIT_S, 0.0))
+
+    assert default == asked
 
 
 def test_prompts_progress_even_if_decoding_takes_longer_than_the_bound():

@@ -190,6 +190,9 @@ class ServerOptions(TypedDict, total=False):
     page_size: int | None
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"]
     disable_radix_cache: bool
+    kv_cache_dir: str | None
+    kv_cache_disk_size: int
+    kv_cache_persist_tenants: bool
     disable_overlap_schedule: bool
     speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"]
     speculative_num_draft_tokens: int

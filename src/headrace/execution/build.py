@@ -34,6 +34,8 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.model_source import open_model
+from headrace.execution.page_transfer import page_transfer
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.pooling import EmbeddingRunner
 from headrace.execution.profiler import ExpertRecorder, StepProfiler
@@ -54,7 +56,6 @@ from headrace.execution.setup import (
     choose_kernels,
     load_checkpoint,
     model_bytes,
-    open_model,
     set_up,
     updatable_weights,
 )
@@ -65,7 +66,7 @@ from headrace.execution.worker import InlineLane, ModelWorker, QueuedLane, Threa
 from headrace.layers.embedding import vocabulary_part
 from headrace.log import get_logger
 from headrace.messages.control import EncoderInfo, ReadyInfo
-from headrace.messages.step import Worker
+from headrace.messages.step import PageTransfer, Worker
 from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
 from headrace.models.media import WORK_BYTES
@@ -370,7 +371,7 @@ def _sequence_table(setup: Setup, memory: _Memory, link: Device | None, rank: Ra
     )
 
 
-_Beside = tuple[WeightExecutor, ExitStack, StepProfiler, ExpertRecorder]
+_Beside = tuple[WeightExecutor, ExitStack, StepProfiler, ExpertRecorder, PageTransfer | str]
 """What a `ModelWorker` has beside its steps, in every rank, in the order of its arguments."""
 
 
@@ -431,12 +432,13 @@ def _beside_steps(built: _Built, resources: ExitStack, refusal: str) -> _Beside:
     """It takes over `resources`. refusal: why the choice of experts cannot be recorded; "" if it can."""
     leader, folder, device = built.leader, built.setup.args.profile_dir, built.setup.placement.device
     counts = built.runner.model.expert_counts()
+    pages = page_transfer(built.setup, built.runner.model, built.memory.pool, built.rank)
     if leader is None:
         experts = ExpertRecorder(counts, device, refusal)
-        return built.weights, resources.pop_all(), StepProfiler(folder), experts
+        return built.weights, resources.pop_all(), StepProfiler(folder), experts, pages
     weights = LeaderWeights(built.weights, leader.jobs, group_of(built.rank).size)
     experts = LeaderExperts(counts, device, leader.jobs, refusal)
-    return weights, resources.pop_all(), LeaderProfiler(folder, leader.jobs), experts
+    return weights, resources.pop_all(), LeaderProfiler(folder, leader.jobs), experts, pages
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:

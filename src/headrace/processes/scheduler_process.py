@@ -10,27 +10,31 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config.checks import encoder_args
 from headrace.config.kv_events import read_kv_events
 from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
 from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
 from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
-from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config, tokens_of
+from headrace.processes.model_files import EndTokens, ModelFiles, open_tokenizer, tokens_of
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.cache.events import BlockEvents
+    from headrace.cache.tier import DiskTier
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.messages.grammar import Grammars
+    from headrace.messages.step import Worker
     from headrace.processes.kv_event_publisher import KVEventPublisher
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.state import SchedulerConfig
@@ -79,20 +83,18 @@ def run_scheduler(
         receiver, to_detokenizer = channels.receiver("to_scheduler", replica), channels.sender("to_detokenizer")
         args = share_of_machine(args, places)
         to_tokenizer = channels.sender("to_tokenizer")
-        model = read_model_config(args)
-        if model.encoder is not None:
-            args = encoder_args(args, model.max_position_embeddings)
-        opened = functools.partial(open_tokenizer, args, encodes=False)
-        tokenizer = run_in_lasting_thread(opened).result  # beside the weights
-        ends = functools.cache(lambda: end_tokens(args, model, tokenizer()))
-        grammars = _grammars(args, tokenizer, model, ends)
-        preparation = run_in_lasting_thread(grammars.prepare)
+        files = ModelFiles(args, encodes=False)
+        if files.config.encoder is not None:
+            args = encoder_args(args, files.config.max_position_embeddings)
+        tokenizer = run_in_lasting_thread(lambda: files.tokenizer).result  # beside the weights
+        ends = run_in_lasting_thread(lambda: files.end_tokens).result
+        grammars = _grammars(files, tokenizer)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
             worker, ready = build_worker(args, on_progress, tokenize=tokenize)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
-        preparation.result()
+        tier = _tier(args, worker, ready)
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
             from headrace.scheduler.faults import InjectedFaults
@@ -108,7 +110,7 @@ def run_scheduler(
             events = BlockEvents(ready.page_size)
             hooks["on_turn"] = _telling(watchdog.feed, events, publisher)
         scheduler = Scheduler(
-            scheduler_config(args, model, ready, ends(), replica),
+            scheduler_config(args, files.config, ready, ends(), replica),
             _kv_manager(args, ready, events),
             worker,
             receiver,
@@ -117,29 +119,30 @@ def run_scheduler(
             lambda request: _stop_checker(tokenizer(), request),
             source=source,
             grammars=grammars,
+            tier=tier,
             **hooks,
         )
         watchdog.start()
         on_ready(ready)
+        run_in_lasting_thread(grammars.prepare)  # a grammar that comes before its end waits for it
         if not args.single_process:
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()
         watchdog.stop()
 
 
-def _grammars(
-    args: ServerArgs, tokenizer: "Callable[[], Tokenizer]", model: "ModelConfig", ends: Callable[[], EndTokens]
-) -> "Grammars":
-    """What compiles the grammars of requests. No process is started before the first of them."""
+def _grammars(files: ModelFiles, tokenizer: "Callable[[], Tokenizer]") -> "Grammars":
+    """What compiles the grammars of requests. No process is started before the first of them. tokenizer: waits until that of the files is open."""
     from headrace.grammar.compiler import GrammarCompiler
     from headrace.grammar.vocabulary import Vocabulary
     from headrace.scheduler.grammar_queue import NO_GRAMMARS
 
+    args = files.args
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return NO_GRAMMARS
     encoder = functools.cache(functools.partial(open_tokenizer, args))
     return GrammarCompiler(
-        lambda: Vocabulary.of(tokenizer(), model.vocab_size, ends().eos | ends().turn),
+        lambda: Vocabulary.of(tokenizer(), files.config.vocab_size, files.end_tokens.eos | files.end_tokens.turn),
         tokenize=lambda text: encoder().encode(text, add_special_tokens=False),
     )
 
@@ -168,6 +171,25 @@ def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEven
     return on_turn
 
 
+def _tier(args: ServerArgs, worker: "Worker", ready: ReadyInfo) -> "DiskTier | None":
+    """The tier of --kv-cache-dir; None without. Raises ConfigError."""
+    if args.kv_cache_dir is None:
+        return None
+    from headrace.cache.page_files import PageFiles, private_folder
+    from headrace.cache.tier import DiskTier
+
+    folder, pages = private_folder(Path(args.kv_cache_dir)), worker.pages
+    if pages is None:
+        raise ConfigError(f"--kv-cache-dir: {worker.pages_refusal}")
+
+    def open_files(fingerprint: str) -> PageFiles:
+        return PageFiles(folder, fingerprint, ready.page_size, pages.page_bytes, args.kv_cache_disk_size)
+
+    tier = DiskTier(pages, open_files)
+    tier.start()
+    return tier
+
+
 def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":
     from headrace.cache.base import ChunkCache, PageAllocator
     from headrace.cache.radix_cache import RadixCache
@@ -191,7 +213,8 @@ def scheduler_config(
         policy=args.schedule_policy,
         chunk_tokens=ready.chunked_prefill_size,
         step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
-        max_step_s=math.inf if ready.max_step_ms is None else ready.max_step_ms / 1000,
+        max_step_s=_seconds(ready.max_step_ms),
+        default_step_s=_seconds(ready.max_step_ms) if args.max_step_ms is None else 0.0,
         max_running=ready.max_running_requests,
         # The front end refuses what exceeds the queue. All that it accepts may be sent to one replica.
         max_queued=ready.max_running_requests * args.num_replicas + args.max_queued_requests,
@@ -213,7 +236,13 @@ def scheduler_config(
         encoder_slices=1 if ready.encoder is None else ready.encoder.num_slices,
         whole_images=ready.encoder is not None and ready.encoder.whole_images,
         replica=replica,
+        persists_tenants=args.kv_cache_persist_tenants,
     )
+
+
+def _seconds(milliseconds: int | None) -> float:
+    """None: without a bound."""
+    return math.inf if milliseconds is None else milliseconds / 1000
 
 
 def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) -> "StopMatcher":

@@ -165,10 +165,11 @@ def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget 
     tokens = min(config.chunk_tokens, config.step_tokens - batch.num_tokens)
     if config.max_step_s == math.inf:
         return PromptBudget(tokens, state.cost)
-    if batch.rows:
-        return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s)
     # There are as many steps in flight as stages, and they end one after the other.
     usual_s = ALONE_STEP_S / config.num_stages
+    if batch.rows:
+        longest_s = usual_s if config.max_step_s == config.default_step_s else 0.0
+        return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s, longest_s)
     left_s = ALONE_STEP_S - sum(other.expected_s for other in state.in_flight)
     if state.in_flight and left_s < usual_s / 2:
         return None
@@ -470,6 +471,7 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
     req.first_scheduled_s = now_s
     state.fair_share.charge_prompt(req, req.num_tokens - cached_tokens)
     req.cached_tokens = state.groups.begin(req, cached_tokens)
+    req.cache_miss = state.kv.explain(req)
     counters.prompt_tokens += req.num_prompt_tokens
 
 
