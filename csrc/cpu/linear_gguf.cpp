@@ -112,8 +112,8 @@ HEADRACE_INLINE void unpack_scales(const uint8_t* scales, const float* d, const 
       store_scaled(factors + i, d + i % kColumns, load_widened(reinterpret_cast<const int8_t*>(scales) + i));
     }
   } else {
-    for (int64_t c = 0; c < kColumns; ++c) {  // 2^(e - 128), below 2 a subnormal number
-      const uint32_t e = scales[c], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+    for (int64_t c = 0; c < kColumns; ++c) {
+      const uint32_t bits = power_bits(scales[c]);
       memcpy(factors + c, &bits, 4);
     }
   }

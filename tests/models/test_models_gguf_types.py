@@ -13,8 +13,8 @@ from model_harness import open_runner, random_tokens
 from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile
 from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import GGUF_METHOD
-from headrace.config.resolve import override_model
 from headrace.errors import ModelError
+from headrace.execution.model_source import override_model
 from headrace.kernels import cpu
 
 # float32 on both sides, sums in another order: differences of 1e-5 at logits of order 5.
@@ -44,12 +44,14 @@ def blocks_of(kind: gguf.GGMLQuantizationType) -> np.ndarray:
     return kept
 
 
-def save_gguf(path: Path, *kinds: gguf.GGMLQuantizationType) -> dict[str, torch.Tensor]:
-    """Write a qwen2 model of one layer, and give its tensors by GGUF name, dequantised by the library. kinds: of the matrices in turn."""
-    rng = np.random.default_rng(4)
+def save_gguf(
+    path: Path, *kinds: gguf.GGMLQuantizationType, num_layers: int = 1, seed: int = 4
+) -> dict[str, torch.Tensor]:
+    """Write a qwen2 model, and give its tensors by GGUF name, dequantised by the library. kinds: of the matrices in turn."""
+    rng = np.random.default_rng(seed)
     pools = {kind: blocks_of(kind) for kind in kinds}
     writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(1)
+    writer.add_block_count(num_layers)
     writer.add_context_length(160)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FEED_FORWARD)
@@ -57,13 +59,19 @@ def save_gguf(path: Path, *kinds: gguf.GGMLQuantizationType) -> dict[str, torch.
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-6)
     values: dict[str, np.ndarray] = {}
-    for (name, (rows, columns)), kind in zip(MATRICES.items(), itertools.cycle(kinds)):
+    matrices = MATRICES | {
+        name.replace(".0.", f".{layer}."): shape for layer in range(1, num_layers) for name, shape in MATRICES.items()
+    }
+    for (name, (rows, columns)), kind in zip(matrices.items(), itertools.cycle(kinds)):
         pool, block_values = pools[kind], gguf.GGML_QUANT_SIZES[kind][0]
         data = pool[rng.integers(0, len(pool), rows * columns // block_values)].reshape(rows, -1)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
         values[f"{name}.weight"] = gguf.quants.dequantize(data, kind)
-    vectors = {"output_norm.weight": HIDDEN, "blk.0.attn_norm.weight": HIDDEN, "blk.0.ffn_norm.weight": HIDDEN}
-    vectors |= {"blk.0.attn_q.bias": HIDDEN, "blk.0.attn_k.bias": HIDDEN // 2, "blk.0.attn_v.bias": HIDDEN // 2}
+    vectors = {"output_norm.weight": HIDDEN}
+    for layer in range(num_layers):
+        sizes = {"attn_norm.weight": HIDDEN, "ffn_norm.weight": HIDDEN}
+        sizes |= {"attn_q.bias": HIDDEN, "attn_k.bias": HIDDEN // 2, "attn_v.bias": HIDDEN // 2}
+        vectors |= {f"blk.{layer}.{name}": size for name, size in sizes.items()}
     for name, size in vectors.items():
         values[name] = rng.standard_normal(size, dtype=np.float32)
         writer.add_tensor(name, values[name])

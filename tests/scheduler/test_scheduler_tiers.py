@@ -4,6 +4,8 @@ The worker's KV remembers the history of each slot, so that a step over KV of an
 """
 
 import math
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +46,7 @@ class SteppedTier(DiskTier):
 
     works = True
 
-    def settle(self, jobs: object) -> None:
+    def work_all(self) -> None:
         while self.work():
             pass
 
@@ -65,10 +67,10 @@ def make(folder: Path, limit_bytes: int = 1 << 30, **options: object) -> Rig:
     def turn_and_work() -> None:
         turn()
         if rig.tier.works:
-            rig.tier.settle(())
+            rig.tier.work_all()
 
     rig.turn = turn_and_work
-    rig.tier.settle(())
+    rig.tier.work_all()
     return rig
 
 
@@ -255,6 +257,31 @@ def test_what_waits_to_be_stored_is_dropped_when_pages_are_short(tmp_path):
     rig.drain()
     assert rig.ids["b"] == expected_outputs(prompt(60, 2), 4, 10**9)
     assert rig.state.tier.num_dropped > 0
+
+
+def test_a_disk_that_hangs_stops_nobody(tmp_path, monkeypatch):
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def write(files: PageFiles, keys: object, tokens: object, first: int, parts: Iterator[memoryview]) -> None:
+        next(parts)
+        hangs.set()
+        goes_on.wait()
+        assert next(parts, None) is None
+
+    monkeypatch.setattr(PageFiles, "write", write)
+    rig = make(tmp_path, num_pages=16)
+    rig.state.tier.prompt_seconds = lambda start, count: 0.001
+    rig.tier.works = False
+    rig.add("a", prompt(12, 1), 4)
+    rig.drain()
+    thread = threading.Thread(target=rig.tier.work_all)
+    thread.start()
+    hangs.wait()
+    rig.add("b", prompt(60, 2), 4)  # takes the whole pool
+    rig.drain()
+    assert rig.ids["b"] == expected_outputs(prompt(60, 2), 4, 10**9)
+    goes_on.set()
+    thread.join()
 
 
 @settings(max_examples=60, deadline=None)

@@ -276,7 +276,7 @@ class Engine(Methods):
         """The model's tokenizer. Raises RequestError if the engine has none."""
         if self._manager.args.skip_tokenizer_init:
             refuse_text("tokenizer")
-        return self._running.tokenizer
+        return self._running.files.tokenizer
 
     def encode(
         self,
@@ -366,7 +366,7 @@ class Engine(Methods):
             "model_path": self._calls.call(lambda: self._manager.weights.model_path) or args.model_path,
             "served_model_name": args.served_name,
             "model_class": ready.model_class,
-            "is_generation": self._running.pooling is None,
+            "is_generation": self._running.files.pooling is None,
             "context_length": ready.context_length,
             "vocab_size": ready.vocab_size,
             "hidden_size": ready.hidden_size,

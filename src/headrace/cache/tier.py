@@ -8,7 +8,7 @@ is not stored, and is counted.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from headrace.cache.base import Lease
@@ -21,8 +21,6 @@ _logger = get_logger(__name__)
 _PART_BYTES = 4 << 20
 """Copied at a time; between two parts the thread looks whether it is still wanted, and whether someone waits for a load."""
 
-_WAIT_S = 0.0002
-
 _PAUSE_S = 10.0
 """How long nothing is stored after the folder could not be written."""
 
@@ -33,7 +31,7 @@ class Load:
 
     num_found: pages with the known ones, -1 while they are being looked up. pages: where to put those behind the known ones, given by who asked
     once they are found. known_pages: those of the known ones, in the pool. num_loaded: pages that are in the pool, with the known ones. is_wanted:
-    set to False to end it. is_done: the thread will not touch it again.
+    set to False to end it (`DiskTier.withdraw`). is_done: it has ended by itself.
     """
 
     tokens: bytes
@@ -76,6 +74,7 @@ class DiskTier:
         self._stores: deque[Store] = deque()
         self._todo: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
+        self._copying = threading.Lock()
         self._is_closed = False
         self.paused_until_s = 0.0
         self._pages_at_once = max(1, _PART_BYTES // transfer.page_bytes)
@@ -126,10 +125,11 @@ class DiskTier:
 
         self._do(remove)
 
-    def settle(self, jobs: Sequence[Load | Store]) -> None:
-        """Wait until the thread will not touch these again."""
-        while not all(job.is_done for job in jobs):
-            time.sleep(_WAIT_S)
+    def withdraw(self, jobs: Iterable[Load | Store]) -> None:
+        """When this returns, the pages of these are not touched any more. It waits for a copy at most, never for the disk."""
+        with self._copying:
+            for job in jobs:
+                job.is_wanted = False
 
     def close(self) -> None:
         """Store what is still to be stored, and end the thread."""
@@ -221,10 +221,11 @@ class DiskTier:
             for first, part in files.read(rest, load.keys, self._pages_at_once):
                 count = len(part) // self._transfer.page_bytes
                 place = first - load.num_known
-                if not load.is_wanted:
-                    return
-                self._transfer.write(load.pages[place : place + count], part)
-                load.num_loaded += count
+                with self._copying:
+                    if not load.is_wanted:
+                        return
+                    self._transfer.write(load.pages[place : place + count], part)
+                    load.num_loaded += count
                 self.num_loaded += count
                 took, begin = time.perf_counter() - begin, time.perf_counter()
                 self._learn(took / count)
@@ -251,8 +252,10 @@ class DiskTier:
     def _parts(self, store: Store, first: int) -> Iterator[memoryview]:
         for start in range(first, len(store.pages), self._pages_at_once):
             self._serve_loads()
-            if not store.is_wanted:
-                return
             pages = store.pages[start : start + self._pages_at_once]
-            yield self._transfer.read(pages)
+            with self._copying:
+                if not store.is_wanted:
+                    return
+                copied = self._transfer.read(pages)
+            yield copied
             self.num_stored += len(pages)

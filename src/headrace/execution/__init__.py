@@ -1,6 +1,7 @@
 """Runs a model: loading, memory, the step, and the worker that the scheduler uses.
 
-Read first: build.py (start-up; setup.py is what it decides before weights are loaded), model_runner.py (one step), worker.py (`ModelWorker`:
+Read first: model_source.py (the model that the options name, opened; without torch, since every process asks it), build.py (start-up; setup.py is
+what it decides before weights are loaded), model_runner.py (one step), worker.py (`ModelWorker`:
 how steps run beside the scheduler).
 
 - A step: forward_batch.py (tables of sequences; a step as tensors), verify.py (rows that sample several tokens), lora.py (adapters in memory, rows

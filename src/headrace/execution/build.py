@@ -34,6 +34,7 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.model_source import open_model
 from headrace.execution.page_transfer import page_transfer
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.pooling import EmbeddingRunner
@@ -55,7 +56,6 @@ from headrace.execution.setup import (
     choose_kernels,
     load_checkpoint,
     model_bytes,
-    open_model,
     set_up,
     updatable_weights,
 )

@@ -4,7 +4,7 @@ Runs once at start, in the process that runs the model.
 """
 
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,21 +15,20 @@ from headrace import kernels
 from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvPool, KvShape
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf_mmproj import AUTO
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
 from headrace.checkpoint.quantized_formats import keeps_codes
-from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.checkpoint.weight_formats import StoredType
-from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
+from headrace.config.machine import DeviceFacts
+from headrace.config.resolve import Config, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Stage
 from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
 from headrace.execution.memory import available_bytes, check_pool_fits
+from headrace.execution.model_source import open_update, override_model
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.released import DraftMemory
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
@@ -204,20 +203,6 @@ def device_facts() -> DeviceFacts:
     )
 
 
-def open_model(args: ServerArgs) -> Checkpoint:
-    """The checkpoint that `args` names. Raises ModelError, including when its kind does not match --load-format."""
-    path = resolve_model(args.model_path)
-    if args.load_format == "dummy":
-        return dummy_checkpoint(path, args.mmproj)
-    checkpoint = open_checkpoint(path, args.mmproj)
-    wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
-        args.load_format
-    ]
-    if checkpoint.kind != wanted:
-        raise ModelError(f"--load-format {args.load_format}: {path.name} is a {checkpoint.kind} checkpoint")
-    return checkpoint
-
-
 def fingerprint_of(checkpoint: Checkpoint) -> str:
     """Fingerprint of the weight files (see `weight_cache.files_fingerprint`) and of the config; empty for random weights. Raises ModelError."""
     if checkpoint.kind == "dummy":
@@ -288,8 +273,7 @@ def updatable_weights(
     args, spec, model_config = setup.args, setup.spec, setup.model_config
 
     def load(model_path: str, load_format: LoadFormat) -> tuple[Model, str]:
-        mmproj = args.mmproj if resolve_model(model_path).is_file() else AUTO
-        other = open_model(replace(args, model_path=model_path, load_format=load_format, mmproj=mmproj))
+        other = open_update(args, model_path, load_format)
         before = fingerprint_of(other)
         theirs = override_model(other.config, args.json_model_override_args)
         if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding

@@ -24,7 +24,7 @@ from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
-from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config, tokens_of
+from headrace.processes.model_files import EndTokens, ModelFiles, open_tokenizer, tokens_of
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
 
@@ -83,20 +83,17 @@ def run_scheduler(
         receiver, to_detokenizer = channels.receiver("to_scheduler", replica), channels.sender("to_detokenizer")
         args = share_of_machine(args, places)
         to_tokenizer = channels.sender("to_tokenizer")
-        model = read_model_config(args)
-        if model.encoder is not None:
-            args = encoder_args(args, model.max_position_embeddings)
-        opened = functools.partial(open_tokenizer, args, encodes=False)
-        tokenizer = run_in_lasting_thread(opened).result  # beside the weights
-        ends = functools.cache(lambda: end_tokens(args, model, tokenizer()))
-        grammars = _grammars(args, tokenizer, model, ends)
-        preparation = run_in_lasting_thread(grammars.prepare)
+        files = ModelFiles(args, encodes=False)
+        if files.config.encoder is not None:
+            args = encoder_args(args, files.config.max_position_embeddings)
+        tokenizer = run_in_lasting_thread(lambda: files.tokenizer).result  # beside the weights
+        ends = run_in_lasting_thread(lambda: files.end_tokens).result
+        grammars = _grammars(files, tokenizer)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
             worker, ready = build_worker(args, on_progress, tokenize=tokenize)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
-        preparation.result()
         tier = _tier(args, worker, ready)
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
@@ -113,7 +110,7 @@ def run_scheduler(
             events = BlockEvents(ready.page_size)
             hooks["on_turn"] = _telling(watchdog.feed, events, publisher)
         scheduler = Scheduler(
-            scheduler_config(args, model, ready, ends(), replica),
+            scheduler_config(args, files.config, ready, ends(), replica),
             _kv_manager(args, ready, events),
             worker,
             receiver,
@@ -127,25 +124,25 @@ def run_scheduler(
         )
         watchdog.start()
         on_ready(ready)
+        run_in_lasting_thread(grammars.prepare)  # a grammar that comes before its end waits for it
         if not args.single_process:
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()
         watchdog.stop()
 
 
-def _grammars(
-    args: ServerArgs, tokenizer: "Callable[[], Tokenizer]", model: "ModelConfig", ends: Callable[[], EndTokens]
-) -> "Grammars":
-    """What compiles the grammars of requests. No process is started before the first of them."""
+def _grammars(files: ModelFiles, tokenizer: "Callable[[], Tokenizer]") -> "Grammars":
+    """What compiles the grammars of requests. No process is started before the first of them. tokenizer: waits until that of the files is open."""
     from headrace.grammar.compiler import GrammarCompiler
     from headrace.grammar.vocabulary import Vocabulary
     from headrace.scheduler.grammar_queue import NO_GRAMMARS
 
+    args = files.args
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return NO_GRAMMARS
     encoder = functools.cache(functools.partial(open_tokenizer, args))
     return GrammarCompiler(
-        lambda: Vocabulary.of(tokenizer(), model.vocab_size, ends().eos | ends().turn),
+        lambda: Vocabulary.of(tokenizer(), files.config.vocab_size, files.end_tokens.eos | files.end_tokens.turn),
         tokenize=lambda text: encoder().encode(text, add_special_tokens=False),
     )
 

@@ -115,9 +115,9 @@ class TierQueue:
             self._go_on(loading)
         ready = [one for one in self._waiting if one.req.finish is None and self.is_over(one, now_s)]
         self._waiting = [one for one in self._waiting if one.req.finish is None and one not in ready]
-        for loading in self._loads:
-            loading.load.is_wanted = any(one.loading is loading for one in (*self._waiting, *ready))
-        done, self._loads = _divided(self._loads, lambda loading: loading.load.is_done)
+        wanted = {id(one.loading) for one in self._waiting}
+        done, self._loads = _divided(self._loads, lambda loading: loading.load.is_done or id(loading) not in wanted)
+        self.tier.withdraw(loading.load for loading in done)
         for loading in done:
             lease = self._enter(loading)
             self._held += [(one.req, loading.part, lease) for one in ready if one.loading is loading][:1]
@@ -127,16 +127,10 @@ class TierQueue:
         return [one.req for one in ready]
 
     def give_up(self) -> None:
-        """Let go of all pages: requests wait no longer for loads, and what is not stored yet is dropped. Waits for the part that is being copied."""
+        """Let go of all pages: requests wait no longer for loads, and what is not stored yet is dropped."""
+        self.num_dropped += sum(not store.is_done for _, store in self._stores)
+        self.tier.withdraw([*(loading.load for loading in self._loads), *(store for _, store in self._stores)])
         for loading in self._loads:
-            loading.load.is_wanted = False
-        for _, store in self._stores:
-            self.num_dropped += not store.is_done
-            store.is_wanted = False
-        self.tier.settle([loading.load for loading in self._loads if loading.load.pages])
-        self.tier.settle([store for _, store in self._stores])
-        for loading in self._loads:
-            loading.load.is_done = True
             self._kv.parts[loading.part].cache.release(self._enter(loading))
         self._loads = []
         for _, part, lease in self._held:
@@ -181,9 +175,7 @@ class TierQueue:
         load.num_known = match.num_tokens // self._kv.page_size
         missing = load.num_found - load.num_known
         pages = part.grow(missing) if 0 < missing <= part.num_available_pages else None
-        if pages is None or not load.is_wanted:
-            if pages is not None:
-                part.give_back(pages)
+        if pages is None:
             part.cache.release(match.lease)
             load.is_done = True
             return
@@ -193,7 +185,7 @@ class TierQueue:
     def is_over(self, one: _Waiting, now_s: float) -> bool:
         """Whether a request has what it waited for, or would be done earlier without."""
         load, size = one.loading.load, self._kv.page_size
-        if load.is_done:
+        if load.is_done or not load.is_wanted:
             return True
         waited_s = now_s - one.since_s
         count = (len(load.pages) or one.num_lacking) * size
@@ -225,7 +217,7 @@ class TierQueue:
 
     def _release(self) -> None:
         """Let go of what was stored, and of what requests have taken up."""
-        stored, self._stores = _divided(self._stores, lambda pair: pair[1].is_done)
+        stored, self._stores = _divided(self._stores, lambda pair: pair[1].is_done or not pair[1].is_wanted)
         for part, store in stored:
             self._kv.parts[part].cache.release(store.lease)
         taken, self._held = _divided(self._held, lambda held: held[0].finish is not None or held[0].seq >= 0)
