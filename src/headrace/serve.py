@@ -4,7 +4,6 @@ Reads on in `launch.py` (how the engine is put together) and `processes/` (what 
 """
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace import log
+from headrace import garbage, log
 from headrace.config.machine import check_open_files, with_nodes
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
@@ -62,6 +61,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
         signal.signal(number, lambda *_: stopping.set())
     lifeline.follow_owner(_leave_with_owner)
     started_s = time.monotonic()
+    garbage.pause()
     # Bound first: a port in use is found before the model is loaded, and clients that come early wait.
     listening = bind(args.host, args.port)
     with loading_bar() as on_progress:
@@ -87,6 +87,8 @@ def _import_server() -> None:
 
     import headrace.server.app
     import headrace.server.listener  # noqa: F401
+
+    garbage.settle()
 
 
 def _leave_with_owner() -> None:
@@ -114,8 +116,7 @@ async def _serve(
         loop.add_signal_handler(signal.SIGHUP, keys.reload)
     engine.on_death = ending.on_death
     manager.start()
-    gc.collect()
-    gc.freeze()  # as the children do, see `child_main`
+    garbage.settle()  # little: most was there when `_import_server` did so
     if stopping.is_set():
         return 0
     await server.serve(lambda: on_started(server.url))

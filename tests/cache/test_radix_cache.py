@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.cache.base import ChunkCache
 from headrace.cache.radix_cache import RadixCache
+from headrace.messages.outputs import CacheMiss
 
 
 def tokens(*ids: int) -> bytes:
@@ -254,6 +255,36 @@ def test_the_oldest_goes_first_after_many_matches():
 
     assert cache.evict(2) == [1, 2, 3]
     cache.release(lease)
+
+
+def test_why_a_prompt_missed():
+    cache = RadixCache(page_size=2)
+    fill(cache, [1, 2, 3, 4, 5, 6, 7, 8], 10)
+    fill(cache, [1, 2, 3, 9, 9, 9], 20)
+    fill(cache, [5, 5, 5, 5], 30, '["a", "b"]')
+    fill(cache, [6, 6, 6, 6], 40, '["key", "k", ""]')
+
+    def why(*ids: int, namespace: str = "", limit: int = 100) -> CacheMiss | None:
+        return cache.explain(tokens(*ids), namespace, limit)
+
+    assert why(1, 2, 3, 4, 5) is None, "what is missing is no whole page"
+    assert why(1, 2, 3, 4, 5, 6, 7, 8, 9, limit=7) is None
+    assert why(1, 2, 3, 4, 5, 6, 7, 0) == CacheMiss(7, "other_text", 0, 8)
+    assert why(1, 2, 3, 7) == CacheMiss(3, "other_text", 7, 9) or why(1, 2, 3, 7) == CacheMiss(3, "other_text", 7, 4)
+    assert why(1, 2, 3, 4, 5, 6, 7, 8, 9, 9) == CacheMiss(8, "not_cached", 9)
+    assert why(7, 7) == CacheMiss(0, "other_text", 7, 1)
+    assert why(5, 5, 5, 5) == CacheMiss(0, "other_namespace", 5)
+    assert why(6, 6) == CacheMiss(0, "other_text", 6, 1), "nobody is told what another key has"
+    assert why(5, 5, namespace='["key", "k", ""]') == CacheMiss(0, "other_text", 5, 6)
+
+    cache.evict(1)  # what the first prompt has and the second has not
+    assert why(1, 2, 3, 4, 5, 6) == CacheMiss(2, "evicted", 3)
+    cache.flush("weights")
+    assert why(1, 2) == CacheMiss(0, "weights", 1)
+    fill(cache, [1, 2], 50)
+    cache.flush("flushed")
+    assert why(1, 2) == CacheMiss(0, "flushed", 1)
+    assert why(5, 5, namespace='["a", "b"]') == CacheMiss(0, "weights", 5)
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=12), st.integers(1, 30))

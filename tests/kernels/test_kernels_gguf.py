@@ -67,6 +67,15 @@ def test_the_bits_of_the_file_are_kept(name):
     assert packed.data.nbytes <= 1.02 * matrix(name, 96, k).blocks.nbytes  # rows are padded to 96
 
 
+def test_a_matrix_of_several_huge_pages_keeps_its_bits():
+    weights = matrix("Q5_0", 2080, 4096)
+    packed = kernels.pack_blocks([weights], None)
+
+    assert packed.data.nbytes > 2 << 21
+    [stored] = stored_parts(packed)
+    assert torch.equal(stored.blocks, weights.blocks)
+
+
 @pytest.mark.parametrize("name", SCALES)
 def test_products_are_those_of_float64_and_a_row_has_its_bits_in_any_company(name, isa):
     n, k = 80, 768

@@ -5,10 +5,13 @@ Keys are compared page by page: an edge always holds whole pages, and two edges 
 Every namespace (adapter, cache salt, extra key) has its own root, so nothing is shared between namespaces.
 """
 
+from collections import OrderedDict
 from itertools import islice
 
 from headrace.cache.base import CacheObserver, Insertion, Lease, PrefixMatch
+from headrace.messages import namespaces
 from headrace.messages.control import CacheNode
+from headrace.messages.outputs import CacheMiss, MissReason
 
 TOKEN_BYTES = 4
 
@@ -67,6 +70,32 @@ class _Released:
             self._newest = older
 
 
+class _Memory:
+    """Which prefixes the tree has had lately: of each of its nodes all up to the end of its first page, and why it is gone if it is."""
+
+    def __init__(self) -> None:
+        self._why: OrderedDict[int, MissReason] = OrderedDict()
+
+    def add(self, namespace: str, tokens: bytes) -> None:
+        key = hash((namespace, tokens))
+        self._why.pop(key, None)
+        self._why[key] = "evicted"
+        if len(self._why) > _REMEMBERED:
+            self._why.popitem(last=False)
+
+    def flushed(self, why: MissReason) -> None:
+        self._why.update({key: why for key, before in self._why.items() if before == "evicted"})
+
+    def why_gone(self, namespace: str, tokens: bytes) -> MissReason | None:
+        """Of a prefix that is not in the tree; None = it never was, as far as is remembered."""
+        return self._why.get(hash((namespace, tokens)))
+
+
+_REMEMBERED = 1 << 14
+_MOST_COMPARED = 64
+"""Children of a node whose text is compared, and namespaces that are looked into, to explain a miss."""
+
+
 class RadixCache:
     """A `PrefixCache`, which documents the methods. page_size: tokens per page (1, 16, ...). observer: is told what changes."""
 
@@ -78,6 +107,7 @@ class RadixCache:
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, _Root] = {}
         self._released = _Released()
+        self._memory = _Memory()
         self._num_nodes = 0
         self._evictable = 0
         self._leased = 0
@@ -129,6 +159,7 @@ class RadixCache:
             taken = pages[pos // self._page_bytes : end // self._page_bytes]
             assert len(taken) * self._page_bytes == end - pos, (len(pages), pos, end)
             leaf = _Node(tokens[pos:end], taken, node)
+            self._memory.add(namespace, tokens[: pos + self._page_bytes])
             node.children[leaf.key[: self._page_bytes]] = leaf
             self._evictable += len(taken)
             self._num_nodes += 1
@@ -171,13 +202,14 @@ class RadixCache:
             self._observer.removed(freed)
         return freed
 
-    def flush(self) -> list[int]:
+    def flush(self, why: MissReason = "flushed") -> list[int]:
         assert self._leased == 0, f"{self._leased} pages are still leased"
         freed = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
         self._released = _Released()
         self._num_nodes = 0
         self._evictable = 0
+        self._memory.flushed(why)
         if self._observer is not None:
             self._observer.cleared()
         return freed
@@ -199,7 +231,50 @@ class RadixCache:
             level = below
         return found
 
+    def explain(self, tokens: bytes, namespace: str, limit: int) -> CacheMiss | None:
+        end = self._whole_pages(min(limit * TOKEN_BYTES, len(tokens)))
+        place = self.peek(tokens, namespace, limit) * TOKEN_BYTES
+        if place >= end:
+            return None
+        wanted = tokens[place : place + self._page_bytes]
+        nearest = max(self._going_on(tokens, namespace, place), key=lambda page: _common(page, wanted), default=b"")
+        common = _common(nearest, wanted)
+        why: MissReason | None = self._memory.why_gone(namespace, tokens[: place + self._page_bytes])
+        if why is None and self._is_elsewhere(tokens[: place + self._page_bytes], namespace):
+            why = "other_namespace"
+        if why is not None:
+            common, nearest = 0, b""
+        at = place + common * TOKEN_BYTES
+        cached_id = _token(nearest, common) if nearest else -1
+        return CacheMiss(
+            at // TOKEN_BYTES,
+            why or ("other_text" if nearest else "not_cached"),
+            _token(tokens, at // TOKEN_BYTES),
+            cached_id,
+        )
+
     # -- inside
+
+    def _going_on(self, tokens: bytes, namespace: str, place: int) -> list[bytes]:
+        """The pages with which the tree goes on after tokens[:place], some of them."""
+        node: _Node | None = self._roots.get(namespace)
+        pos = 0
+        while node is not None and pos < place:
+            node = node.children[tokens[pos : pos + self._page_bytes]]
+            if pos + len(node.key) > place:
+                return [node.key[place - pos : place - pos + self._page_bytes]]
+            pos += len(node.key)
+        return [] if node is None else list(islice(node.children, _MOST_COMPARED))
+
+    def _is_elsewhere(self, tokens: bytes, namespace: str) -> bool:
+        """Whether another namespace of the same key has a prefix."""
+        owner = namespaces.owner_of(namespace)
+        return any(
+            other != namespace
+            and namespaces.owner_of(other) == owner
+            and self.peek(tokens, other, len(tokens)) * TOKEN_BYTES == len(tokens)
+            for other in islice(self._roots, _MOST_COMPARED)
+        )
 
     def _whole_pages(self, num_bytes: int) -> int:
         return num_bytes - num_bytes % self._page_bytes
@@ -218,8 +293,9 @@ class RadixCache:
                 high = middle // self._page_bytes
         return low * self._page_bytes
 
-    def _descend(self, node: _Node, tokens: bytes, end: int) -> tuple[_Node, int, list[int]]:
+    def _descend(self, root: _Root, tokens: bytes, end: int) -> tuple[_Node, int, list[int]]:
         """Walk down from a root along tokens[:end], splitting an edge that matches only in part. Returns (last node, matched bytes, pages)."""
+        node: _Node = root
         pages: list[int] = []
         pos = 0
         while pos < end:
@@ -228,7 +304,9 @@ class RadixCache:
                 break
             shared = self._shared(child.key, tokens, pos, end)
             if shared < len(child.key):
+                rest = child.key[shared : shared + self._page_bytes]
                 child = self._split(child, shared)
+                self._memory.add(root.namespace, tokens[: pos + shared] + rest)
             pages += child.pages
             pos += shared
             node = child
@@ -267,3 +345,14 @@ class RadixCache:
             found.append(node)
             stack.extend(node.children.values())
         return found
+
+
+def _common(page: bytes, other: bytes) -> int:
+    """Number of tokens with which both begin."""
+    return next(
+        (i for i in range(len(page) // TOKEN_BYTES) if _token(page, i) != _token(other, i)), len(page) // TOKEN_BYTES
+    )
+
+
+def _token(tokens: bytes, place: int) -> int:
+    return int.from_bytes(tokens[place * TOKEN_BYTES : (place + 1) * TOKEN_BYTES], "little", signed=True)

@@ -4,6 +4,8 @@ Owns the table in front of the blocks (csrc/cpu/gguf_blocks.h); the order within
 or exports a model.
 """
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -17,6 +19,7 @@ from headrace.kernels.registry import runs_native
 
 ENTRY_BYTES = 8
 """Of the table: bytes from an entry to its block, times 256, plus the number of the type."""
+_HUGE_PAGE = 2 << 20
 _NUMBERS = {block.name: number for number, block in BLOCK_TYPES.items()}
 
 
@@ -38,7 +41,7 @@ def pack_blocks(parts: Sequence[BlockMatrix], bias: torch.Tensor | None) -> Pack
     counts = [-(-size // PACKED_COLUMNS) for size in sizes]
     block_bytes = [native.gguf_block_bytes(_NUMBERS[part.type.name], k) for part in parts]
     table_bytes = -(-ENTRY_BYTES * sum(counts) // 64) * 64  # the blocks begin on a cache line
-    data = torch.empty(table_bytes + sum(map(int.__mul__, counts, block_bytes)), dtype=torch.uint8)
+    data = _empty(table_bytes + sum(map(int.__mul__, counts, block_bytes)))
     entries = data[: ENTRY_BYTES * sum(counts)].view(torch.int64)
     first, at = 0, table_bytes
     for part, count, size in zip(parts, counts, block_bytes, strict=True):
@@ -50,6 +53,17 @@ def pack_blocks(parts: Sequence[BlockMatrix], bias: torch.Tensor | None) -> Pack
         native.pack_gguf(*as_native(_NUMBERS[part.type.name], rows, rows.shape[1], rows.shape[0], k), address)
         first, at = first + count, at + size * count
     return PackedLinear(n, k, "native_gguf", data, padded_bias(bias, n))
+
+
+def _empty(num_bytes: int) -> torch.Tensor:
+    """uint8[num_bytes], in huge pages where it is large and the system has them, as what `weight_cache.WeightFile.read` gives."""
+    if num_bytes < _HUGE_PAGE:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def stored_parts(packed: PackedLinear) -> list[BlockMatrix]:

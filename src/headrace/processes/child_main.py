@@ -8,7 +8,6 @@ parent has died. Each kind imports only what it runs.
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 import msgspec
 
-from headrace import log
+from headrace import garbage, log
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.messages.channel import Channels, FanOutSender
@@ -89,6 +88,7 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    garbage.pause()
     kind = msgspec.convert(sys.argv[1], Kind)
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
@@ -116,9 +116,7 @@ def _run(kind: Kind, bootstrap: Bootstrap, channels: Channels, reporter: Reporte
 
     def on_ready(info: ReadyInfo | None) -> None:
         reporter.ready(info)
-        # What is there now stays: collections of garbage need not go through it.
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
 
     match kind:
         case "scheduler":

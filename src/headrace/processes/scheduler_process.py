@@ -87,14 +87,13 @@ def run_scheduler(
         if files.config.encoder is not None:
             args = encoder_args(args, files.config.max_position_embeddings)
         tokenizer = run_in_lasting_thread(lambda: files.tokenizer).result  # beside the weights
+        ends = run_in_lasting_thread(lambda: files.end_tokens).result
         grammars = _grammars(files, tokenizer)
-        preparation = run_in_lasting_thread(grammars.prepare)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
             worker, ready = build_worker(args, on_progress, tokenize=tokenize)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
-        preparation.result()
         tier = _tier(args, worker, ready)
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
@@ -111,7 +110,7 @@ def run_scheduler(
             events = BlockEvents(ready.page_size)
             hooks["on_turn"] = _telling(watchdog.feed, events, publisher)
         scheduler = Scheduler(
-            scheduler_config(args, files.config, ready, files.end_tokens, replica),
+            scheduler_config(args, files.config, ready, ends(), replica),
             _kv_manager(args, ready, events),
             worker,
             receiver,
@@ -125,6 +124,7 @@ def run_scheduler(
         )
         watchdog.start()
         on_ready(ready)
+        run_in_lasting_thread(grammars.prepare)  # a grammar that comes before its end waits for it
         if not args.single_process:
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()

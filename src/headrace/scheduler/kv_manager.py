@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.cache.base import PageAllocator, PrefixCache, PrefixMatch
 from headrace.messages.control import CacheNode, PoolState
+from headrace.messages.outputs import CacheMiss, MissReason
 from headrace.messages.step import Int32Array
 from headrace.scheduler.request import Req
 
@@ -60,12 +61,12 @@ class KvPart:
         self.allocator.free(pages)
         self.num_owned_pages -= len(pages)
 
-    def flush(self) -> None:
+    def flush(self, why: MissReason) -> None:
         """Empty the cache. No request may hold a lease."""
-        self.allocator.free(self.cache.flush())
+        self.allocator.free(self.cache.flush(why))
 
     def repair(self) -> None:
-        self.cache.flush()
+        self.cache.flush("flushed")
         self.allocator.reset()
         self.num_owned_pages = 0
 
@@ -125,6 +126,10 @@ class KVManager:
         """Longest usable prefix of the request's known tokens that is cached in a part, pinned."""
         return self.parts[part].cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
 
+    def explain(self, req: Req) -> CacheMiss | None:
+        """Why no more of the request's known tokens was found in its part."""
+        return self.parts[req.part].cache.explain(req.cache_key(), req.asked.namespace, req.match_limit)
+
     def unpin(self, match: PrefixMatch, part: int) -> None:
         self.parts[part].cache.release(match.lease)
 
@@ -183,11 +188,11 @@ class KVManager:
         slots = pages[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)
         return slots.reshape(-1)[: req.num_computed].astype(np.int32)
 
-    def flush(self) -> None:
-        """Empty the cache. No request may hold a lease."""
+    def flush(self, why: MissReason = "flushed") -> None:
+        """Empty the cache. No request may hold a lease. why: what later requests are told that miss it."""
         self.on_short()
         for part in self.parts:
-            part.flush()
+            part.flush(why)
 
     def repair(self) -> None:
         """Reset to an empty pool; only while no request is admitted."""
