@@ -12,8 +12,8 @@ import torch
 
 from bench.gpu.options import CONFIGS, Options
 from headrace.checkpoint.model_config import ModelConfig, load_model_config
-from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
+from headrace.execution.model_source import override_model
 
 
 class Rows:

@@ -42,6 +42,7 @@ class MarkedWorker:
         self._clock = clock
         self.weights = worker.weights
         self.loras = worker.loras
+        self.pages, self.pages_refusal = worker.pages, worker.pages_refusal
         self.profile = worker.profile
         self.count_experts = worker.count_experts
         self.steps: list[MarkedStep] = []

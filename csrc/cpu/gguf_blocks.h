@@ -47,6 +47,9 @@ enum class ScaleKind {
   kExponent      // 32 bytes e: 2^(e - 128)
 };
 
+// The bits of the float that a byte of kExponent stands for; below 2 it is subnormal.
+constexpr uint32_t power_bits(uint32_t e) { return e < 2 ? 0x00200000u << e : (e - 1) << 23; }
+
 constexpr int kWholePlane = 8, kNibblePlane = 4, kPairPlane = 2, kBitPlane = 1;
 constexpr int64_t kGgufHeadGroups = 8;  // records behind a head
 

@@ -203,6 +203,27 @@ inline void for_each_plane(const GgufFormat& format, int64_t c, Visit visit) {
   if (format.planes & kBitPlane) in(1, 4, 8);
 }
 
+// The codes of column c into the planes of a record: as `for_each_plane` has them, four elements at a time.
+inline void put_codes(const GgufFormat& format, const Group& group, int64_t c, uint8_t* plane) {
+  uint32_t words[kQuantGroup / 4];
+  std::memcpy(words, group.codes, sizeof words);
+  int first_bit = 0;
+  const auto put = [&](int bits, int steps) {
+    const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+    for (int vector = 0; vector < kQuantGroup / 4 / steps; ++vector) {
+      uint32_t word = 0;
+      for (int step = 0; step < steps; ++step) word |= (words[vector * steps + step] >> first_bit & mask) << step * bits;
+      std::memcpy(plane + (vector * kColumns + c) * 4, &word, 4);
+    }
+    plane += kColumns * kQuantGroup / steps;
+    first_bit += bits;
+  };
+  if (format.planes & kWholePlane) put(8, 1);
+  if (format.planes & kNibblePlane) put(4, 2);
+  if (format.planes & kPairPlane) put(2, 4);
+  if (format.planes & kBitPlane) put(1, 8);
+}
+
 // The scale bits of column c in a record.
 void put_scales(const GgufFormat& format, const Group& group, int64_t c, uint8_t* scales) {
   const auto add = [&](int64_t byte, int bits) { scales[byte] = static_cast<uint8_t>(scales[byte] | bits); };
@@ -275,15 +296,14 @@ void pack(const uint8_t* rows, int64_t row_bytes, int64_t num_rows, int64_t k, u
       const int in_block = static_cast<int>(g % groups);
       uint8_t* const record = block + format.record_at(g);
       Group group = {};
-      for (int l = 0; l < kQuantGroup; ++l) {
+#pragma GCC unroll 32
+      for (int l = 0; l < kQuantGroup; ++l) {  // unrolled, most of `bits_of` is known
         const ElementBits bits = bits_of(type, at, in_block, l);
         int code = from[bits.low.byte] >> bits.low.shift & ((1 << bits.low.count) - 1);
         if (bits.high.count != 0) code |= (from[bits.high.byte] >> bits.high.shift & ((1 << bits.high.count) - 1)) << bits.low.count;
         group.codes[l] = static_cast<uint8_t>(code + offset_of(type));
       }
-      for_each_plane(format, c, [&](int e, int64_t byte, int shift, int bits, int first_bit) {
-        record[byte] = static_cast<uint8_t>(record[byte] | (group.codes[e] >> first_bit & ((1 << bits) - 1)) << shift);
-      });
+      put_codes(format, group, c, record);
       read_scales(type, at, from, in_block, group);
       put_scales(format, group, c, record + format.code_bytes());
       if (format.head_bytes() != 0 && g % kGgufHeadGroups == 0) {
@@ -335,8 +355,8 @@ float float_of(uint16_t half) {
   value *= 0x1p112f;
   return sign != 0 ? -value : value;
 }
-float power_of(uint16_t exponent) {  // 2^(e - 128), below 2 a subnormal number
-  const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : static_cast<uint32_t>(exponent - 1) << 23;
+float power_of(uint16_t exponent) {
+  const uint32_t bits = power_bits(exponent);
   float value;
   std::memcpy(&value, &bits, 4);
   return value;

@@ -17,33 +17,22 @@ from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.config.kv_events import check_pyzmq, read_kv_events
 from headrace.config.machine import check_open_files, cuda_is_there, dist_secret, host_memory_bytes, with_nodes
-from headrace.config.resolve import refuse_early, sampling_defaults
+from headrace.config.resolve import refuse_early
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
+from headrace.execution.model_source import sampling_defaults, with_encoder
 from headrace.messages.channel import FanOutSender, IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress
-from headrace.processes.model_files import (
-    open_chat_template,
-    open_media,
-    open_output_format,
-    open_tokenizer,
-    read_model_config,
-    read_pooling_config,
-    with_encoder,
-)
+from headrace.processes.model_files import ModelFiles
 from headrace.processes.parts import ChildParts, Parts
 from headrace.processes.threads import ThreadParts
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.model_config import ModelConfig
-    from headrace.checkpoint.pooling import PoolingConfig
     from headrace.frontend.media import PromptMedia
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.spans import Spans
-    from headrace.text.chat_templates import ChatTemplate
-    from headrace.text.tokenizers import Tokenizer
 
 logger = log.get_logger(__name__)
 
@@ -58,10 +47,7 @@ class RunningEngine:
     args: ServerArgs
     tokenizer_manager: "TokenizerManager"
     ready: ReadyInfo
-    tokenizer: "Tokenizer"
-    chat_template: "ChatTemplate | None"
-    model: "ModelConfig"
-    pooling: "PoolingConfig | None"
+    files: ModelFiles
     parts: Parts
     resources: contextlib.ExitStack
     on_death: Callable[[], None] = lambda: None
@@ -105,25 +91,22 @@ def launch_engine(
         parts = _start_parts(args, resources)
         try:
             # First what may be refused: the children would say so only when they have imported torch.
-            model = read_model_config(args)
-            refuse_early(args, model, cuda_is_there(), host_memory_bytes())
-            pooling = read_pooling_config(args, model)
+            files = ModelFiles(args)
+            refuse_early(args, files.config, cuda_is_there(), host_memory_bytes())
             from_engine = parts.channels.receiver("to_tokenizer")
-            tokenizer = open_tokenizer(args)
+            files.check()
             _check_not_stopped(should_stop)
-            template = open_chat_template(args, tokenizer)
-            media = open_media(args, tokenizer, model, pooling)
-            open_output_format(args, tokenizer, template)  # a wrong name is refused before the model is loaded
+            media = files.open_media()
             import headrace.frontend.tokenizer_manager  # noqa: F401 needed next, and the children still load
 
             _check_not_stopped(should_stop)
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
-            manager = _tokenizer_manager(args, ready, tokenizer, model, pooling, media, parts, from_engine, spans)
+            manager = _tokenizer_manager(ready, files, media, parts, from_engine, spans)
         except BaseException:
             parts.kill()
             raise
-        engine = RunningEngine(args, manager, ready, tokenizer, template, model, pooling, parts, resources.pop_all())
+        engine = RunningEngine(args, manager, ready, files, parts, resources.pop_all())
         manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, engine.died)
         return engine
@@ -164,11 +147,8 @@ def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
 
 
 def _tokenizer_manager(
-    args: ServerArgs,
     ready: ReadyInfo,
-    tokenizer: "Tokenizer",
-    model: "ModelConfig",
-    pooling: "PoolingConfig | None",
+    files: ModelFiles,
     media: "PromptMedia",
     parts: Parts,
     from_engine: Receiver,
@@ -179,7 +159,8 @@ def _tokenizer_manager(
     from headrace.sampling.params import GenerationDefaults
     from headrace.text.detokenizer_manager import DetokenizerManager
 
-    defaults = sampling_defaults(args, model)
+    args, tokenizer = files.args, files.tokenizer
+    defaults = sampling_defaults(args, files.config)
     if defaults.not_followed:
         logger.warning("the model has sampling settings that are not supported: %s", ", ".join(defaults.not_followed))
     schedulers = [parts.channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]
@@ -192,7 +173,7 @@ def _tokenizer_manager(
         from_engine,
         # Of requests that do not give their own.
         defaults=msgspec.convert(defaults, GenerationDefaults, from_attributes=True),
-        pooling=pooling,
+        pooling=files.pooling,
         media=media.as_loaded(ready),
         metrics=Metrics(args.served_name),
         to_detokenizer=to_detokenizer,

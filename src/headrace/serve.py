@@ -4,7 +4,6 @@ Reads on in `launch.py` (how the engine is put together) and `processes/` (what 
 """
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -14,16 +13,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace import log
+from headrace import garbage, log
 from headrace.config.machine import check_open_files, with_nodes
-from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
+from headrace.execution.model_source import sampling_defaults
 from headrace.launch import RunningEngine, launch_engine
 from headrace.processes import lifeline
 from headrace.processes.http_workers import HttpWorkers
 from headrace.processes.loading_bar import loading_bar
-from headrace.processes.model_files import reply_limit, served_model
+from headrace.processes.model_files import reply_limit
 from headrace.processes.parts import ChildParts
 
 if TYPE_CHECKING:
@@ -62,6 +61,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
         signal.signal(number, lambda *_: stopping.set())
     lifeline.follow_owner(_leave_with_owner)
     started_s = time.monotonic()
+    garbage.pause()
     # Bound first: a port in use is found before the model is loaded, and clients that come early wait.
     listening = bind(args.host, args.port)
     with loading_bar() as on_progress:
@@ -87,6 +87,8 @@ def _import_server() -> None:
 
     import headrace.server.app
     import headrace.server.listener  # noqa: F401
+
+    garbage.settle()
 
 
 def _leave_with_owner() -> None:
@@ -114,8 +116,7 @@ async def _serve(
         loop.add_signal_handler(signal.SIGHUP, keys.reload)
     engine.on_death = ending.on_death
     manager.start()
-    gc.collect()
-    gc.freeze()  # as the children do, see `child_main`
+    garbage.settle()  # little: most was there when `_import_server` did so
     if stopping.is_set():
         return 0
     await server.serve(lambda: on_started(server.url))
@@ -138,8 +139,7 @@ def _http_front(
         workers = HttpWorkers(args, manager, parts.channels, parts.ports, listening, keys, status)
         workers.on_death = lambda message: engine.on_death()
         return workers, keys
-    model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model, engine.pooling)
-    app = create_app(manager, args, model, status)
+    app = create_app(manager, args, engine.files.served(engine.ready), status)
     return Server(app, args, listening=listening), app.state.keys
 
 
@@ -198,7 +198,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     if engine.args.num_nodes > 1:
         ranks += f" of {engine.args.num_nodes} nodes"
     limit = reply_limit(engine.args)
-    pooling, has_kv = engine.pooling, engine.model.encoder is None
+    pooling, has_kv = engine.files.pooling, engine.files.config.encoder is None
     cache = f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"
     rows = [
         ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB{ranks})"),
@@ -219,7 +219,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     if pooling is not None:
         rows.append(("makes", pooling.summary()))
     else:
-        rows.append(("sampling", sampling_defaults(engine.args, engine.model).summary()))
+        rows.append(("sampling", sampling_defaults(engine.args, engine.files.config).summary()))
         if limit:
             rows.append(("replies", f"end at {limit} tokens where a request gives no limit (--default-max-tokens)"))
     rows.append(("URL", url))

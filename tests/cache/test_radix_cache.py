@@ -1,5 +1,7 @@
 """The radix tree against a plain set of prefixes, and its rules on leases, recency and namespaces."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.cache.base import ChunkCache
 from headrace.cache.radix_cache import RadixCache
+from headrace.messages.outputs import CacheMiss
 
 
 def tokens(*ids: int) -> bytes:
@@ -175,8 +178,19 @@ def test_it_agrees_with_a_plain_set_of_prefixes(page_size, actions):
         assert cache.num_leased_pages >= len(pinned)
 
 
-def evicted_by_walking(cache: RadixCache, num_pages: int) -> list[int]:
-    """What `evict` should free: among the leaves of the whole tree the least recently used, again and again."""
+def release_noted(cache: RadixCache, lease: Any, released: dict[Any, int]) -> None:
+    """Release a lease. released: the nodes that nobody leases, by when that began; gets those of now."""
+    path = []
+    while lease is not None and lease.parent is not None:
+        path.append(lease)
+        lease = lease.parent
+    cache.release(path[0] if path else None)
+    now = len(released) + max(released.values(), default=0) + 1
+    released.update({node: now for node in path if node.leases == 0})
+
+
+def evicted_by_walking(cache: RadixCache, num_pages: int, released: dict[Any, int]) -> list[int]:
+    """What `evict` should free: among the leaves of the whole tree the least recently released, again and again."""
     nodes = cache._nodes()
     num_children = {node: len(node.children) for node in nodes}
     freed: list[int] = []
@@ -184,7 +198,7 @@ def evicted_by_walking(cache: RadixCache, num_pages: int) -> list[int]:
         leaves = [node for node, count in num_children.items() if count == 0 and node.leases == 0]
         if not leaves:
             break
-        oldest = min(leaves, key=lambda node: node.used)
+        oldest = min(leaves, key=lambda node: released[node])
         freed += oldest.pages
         del num_children[oldest]
         if oldest.parent in num_children:
@@ -207,6 +221,7 @@ def evicted_by_walking(cache: RadixCache, num_pages: int) -> list[int]:
 def test_what_is_evicted_is_what_a_walk_through_the_tree_would_find(page_size, actions):
     cache = RadixCache(page_size)
     leases = []
+    released: dict[Any, int] = {}
     next_page = 0
     for kind, ids, namespace in actions:
         if kind == "insert":
@@ -215,30 +230,61 @@ def test_what_is_evicted_is_what_a_walk_through_the_tree_would_find(page_size, a
         elif kind == "match":
             leases.append(cache.match(tokens(*ids), namespace, len(ids)).lease)
         elif kind == "release" and leases:
-            cache.release(leases.pop(len(ids) % len(leases)))
+            release_noted(cache, leases.pop(len(ids) % len(leases)), released)
         elif kind == "flush" and cache.num_leased_pages == 0:
             cache.flush()
         elif kind == "evict":
-            want = evicted_by_walking(cache, len(ids))
+            want = evicted_by_walking(cache, len(ids), released)
             assert cache.evict(len(ids)) == want
         assert cache.num_nodes == len(cache._nodes())
     for lease in leases:
-        cache.release(lease)
-    want = evicted_by_walking(cache, next_page)
+        release_noted(cache, lease, released)
+    want = evicted_by_walking(cache, next_page, released)
     assert cache.evict(next_page) == want
     assert cache.num_evictable_pages == 0
     assert not cache._roots
 
 
-def test_candidates_for_eviction_do_not_pile_up():
+def test_the_oldest_goes_first_after_many_matches():
     cache = RadixCache(page_size=1)
     for i in range(10):
         fill(cache, [i, i], 2 * i)
-    for i in range(10_000):
+    for i in range(1000):
         cache.release(cache.match(tokens(i % 10, i % 10), "", 2).lease)
+    lease = cache.match(tokens(0), "", 1).lease
 
-    assert len(cache._eviction_order._heap) < 200
-    assert cache.evict(2) == [0, 1]
+    assert cache.evict(2) == [1, 2, 3]
+    cache.release(lease)
+
+
+def test_why_a_prompt_missed():
+    cache = RadixCache(page_size=2)
+    fill(cache, [1, 2, 3, 4, 5, 6, 7, 8], 10)
+    fill(cache, [1, 2, 3, 9, 9, 9], 20)
+    fill(cache, [5, 5, 5, 5], 30, '["a", "b"]')
+    fill(cache, [6, 6, 6, 6], 40, '["key", "k", ""]')
+
+    def why(*ids: int, namespace: str = "", limit: int = 100) -> CacheMiss | None:
+        return cache.explain(tokens(*ids), namespace, limit)
+
+    assert why(1, 2, 3, 4, 5) is None, "what is missing is no whole page"
+    assert why(1, 2, 3, 4, 5, 6, 7, 8, 9, limit=7) is None
+    assert why(1, 2, 3, 4, 5, 6, 7, 0) == CacheMiss(7, "other_text", 0, 8)
+    assert why(1, 2, 3, 7) == CacheMiss(3, "other_text", 7, 9) or why(1, 2, 3, 7) == CacheMiss(3, "other_text", 7, 4)
+    assert why(1, 2, 3, 4, 5, 6, 7, 8, 9, 9) == CacheMiss(8, "not_cached", 9)
+    assert why(7, 7) == CacheMiss(0, "other_text", 7, 1)
+    assert why(5, 5, 5, 5) == CacheMiss(0, "other_namespace", 5)
+    assert why(6, 6) == CacheMiss(0, "other_text", 6, 1), "nobody is told what another key has"
+    assert why(5, 5, namespace='["key", "k", ""]') == CacheMiss(0, "other_text", 5, 6)
+
+    cache.evict(1)  # what the first prompt has and the second has not
+    assert why(1, 2, 3, 4, 5, 6) == CacheMiss(2, "evicted", 3)
+    cache.flush("weights")
+    assert why(1, 2) == CacheMiss(0, "weights", 1)
+    fill(cache, [1, 2], 50)
+    cache.flush("flushed")
+    assert why(1, 2) == CacheMiss(0, "flushed", 1)
+    assert why(5, 5, namespace='["a", "b"]') == CacheMiss(0, "weights", 5)
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=12), st.integers(1, 30))

@@ -17,7 +17,8 @@ from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
-from headrace.processes.model_files import open_tokenizer, read_model_config
+from headrace.execution.model_source import read_model_config
+from headrace.processes.model_files import open_tokenizer
 
 OLD, NEW = "1" * 40, "2" * 40
 CONFIG = {

@@ -13,8 +13,8 @@ from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
-from headrace.execution.setup import open_model
-from headrace.processes.model_files import open_tokenizer, read_model_config
+from headrace.execution.model_source import open_model, read_model_config
+from headrace.processes.model_files import open_tokenizer
 from headrace.text.tokenizers import load_tokenizer
 
 CONFIG = {

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import GGUF_METHOD
-from headrace.config.resolve import DeviceFacts, resolve
+from headrace.config.machine import DeviceFacts
+from headrace.config.resolve import resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
 from headrace.distributed.rank import ALONE, Rank

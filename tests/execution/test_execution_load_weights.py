@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.execution import setup
 from headrace.execution.build import build_worker
 from headrace.execution.load_weights import load_model
-from headrace.execution.setup import open_model
+from headrace.execution.model_source import open_model
 from headrace.layers.weight import Placement
 from headrace.models.registry import model_class_for
 

@@ -12,17 +12,11 @@ from fake_backend import FakeBackend
 
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.checkpoint.weight_formats import GGUF_METHOD
-from headrace.config.resolve import (
-    AttentionFacts,
-    AttentionNeeds,
-    DeviceFacts,
-    override_model,
-    refuse_early,
-    resolve,
-    sampling_defaults,
-)
+from headrace.config.machine import DeviceFacts
+from headrace.config.resolve import AttentionFacts, AttentionNeeds, refuse_early, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
+from headrace.execution.model_source import override_model, sampling_defaults
 
 LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
 GPU = DeviceFacts(has_cuda=True, native_kernels=True, native_reason="", num_cpus=6, cuda_bfloat16=True)

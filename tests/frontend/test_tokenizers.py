@@ -21,7 +21,7 @@ from headrace.text.fill_in_middle import FillInMiddle
 from headrace.text.tokenizers import (
     RenderedPrompt,
     Segment,
-    SpecialTexts,
+    TextFinder,
     Tokenizer,
     load_tokenizer,
     tokenizer_from_gguf,
@@ -127,7 +127,7 @@ def test_special_texts_are_found_as_the_library_finds_them(texts):
         offsets for index, offsets in zip(*(lambda e: (e.ids, e.offsets))(backend.encode(text)), strict=True) if index
     ]
 
-    assert list(SpecialTexts(["<s>", "<st>", "st>"]).find(text)) == found
+    assert list(TextFinder(["<s>", "<st>", "st>"]).find(text)) == found
 
 
 # --- rendered prompts

@@ -269,6 +269,14 @@ def test_nothing_is_made_before_the_first_grammar():
     compiler.close()
 
 
+def test_nothing_is_made_for_a_compiler_that_is_closed():
+    made = []
+    compiler = GrammarCompiler(lambda: made.append(True) or BYTES, num_children=1)
+    compiler.close()
+    compiler.prepare()
+    assert made == []
+
+
 def test_close_abandons_what_is_being_compiled_and_leaves_no_child(make, pipe: str):
     compiler = make(program=(sys.executable, "-c", STUB))
     result(compiler.compile(spec("a")))

@@ -8,7 +8,7 @@ from headrace import kernels
 from headrace.checkpoint.gguf import BLOCK_TYPES, dequantize
 from headrace.checkpoint.quantized_matrix import BlockMatrix
 from headrace.kernels import cpu
-from headrace.kernels.gguf_packing import stored_parts, stored_rows
+from headrace.kernels.gguf_packing import ENTRY_BYTES, stored_parts, stored_rows
 
 if cpu.why_not():
     pytest.skip(cpu.why_not(), allow_module_level=True)
@@ -60,11 +60,20 @@ def test_the_bits_of_the_file_are_kept(name):
     n, k = 80, 512
     packed = kernels.pack_blocks([matrix(name, n, k)], None)
 
-    [(rows, stored)] = stored_parts(packed)
-    assert (rows, stored.type) == (slice(0, n), TYPES[name])
+    [stored] = stored_parts(packed)
+    assert (stored.shape, stored.type) == ((n, k), TYPES[name])
     assert torch.equal(stored.blocks, matrix(name, n, k).blocks)
     assert torch.equal(kernels.unpack_linear(packed), torch.from_numpy(dequantize(stored.blocks.numpy(), name)))
     assert packed.data.nbytes <= 1.02 * matrix(name, 96, k).blocks.nbytes  # rows are padded to 96
+
+
+def test_a_matrix_of_several_huge_pages_keeps_its_bits():
+    weights = matrix("Q5_0", 2080, 4096)
+    packed = kernels.pack_blocks([weights], None)
+
+    assert packed.data.nbytes > 2 << 21
+    [stored] = stored_parts(packed)
+    assert torch.equal(stored.blocks, weights.blocks)
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -135,6 +144,15 @@ def test_parts_of_several_types_are_one_product_and_come_back_as_they_were():
         begin = end
     with pytest.raises(ValueError, match="have several types"):
         stored_rows(packed, slice(32, 96))
+
+
+def test_rows_of_one_part_are_unpacked_alone():
+    """The table has no places of the other parts."""
+    parts = [matrix("Q4_K", 64, 256, 1), matrix("Q6_K", 40, 256, 2)]
+    packed = kernels.pack_blocks(parts, None)
+    packed.data[: 2 * ENTRY_BYTES] = 0
+
+    assert torch.equal(stored_rows(packed, slice(64, 104)).blocks, parts[1].blocks)
 
 
 @pytest.mark.parametrize("name", SCALES)

@@ -15,6 +15,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
 from headrace.processes import threads
+from headrace.processes.model_files import ModelFiles
 
 READY = ReadyInfo(
     max_total_tokens=4096,
@@ -49,6 +50,17 @@ def test_the_summary_says_what_attention_multiplies(facts, want):
     assert msgspec.structs.replace(READY, **{"attention_backend": "cpu"} | facts).attention == want
 
 
+class Files(ModelFiles):
+    """Of a model without files."""
+
+    config = MODEL
+    tokenizer = SimpleNamespace(decode=lambda ids: "", chat_template={})
+    chat_template = tool_template = None
+
+    def check(self):
+        pass
+
+
 @pytest.fixture
 def parts(monkeypatch):
     """The scheduler and the detokenizer wait for their end; gives how the scheduler was asked to say that it stands still."""
@@ -65,10 +77,7 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(threads, "run_scheduler", scheduler)
     monkeypatch.setattr(threads, "run_detokenizer", detokenizer)
-    monkeypatch.setattr(launch, "open_tokenizer", lambda args: SimpleNamespace(decode=lambda ids: ""))
-    monkeypatch.setattr(launch, "open_chat_template", lambda args, tokenizer: None)
-    monkeypatch.setattr(launch, "open_output_format", lambda args, tokenizer, template: None)
-    monkeypatch.setattr(launch, "read_model_config", lambda args: MODEL)
+    monkeypatch.setattr(launch, "ModelFiles", Files)
     return seen
 
 
@@ -104,7 +113,7 @@ async def test_a_loop_of_outputs_that_fails_is_a_death(engine):
 def test_sampling_settings_that_are_not_followed_are_warned_of(parts, monkeypatch, caplog):
     wishes = SamplingDefaults(temperature=0.5, origin="generation_config.json", not_followed=("num_beams 4",))
     model = msgspec.structs.replace(MODEL, sampling_defaults=wishes)
-    monkeypatch.setattr(launch, "read_model_config", lambda args: model)
+    monkeypatch.setattr(Files, "config", model)
     monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)
 
     launch.launch_engine(ServerArgs(single_process=True)).shutdown()
@@ -155,7 +164,7 @@ def test_options_that_cannot_work_are_refused_before_anything_is_read_or_importe
     """The parts have been started, and are ended at once."""
     ended = []
     monkeypatch.setattr(threads.ThreadParts, "kill", lambda self: ended.append(self))
-    monkeypatch.setattr(launch, "open_tokenizer", lambda args: pytest.fail("the tokenizer was opened"))
+    monkeypatch.setattr(Files, "check", lambda self: pytest.fail("the tokenizer was opened"))
 
     with pytest.raises(ConfigError, match="--context-length 1000000 is longer"):
         launch.launch_engine(ServerArgs(single_process=True, context_length=1_000_000))
@@ -163,7 +172,7 @@ def test_options_that_cannot_work_are_refused_before_anything_is_read_or_importe
 
 
 def test_a_start_that_is_stopped_goes_no_further(parts, monkeypatch):
-    monkeypatch.setattr(launch, "open_chat_template", lambda *_: pytest.fail("the start went on"))
+    monkeypatch.setattr(Files, "open_media", lambda self: pytest.fail("the start went on"))
 
     with pytest.raises(ExecutionError, match="stopped during start-up"):
         launch.launch_engine(ServerArgs(single_process=True), should_stop=lambda: True)

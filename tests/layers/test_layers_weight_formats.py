@@ -6,12 +6,14 @@ test_weights_saved.py (export), tests/execution/test_execution_weight_cache.py, 
 
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
 from headrace import kernels
+from headrace.checkpoint.gguf import BLOCK_TYPES
 from headrace.checkpoint.model_config import MoeConfig
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import FINEST_STORED, FORMATS, STORED, Scheme, help_text
 from headrace.kernels.cpu import why_not
 from headrace.kernels.packing import LoraFactors, LoraPart, LoraRows
@@ -157,6 +159,23 @@ def test_a_projection_that_is_replaced_leaves_the_other_as_it_is(name):
     assert torch.equal(layer(x), linear(name, old | {"k_proj.weight": new["k_proj.weight"]})(x))
     layer.restore(layer.staged(new))
     assert torch.equal(layer(x), linear(name, new)(x))
+
+
+def test_blocks_beside_a_projection_that_is_replaced_keep_their_values_each_time():
+    """The first time the product becomes one of floats."""
+    if why_not():
+        pytest.skip(why_not())
+    blocks = torch.from_numpy(np.random.default_rng(1).integers(1, 60, (32, IN_SIZE // 32 * 18), dtype=np.uint8))
+    given = BlockMatrix(BLOCK_TYPES[2], blocks)
+    layer = Linear(IN_SIZE, {"a": 32, "b": 32}, Placement(torch.device("cpu"), torch.bfloat16, 32, "gguf"))
+    for weight in layer.weights(""):
+        assert weight.load_quantized is not None
+        weight.load_quantized(given)
+
+    for seed in (1, 2):
+        new = normal(32, IN_SIZE, seed=seed)
+        layer.restore(layer.staged({"a.weight": new}))
+        assert torch.equal(kernels.unpack_linear(layer.packed), torch.cat([new.bfloat16().float(), given.dequantize()]))
 
 
 @every_format

@@ -10,7 +10,7 @@ from pathlib import Path
 import prometheus_client
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.messages.control import InternalState, PoolState
+from headrace.messages.control import InternalState, PoolState, TierStats
 from headrace.messages.grammar import GrammarStats
 from headrace.messages.media import EncodingStats, MediaStats
 from headrace.messages.outputs import SpeculationCounts
@@ -145,6 +145,19 @@ def test_what_becomes_of_grammars_is_counted_over_restarts():
     assert got[("grammar_refusals_total",)] == 3 + 2
     assert got[("grammar_kills_total",)] == 2 + 1
     assert [value for key, value in got.items() if key[0] == "grammar_cache_bytes"] == [100]
+
+
+def test_what_the_tier_has_kept_is_counted_over_restarts():
+    metrics = Metrics("tiny")
+    for stored, loaded_tokens, dropped, damaged in ((32, 16, 1, 0), (64, 16, 2, 1), (16, 0, 0, 0)):
+        metrics.set_scheduler_state(state(tier=TierStats(stored, loaded_tokens, dropped, damaged)))
+
+    got = values(metrics)
+
+    assert got[("kv_tier_stored_tokens_total",)] == 64 + 16
+    assert got[("kv_tier_loaded_tokens_total",)] == 16
+    assert got[("kv_tier_dropped_total",)] == 2
+    assert got[("kv_tier_damaged_files_total",)] == 1
 
 
 def test_what_is_encoded_is_counted_over_restarts():

@@ -23,21 +23,24 @@ SENTENCES = ["", "The cat sat on the mat.", "Tokyo? 7 dogs, XYZ!", "a\tcat\n[SEP
 def write(theirs: Any, folder: Path, pooling: gguf.PoolingType | None) -> Path:
     """The model and the tokenizer of a folder that `tiny_encoder` wrote, as llama.cpp's converter writes them."""
     config = theirs.config
-    arch = gguf.MODEL_ARCH[config.model_type.upper()]
+    is_roberta = config.model_type == "xlm-roberta"
+    name = "bert" if is_roberta else config.model_type
+    arch = gguf.MODEL_ARCH[name.upper()]
     file = folder / "model.gguf"
-    writer = gguf.GGUFWriter(file, config.model_type)
-    writer.add_context_length(config.max_position_embeddings)
+    writer = gguf.GGUFWriter(file, name)
+    first = config.pad_token_id + 1 if is_roberta else 0
+    writer.add_context_length(config.max_position_embeddings - first)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     if pooling is not None:
         writer.add_pooling_type(pooling)
-    if config.model_type == "bert":
+    if name == "bert":
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_causal_attention(False)
         writer.add_token_type_count(config.type_vocab_size)
-        _add_word_piece(writer, folder)
+        (_add_unigram if is_roberta else _add_word_piece)(writer, folder)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
@@ -45,13 +48,12 @@ def write(theirs: Any, folder: Path, pooling: gguf.PoolingType | None) -> Path:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_freq_base(10000.0)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, tensor in theirs.state_dict().items():
-        if "pooler" in name or "position_ids" in name:
+    for key, tensor in theirs.state_dict().items():
+        if "pooler" in key or "position_ids" in key:
             continue
-        prefix = "model." if config.model_type != "bert" else ""
-        found = names.get_name(prefix + name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        writer.add_tensor(found, tensor.numpy())
+        found = names.get_name(key if name == "bert" else f"model.{key}", try_suffixes=(".weight", ".bias"))
+        assert found is not None, key
+        writer.add_tensor(found, tensor[first if "position_embeddings" in key else 0 :].numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,6 +77,22 @@ def _add_word_piece(writer: gguf.GGUFWriter, folder: Path) -> None:
     gguf.SpecialVocab(folder, load_merges=False).add_to_gguf(writer)
 
 
+def _add_unigram(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """Every token of the folder's tokenizer as a piece of the same score."""
+    vocabulary = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    special = [re.fullmatch(r"<\w+>|</s>", token) is not None for token in tokens]
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list(tokens)
+    kinds = gguf.TokenType
+    writer.add_token_types([int(kinds.CONTROL if is_special else kinds.NORMAL) for is_special in special])
+    writer.add_token_scores([0.0 if is_special else -1.0 for is_special in special])
+    for name, token in (("bos", "<s>"), ("eos", "</s>"), ("unknown", "<unk>"), ("padding", "<pad>")):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", vocabulary[token])
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+
+
 def test_a_bert_has_the_vectors_of_transformers(tmp_path: Path):
     theirs = tiny_encoder(tmp_path, pooling=None)
     file = write(theirs, tmp_path, gguf.PoolingType.MEAN)
@@ -83,6 +101,21 @@ def test_a_bert_has_the_vectors_of_transformers(tmp_path: Path):
 
     assert (pooling.pooling, pooling.normalize) == ("mean", True)
     texts = Texts([[2, 7, 9, 11, 3], [2, 3]], [[0, 0, 0, 1, 1], [0, 0]])
+    torch.testing.assert_close(pooled(model, texts), reference(theirs, texts, pooling), atol=2e-6, rtol=0)
+
+
+def test_an_xlm_roberta_has_the_vectors_of_transformers(tmp_path: Path):
+    """The table of positions in the file begins after the padding id, and its tokenizer is a unigram model."""
+    theirs = tiny_encoder(tmp_path, "xlm-roberta", pooling=None)
+    file = write(theirs, tmp_path, gguf.PoolingType.CLS)
+    tokenizer = load_tokenizer(file)
+    ids = [tokenizer.encode(text) for text in ("cat", "paris", "")]
+    assert all((row[0], row[-1]) == (tokenizer.bos_id, *tokenizer.eos_ids) for row in ids)
+
+    model, pooling = open_encoder(file)
+
+    assert (pooling.pooling, pooling.normalize) == ("cls", True)
+    texts = Texts([*ids, list(range(5, 40))])
     torch.testing.assert_close(pooled(model, texts), reference(theirs, texts, pooling), atol=2e-6, rtol=0)
 
 

@@ -8,7 +8,8 @@ from headrace.attention.base import ReadTokens, StepRows
 from headrace.attention.select import BACKENDS
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.model_config import parse_hf_config
-from headrace.config.resolve import DeviceFacts, resolve
+from headrace.config.machine import DeviceFacts
+from headrace.config.resolve import resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution.load_weights import fill_random

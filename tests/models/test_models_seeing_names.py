@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from vision_harness import images, open_encoder, save_seeing
 
 from headrace.checkpoint.source import open_checkpoint
-from headrace.config.resolve import override_model
 from headrace.execution.load_weights import load_model
+from headrace.execution.model_source import override_model
 from headrace.layers.weight import Placement
 from headrace.models.media import encode
 from headrace.models.registry import model_class_for

@@ -13,7 +13,7 @@ from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.gguf_names import end_ids
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.config.server_args import ServerArgs
-from headrace.processes.model_files import end_tokens, open_tokenizer, read_model_config
+from headrace.processes.model_files import ModelFiles
 from headrace.text.tokenizers import tokenizer_from_gguf
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
@@ -64,8 +64,7 @@ def folder(path, *, config=None, generation=None, named=None, special_map=None, 
 
 
 def ends_of(path, **options):
-    args = ServerArgs(model_path=str(path), **options)
-    eos, turn = end_tokens(args, read_model_config(args), open_tokenizer(args))
+    eos, turn = ModelFiles(ServerArgs(model_path=str(path), **options)).end_tokens
     return set(eos), set(turn)
 
 
@@ -201,6 +200,7 @@ def test_what_a_gguf_file_adds_counts_only_if_the_format_does_not_use_it_within_
     assert set(ends) == {0, 1}
     (tmp_path / "harmony.jinja").write_text(HARMONY_STYLE.replace("END", "'<|return|>'"))
     model = parse_hf_config({"model_type": "llama", "vocab_size": 8, "eos_token_id": ends}, origin="m.gguf")
-    args = ServerArgs(model_path=str(path), chat_template=str(tmp_path / "harmony.jinja"))
+    files = ModelFiles(ServerArgs(model_path=str(path), chat_template=str(tmp_path / "harmony.jinja")))
+    files.config = model
 
-    assert end_tokens(args, model, open_tokenizer(args)) == ({1}, set())
+    assert files.end_tokens == ({1}, set())

@@ -38,14 +38,14 @@ from headrace import log
 if TYPE_CHECKING:
     from headrace.messages import control
 def run():
-    from headrace.config.resolve import MEM_FRACTION
+    from headrace.config.machine import MEM_FRACTION
     import torch
 """
     assert imported_by(source) == {
         "headrace.errors",
         "headrace.log",
         "headrace.messages.control",
-        "headrace.config.resolve",
+        "headrace.config.machine",
     }
 
 

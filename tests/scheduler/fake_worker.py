@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.cache.base import CacheObserver, ChunkCache, PageAllocator
 from headrace.cache.radix_cache import RadixCache
+from headrace.cache.tier import DiskTier
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
 from headrace.messages.media import MediaItem, MediaSpan
@@ -487,6 +488,7 @@ class Rig:
         encoder_rows: int = 0,
         encoder_slices: int = 1,
         whole_images: bool = False,
+        tier: Callable[["FakeWorker"], DiskTier] | None = None,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -538,6 +540,7 @@ class Rig:
             clock=lambda: self.now,
             grammars=self.grammars,
             on_admission=faults.on_admission,
+            tier=None if tier is None else tier(self.worker),
         )
         self.ids: dict[str, list[int]] = {}
         self.finish: dict[str, object] = {}
@@ -608,7 +611,7 @@ class Rig:
         return bool(
             self.state.running
             or self.state.waiting
-            or len(self.state.compiling)
+            or self.state.not_ready
             or self.state.in_flight
             or self.inbox.messages
         )

@@ -1,116 +1,336 @@
-"""A prefix cache around the tree sees all that a second tier of KV needs: what is computed, what is wanted, and pages that nobody uses."""
+"""A folder behind the tree: what comes back from it is the KV of exactly that prefix, or it is computed; nobody waits longer than that takes.
 
-from dataclasses import replace
+The worker's KV remembers the history of each slot, so that a step over KV of another prefix fails at once.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_worker import Rig, expected_outputs
+from fake_worker import FakeWorker, Rig, expected_outputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from headrace.cache.base import Insertion, Lease, PageAllocator, PrefixCache, PrefixMatch
-from headrace.cache.radix_cache import TOKEN_BYTES
+from headrace.cache.page_files import PageFiles
+from headrace.cache.tier import DiskTier
+from headrace.messages.operations import OPERATIONS, OperationReq
+from headrace.messages.weights import UpdateFromDisk, WeightOpReq
+from headrace.scheduler import tier_queue
 
-
-class CopyingCache:
-    """A `PrefixCache` around another. It copies the KV of every page that enters the other one, and puts it back when a prefix is wanted
-    that has been evicted. kv: what the worker keeps, by slot."""
-
-    def __init__(self, inner: PrefixCache, allocator: PageAllocator, kv: np.ndarray) -> None:
-        self.inner = inner
-        self.shares = inner.shares
-        self.num_restored_pages = 0
-        self._allocator = allocator
-        self._kv = kv.reshape(-1, allocator.page_size)
-        self._page_bytes = allocator.page_size * TOKEN_BYTES
-        self._copies: dict[tuple[str, bytes], np.ndarray] = {}
-
-    @property
-    def num_evictable_pages(self) -> int:
-        return self.inner.num_evictable_pages
-
-    @property
-    def num_leased_pages(self) -> int:
-        return self.inner.num_leased_pages
-
-    def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
-        return self.inner.peek(tokens, namespace, limit)
-
-    def match(self, tokens: bytes, namespace: str, limit: int) -> PrefixMatch:
-        found = self.inner.match(tokens, namespace, limit)
-        copies = []
-        end = (len(found.pages) + 1) * self._page_bytes
-        while end <= limit * TOKEN_BYTES and (copy := self._copies.get((namespace, tokens[:end]))) is not None:
-            copies.append(copy)
-            end += self._page_bytes
-        short = len(copies) - self._allocator.num_free
-        if not copies or short > self.num_evictable_pages:
-            return found
-        self._allocator.free(self.evict(max(0, short)))
-        pages = self._allocator.allocate(len(copies))
-        self._kv[pages] = copies
-        self.num_restored_pages += len(pages)
-        tokens = tokens[: end - self._page_bytes]
-        lease = self.inner.insert(tokens, found.pages + pages, namespace).lease
-        self.inner.release(found.lease)
-        return replace(found, num_tokens=len(tokens) // TOKEN_BYTES, pages=found.pages + pages, lease=lease)
-
-    def insert(self, tokens: bytes, pages: list[int], namespace: str) -> Insertion:
-        done = self.inner.insert(tokens, pages, namespace)
-        for i in range(done.num_existing // self._allocator.page_size, done.num_kept // self._allocator.page_size):
-            self._copies[namespace, tokens[: (i + 1) * self._page_bytes]] = self._kv[pages[i]].copy()
-        return done
-
-    def release(self, lease: Lease | None) -> None:
-        self.inner.release(lease)
-
-    def evict(self, num_pages: int) -> list[int]:
-        return self.inner.evict(num_pages)
-
-    def flush(self) -> list[int]:
-        self._copies.clear()
-        return self.inner.flush()
+PAGE = 4
 
 
-def copying(**options: object) -> tuple[Rig, CopyingCache]:
-    rig = Rig(**options)
-    part = rig.kv.parts[0]
-    part.cache = cache = CopyingCache(part.cache, part.allocator, rig.worker.kv)
-    return rig, cache
+class KvOfWorker:
+    """A `PageTransfer` over the worker's KV. page_bytes: eight for each slot."""
+
+    page_bytes = 8 * PAGE
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+
+    def fingerprint(self) -> str:
+        return f"weights {self.worker.version}"
+
+    def read(self, pages: list[int]) -> memoryview:
+        return memoryview(self.worker.kv.reshape(-1, PAGE)[pages].tobytes())
+
+    def write(self, pages: list[int], data: memoryview) -> None:
+        self.worker.kv.reshape(-1, PAGE)[pages] = np.frombuffer(data, np.int64).reshape(len(pages), PAGE)
+
+
+class SteppedTier(DiskTier):
+    """Works when it is told to. works: whether it does what is asked at the end of each turn."""
+
+    works = True
+
+    def work_all(self) -> None:
+        while self.work():
+            pass
+
+
+def make(folder: Path, limit_bytes: int = 1 << 30, **options: object) -> Rig:
+    """A scheduler with a tier in `folder`, as after a start. Computing seems to take for ever, so that every load is waited for."""
+
+    def tier(worker: FakeWorker) -> SteppedTier:
+        transfer = KvOfWorker(worker)
+        return SteppedTier(transfer, lambda it: PageFiles(folder, it, PAGE, transfer.page_bytes, limit_bytes))
+
+    options = {"num_pages": 32, "page_size": PAGE, "eos_every": 10**9, **options}
+    rig = Rig(**options, tier=tier)
+    rig.tier = rig.state.tier.tier
+    rig.state.tier.prompt_seconds = lambda start, count: math.inf
+    turn = rig.turn
+
+    def turn_and_work() -> None:
+        turn()
+        if rig.tier.works:
+            rig.tier.work_all()
+
+    rig.turn = turn_and_work
+    rig.tier.work_all()
+    return rig
 
 
 def prompt(n: int, start: int) -> list[int]:
     return np.random.default_rng(start).integers(0, 2, n).tolist()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_an_evicted_prefix_comes_back_from_its_copy(page_size, overlap):
-    rig, cache = copying(num_pages=48 // page_size, page_size=page_size, overlap=overlap)
-    for i in range(12):  # more than fits, each of them three times
-        rig.add(f"r{i}", prompt(20, start=i % 4), 6, ignore_eos=True)
-        if i % 3 == 2:
-            rig.drain()
-
-    for i in range(12):
-        assert rig.ids[f"r{i}"] == expected_outputs(prompt(20, start=i % 4), 6, 9, ignore_eos=True)
-    assert cache.num_restored_pages > 0
-    cached = [rig.rows[f"r{i}"][0].stats.cached_tokens for i in range(4, 12)]
-    assert min(cached) >= 16, "only the first of each prompt computes it"
-    rig.check_idle()
-
-
-def test_a_restored_page_is_one_that_no_step_in_flight_uses():
-    """Random load with retractions: the worker checks the KV of every position that it attends to."""
-    rig, cache = copying(num_pages=16, page_size=2, max_running=6, eos_every=20)
-    rig.state.ratio.scale(0.1)
-    rng = np.random.default_rng(0)
-    for i in range(80):
-        rig.add(f"r{i}", prompt(int(rng.integers(4, 20)), start=int(rng.integers(0, 6))), int(rng.integers(1, 12)))
-        for _ in range(int(rng.integers(0, 4))):
-            rig.turn()
+def ask(rig: Rig, rid: str, ids: list[int], version: int = 0, num_new: int = 6, **fields: object) -> int:
+    """The number of cached tokens of a prompt, whose outputs are as they must be."""
+    rig.add(rid, ids, num_new, **fields)
     rig.drain()
+    rig.turn()
+    assert rig.ids[rid] == expected_outputs(ids, num_new, 10**9, version=version)
+    return rig.rows[rid][0].stats.cached_tokens
 
-    assert cache.num_restored_pages > 20
-    assert rig.state.counters.num_retracted > 0
-    assert len(rig.finish) == 80
-    assert {finish.type for finish in rig.finish.values()} <= {"stop", "length"}
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefix_comes_back_after_a_restart(tmp_path, overlap):
+    ids = prompt(50, 1)
+    rig = make(tmp_path, overlap=overlap)
+    assert ask(rig, "a", ids) == 0
     rig.check_idle()
+
+    rig = make(tmp_path, overlap=overlap)
+    assert ask(rig, "b", ids) == 48
+    other = [*ids[:30], 1 - ids[30], *ids[31:]]
+    assert ask(rig, "c", other) == 28, "from the tree, which has it now"
+    assert ask(make(tmp_path), "d", [*ids[:20], 1 - ids[20], *ids[21:]]) == 20, "the first part of a run"
+    assert ask(make(tmp_path), "e", other) == 48, "the run that leaves it there"
+    rig.check_idle()
+
+
+def test_an_evicted_prefix_comes_back(tmp_path):
+    rig = make(tmp_path, num_pages=16)
+    for i in range(12):
+        cached = ask(rig, f"r{i}", prompt(40, i % 4))
+        assert cached < 12 if i < 4 else cached == 36
+    rig.check_idle()
+
+
+def test_requests_with_the_same_prefix_share_a_load(tmp_path):
+    ids = prompt(50, 1)
+    ask(make(tmp_path), "a", ids)
+    rig = make(tmp_path)
+    for i in range(5):
+        rig.add(f"r{i}", ids + prompt(3, i), 4)
+    rig.drain()
+    assert rig.tier.num_loaded == 12
+    assert all(rig.rows[f"r{i}"][0].stats.cached_tokens >= 48 for i in range(5))
+    rig.turn()
+    rig.check_idle()
+
+
+def test_others_pass_a_request_whose_prefix_is_loaded(tmp_path):
+    ids = prompt(50, 1)
+    ask(make(tmp_path), "a", ids)
+    rig = make(tmp_path)
+    rig.tier.works = False
+    rig.add("slow", ids, 4)
+    rig.add("other", prompt(9, 5), 4)
+    for _ in range(20):
+        rig.turn()
+    assert "other" in rig.finish
+    assert "slow" not in rig.ids
+    rig.tier.works = True
+    rig.drain()
+    assert rig.rows["slow"][0].stats.cached_tokens == 48
+
+
+@pytest.mark.parametrize("page_s", [0.0, 10.0])
+def test_nobody_waits_longer_than_computing_takes(tmp_path, page_s):
+    """Neither while it is not known how fast the tier is, nor if it is known to be slow."""
+    ids = prompt(50, 1)
+    ask(make(tmp_path), "a", ids)
+    rig = make(tmp_path)
+    rig.state.tier.prompt_seconds = lambda start, count: 1.0
+    rig.tier.seconds_per_page = page_s
+    rig.tier.works = False
+    rig.add("r", ids, 4)
+    turns = 0
+    while "r" not in rig.finish:
+        rig.turn()
+        turns += 1
+        if turns == 2 and page_s:
+            rig.tier.work()  # it is found
+            rig.tier.work()
+    assert turns < 30
+    assert rig.rows["r"][0].stats.cached_tokens == 0
+    rig.tier.works = True
+    for _ in range(3):
+        rig.turn()
+    rig.check_idle()
+
+
+def test_two_loads_that_do_not_fit_together_do_not_wait_for_one_another(tmp_path):
+    first, second = prompt(50, 1), prompt(50, 2)
+    rig = make(tmp_path)
+    ask(rig, "a", first)
+    ask(rig, "b", second)
+    rig = make(tmp_path, num_pages=20)
+    rig.add("c", first, 4)
+    rig.add("d", second, 4)
+    rig.drain()
+    assert rig.ids["c"] == expected_outputs(first, 4, 10**9)
+    assert rig.ids["d"] == expected_outputs(second, 4, 10**9)
+    rig.turn()
+    rig.check_idle()
+
+
+def test_an_update_of_the_weights_is_another_fingerprint(tmp_path):
+    ids = prompt(50, 1)
+    rig = make(tmp_path)
+    ask(rig, "a", ids)
+    for version, cached in ((1, 0), (0, 48), (1, 48)):
+        rig.inbox.send(WeightOpReq(version, UpdateFromDisk(str(version))))
+        rig.turn()
+        rig.scheduler.worker.weights.finish()
+        for _ in range(3):
+            rig.turn()
+        assert ask(rig, f"r{version}{cached}", ids, version) == cached
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_what_belongs_to_a_tenant_is_kept_if_asked(tmp_path, persists):
+    ids = prompt(50, 1)
+    for namespace in ('["", "salt"]', '["key", "a", ""]'):
+        cached = []
+        for _ in range(2):
+            rig = make(tmp_path)
+            rig.state.tier.persists_tenants = persists
+            cached.append(ask(rig, "a", ids, namespace=namespace))
+        assert cached == [0, 48 if persists else 0]
+
+
+def test_kv_of_an_adapter_is_not_kept(tmp_path):
+    """Another one may have its number after a restart."""
+    for _ in range(2):
+        rig = make(tmp_path)
+        rig.worker.loras.add(1)
+        rig.add("a", prompt(50, 1), 4, lora_id=1, namespace='["", 1, "name", ""]')
+        rig.drain()
+        rig.turn()
+        assert rig.rows["a"][0].stats.cached_tokens == 0
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_flush_forgets_the_files(tmp_path):
+    ids = prompt(50, 1)
+    rig = make(tmp_path)
+    ask(rig, "a", ids)
+    rig.inbox.send(OperationReq(1, "flush_cache", b"\x80"))
+    rig.turn()
+    assert rig.reply(OPERATIONS["flush_cache"], 1).success
+    assert not list(tmp_path.rglob("*.kv"))
+    assert ask(rig, "b", ids) == 0
+    assert ask(make(tmp_path), "c", ids) == 48, "stored again"
+
+
+def test_requests_go_on_while_nothing_can_be_stored(tmp_path, monkeypatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    rig = make(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(PageFiles, "write", full)
+        ask(rig, "a", prompt(50, 1))
+    ask(rig, "b", prompt(50, 2))
+    assert not list(tmp_path.rglob("*.kv")), "it pauses"
+    rig.tier.paused_until_s = 0.0
+    ask(rig, "c", prompt(50, 3))
+    assert list(tmp_path.rglob("*.kv"))
+    rig.check_idle()
+
+
+def test_what_waits_to_be_stored_is_dropped_when_pages_are_short(tmp_path):
+    rig = make(tmp_path, num_pages=16)
+    rig.state.tier.prompt_seconds = lambda start, count: 0.001
+    rig.tier.works = False
+    rig.add("a", prompt(12, 1), 4)
+    rig.drain()
+    assert rig.kv.state().leased_tokens > 0
+    rig.add("b", prompt(60, 2), 4)  # takes the whole pool
+    rig.drain()
+    assert rig.ids["b"] == expected_outputs(prompt(60, 2), 4, 10**9)
+    assert rig.state.tier.num_dropped > 0
+
+
+def test_a_disk_that_hangs_stops_nobody(tmp_path, monkeypatch):
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def write(files: PageFiles, keys: object, tokens: object, first: int, parts: Iterator[memoryview]) -> None:
+        next(parts)
+        hangs.set()
+        goes_on.wait()
+        assert next(parts, None) is None
+
+    monkeypatch.setattr(PageFiles, "write", write)
+    rig = make(tmp_path, num_pages=16)
+    rig.state.tier.prompt_seconds = lambda start, count: 0.001
+    rig.tier.works = False
+    rig.add("a", prompt(12, 1), 4)
+    rig.drain()
+    thread = threading.Thread(target=rig.tier.work_all)
+    thread.start()
+    hangs.wait()
+    rig.add("b", prompt(60, 2), 4)  # takes the whole pool
+    rig.drain()
+    assert rig.ids["b"] == expected_outputs(prompt(60, 2), 4, 10**9)
+    goes_on.set()
+    thread.join()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), overlap=st.booleans())
+def test_no_wrong_token_whatever_becomes_of_the_files(tmp_path_factory, seed, overlap):
+    """Random load on a small pool, restarts, and files that are cut, changed, swapped and removed meanwhile."""
+    folder = tmp_path_factory.mktemp("kv")
+    rng = np.random.default_rng(seed)
+    for start in range(3):
+        rig = make(folder, num_pages=24, max_running=6, overlap=overlap, limit_bytes=int(rng.integers(2, 40)) * 5000)
+        rig.state.ratio.scale(0.1)
+        for i in range(12):
+            ids = prompt(int(rng.integers(4, 12)), int(rng.integers(0, 3))) + prompt(
+                int(rng.integers(1, 40)), int(rng.integers(0, 4))
+            )
+            rig.add(f"{start}-{i}", ids, int(rng.integers(1, 12)))
+            rig.tier.works = bool(rng.integers(0, 2))
+            for _ in range(int(rng.integers(0, 6))):
+                rig.turn()
+            damage(rng, sorted(folder.rglob("*.kv")))
+        rig.tier.works = True
+        rig.drain()
+        rig.turn()
+        assert len(rig.finish) == 12
+        assert {finish.type for finish in rig.finish.values()} <= {"stop", "length"}
+        rig.check_idle()
+
+
+def damage(rng: np.random.Generator, files: list[Path]) -> None:
+    if not files or rng.integers(0, 2):
+        return
+    path, other = (files[int(rng.integers(len(files)))] for _ in range(2))
+    data = bytearray(path.read_bytes())
+    match rng.integers(0, 4):
+        case 0:
+            place = int(rng.integers(200) if rng.integers(0, 2) else rng.integers(4096, max(4097, len(data))))
+            data[place % len(data)] ^= 1 << int(rng.integers(8))
+            path.write_bytes(data)
+        case 1:
+            path.write_bytes(data[: int(rng.integers(len(data)))])
+        case 2:
+            path.write_bytes(other.read_bytes())
+        case 3:
+            path.unlink()
+
+
+def test_few_pages_are_computed(tmp_path):
+    ids = prompt(PAGE * tier_queue.LEAST_PAGES, 1)
+    ask(make(tmp_path), "a", ids)
+    rig = make(tmp_path)
+    assert ask(rig, "b", ids) == 0, "its last token is computed in any case, so there is a page less to load"
+    assert ask(make(tmp_path), "c", [*ids, 1]) == len(ids)

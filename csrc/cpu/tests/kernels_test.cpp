@@ -81,7 +81,7 @@ void ggufs() {
       unpack_gguf_block(type, entries[i].block(), count, k, back.get() + first * row_bytes, row_bytes);
     }
     expect(file.bytes() == back.bytes(), std::string(kernels().isa) + " gguf " + std::to_string(static_cast<int>(type)) + " comes back");
-    for (const int64_t rows : {1, 7, 14}) {
+    for (const int64_t rows : {1, 2, 7, 14}) {
       const Buffer<float> x = floats(rows * k);
       same_for_any_threads("gguf linear" + shape({rows, static_cast<int>(type)}), [&] {
         const Buffer<float> out(rows * n);

@@ -27,6 +27,7 @@ from headrace.api.options import (
     Tools,
     option_values,
     options_text,
+    takes,
 )
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
@@ -55,7 +56,8 @@ class Engine(Methods):
     ConfigError or ModelError if the engine cannot start.
     """
 
-    def __init__(self, model: str | None = None, /, **options: Unpack[EngineOptions]) -> None:
+    @takes(EngineOptions)
+    def __init__(self, model: str | None = None, /, **options: Unpack[EngineOptions]) -> None:  # type: ignore[misc]
         with loading_bar() as on_progress:
             running = launch_engine(ServerArgs(**option_values(model, options)), on_progress)
         self._start(running)
@@ -276,7 +278,7 @@ class Engine(Methods):
         """The model's tokenizer. Raises RequestError if the engine has none."""
         if self._manager.args.skip_tokenizer_init:
             refuse_text("tokenizer")
-        return self._running.tokenizer
+        return self._running.files.tokenizer
 
     def encode(
         self,
@@ -366,7 +368,7 @@ class Engine(Methods):
             "model_path": self._calls.call(lambda: self._manager.weights.model_path) or args.model_path,
             "served_model_name": args.served_name,
             "model_class": ready.model_class,
-            "is_generation": self._running.pooling is None,
+            "is_generation": self._running.files.pooling is None,
             "context_length": ready.context_length,
             "vocab_size": ready.vocab_size,
             "hidden_size": ready.hidden_size,

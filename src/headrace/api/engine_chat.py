@@ -18,7 +18,6 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.launch import RunningEngine
 from headrace.messages.bodies import converted
 from headrace.messages.requests import EmbeddingReqInput
-from headrace.processes.model_files import served_model
 from headrace.server.context import Program, ServerStatus, ServingContext
 from headrace.server.openai.chat import ChatGeneration, ChatServing
 from headrace.server.openai.protocol import ChatCompletionRequest
@@ -33,9 +32,7 @@ class EngineChat:
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
-        model = served_model(
-            running.args, running.ready, running.tokenizer, running.chat_template, running.model, running.pooling
-        )
+        model = running.files.served(running.ready)
         return cls(ServingContext(running.tokenizer_manager, model, running.args, ServerStatus(started=True)))
 
     def __init__(self, context: ServingContext) -> None:

@@ -46,8 +46,9 @@ def run_quality(server_args: ServerArgs, num_tokens: int, output: Path | None, c
 
     Raises ConfigError when the model cannot be computed in float32, because its checkpoint is quantised to integers.
     """
-    tokenizer = resolve_model(server_args.tokenizer_path or server_args.model_path)
-    windows = windows_of(load_tokenizer(tokenizer), default_text("held out"), num_tokens)
+    windows = windows_of(
+        load_tokenizer(resolve_model(server_args.tokenizer_name)), default_text("held out"), num_tokens
+    )
     reference = outputs_of(
         replace(server_args, dtype="float32", activations="auto", quantization="none", kv_cache_dtype="float32"),
         windows,

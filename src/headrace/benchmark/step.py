@@ -27,12 +27,11 @@ from headrace.benchmark.figures import Timing, timing
 from headrace.benchmark.results import header, write_json
 from headrace.benchmark.tables import print_table
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
-from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution.build import build_worker
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.setup import open_model
+from headrace.execution.model_source import read_model_config
 from headrace.execution.worker import ModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.messages.control import ReadyInfo
@@ -368,7 +367,7 @@ class _Work:
     @classmethod
     def of(cls, args: ServerArgs, info: ReadyInfo, model: CausalLM) -> "_Work":
         """Counted from config and weights: a lookup reads one row of the embedding, a product the whole weight."""
-        config = override_model(open_model(args).config, args.json_model_override_args)
+        config = read_model_config(args)
         vocabulary = (config.vocab_size, config.hidden_size)
         weights = list(model.weights())
         matrices = [weight.shape for weight in weights if len(weight.shape) > 1 and weight.shape != vocabulary]

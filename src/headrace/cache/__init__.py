@@ -2,5 +2,6 @@
 
 Read first: base.py (free pages, the interface of a prefix cache, and one that shares nothing).
 
-radix_cache.py (the tree of prefixes), events.py (what the tree stores and evicts, for routers).
+radix_cache.py (the tree of prefixes), events.py (what the tree stores and evicts, for routers), tier.py (KV that is kept behind the tree),
+page_files.py (its files).
 """

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.messages.control import CacheNode
+from headrace.messages.outputs import CacheMiss, MissReason
 
 
 class Lease:
@@ -79,8 +80,11 @@ class PrefixCache(Protocol):
     def evict(self, num_pages: int) -> list[int]:
         """Evict least recently used prefixes until at least `num_pages` pages are freed or nothing is left to evict. Returns the pages."""
 
-    def flush(self) -> list[int]:
-        """Evict everything; no lease may be held. Returns the freed pages."""
+    def flush(self, why: MissReason = "flushed") -> list[int]:
+        """Evict everything; no lease may be held. Returns the freed pages. why: see `explain`."""
+
+    def explain(self, tokens: bytes, namespace: str, limit: int) -> CacheMiss | None:
+        """Why no more of tokens[:limit] is cached; None if all whole pages are. Changes nothing."""
 
     @property
     def num_nodes(self) -> int:
@@ -149,8 +153,11 @@ class ChunkCache:
     def evict(self, num_pages: int) -> list[int]:
         return []
 
-    def flush(self) -> list[int]:
+    def flush(self, why: MissReason = "flushed") -> list[int]:
         return []
+
+    def explain(self, tokens: bytes, namespace: str, limit: int) -> CacheMiss | None:
+        return None
 
     def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
         return []

@@ -5,12 +5,13 @@ Keys are compared page by page: an edge always holds whole pages, and two edges 
 Every namespace (adapter, cache salt, extra key) has its own root, so nothing is shared between namespaces.
 """
 
-import heapq
-from itertools import count, islice
-from typing import NamedTuple
+from collections import OrderedDict
+from itertools import islice
 
 from headrace.cache.base import CacheObserver, Insertion, Lease, PrefixMatch
+from headrace.messages import namespaces
 from headrace.messages.control import CacheNode
+from headrace.messages.outputs import CacheMiss, MissReason
 
 TOKEN_BYTES = 4
 
@@ -18,73 +19,81 @@ TOKEN_BYTES = 4
 class _Node(Lease):
     """A node with the tokens and pages of the edge that leads to it. As a `Lease` it pins itself and its ancestors."""
 
-    __slots__ = ("children", "key", "leases", "pages", "parent", "used")
+    __slots__ = ("children", "key", "leases", "newer", "older", "pages", "parent")
 
-    def __init__(self, key: bytes, pages: list[int], parent: "_Node | None", used: int) -> None:
+    def __init__(self, key: bytes, pages: list[int], parent: "_Node | None") -> None:
         self.key = key
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.leases = 0
-        self.used = used
-
-    @property
-    def is_evictable_leaf(self) -> bool:
-        """Whether it is in the tree, has no children and is not leased."""
-        return self.parent is not None and not self.children and self.leases == 0
+        self.older: _Node | None = None  # neighbours in `_Released`
+        self.newer: _Node | None = None
 
 
 class _Root(_Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str) -> None:
-        super().__init__(b"", [], None, 0)
+        super().__init__(b"", [], None)
         self.namespace = namespace
 
 
-class _Candidate(NamedTuple):
-    """A leaf at the time it became evictable. It may have been used or got children since, so it is checked again when taken."""
+class _Released:
+    """Nodes without leases, by when the last one was released.
 
-    used: int
-    entry: int
-    leaf: _Node
-
-
-class _EvictionOrder:
-    """Evictable leaves, least recently used first, without walking the tree.
-
-    Leaves are added when they become evictable and not removed when they cease to be: stale candidates are dropped when their turn comes, or
-    all at once when there are many. The cost is that of a heap, whatever the size of the tree.
+    Whoever releases a node releases its ancestors after it, so the oldest is a leaf: it is evicted first. A linked list, because a dict of all
+    nodes takes milliseconds when it grows.
     """
 
     def __init__(self) -> None:
-        self._heap: list[_Candidate] = []
-        self._entries = count()
+        self.oldest: _Node | None = None
+        self._newest: _Node | None = None
 
-    def add(self, leaf: _Node, num_nodes: int) -> None:
-        """Add a leaf that has become evictable. num_nodes: current size of the tree."""
-        heapq.heappush(self._heap, _Candidate(leaf.used, next(self._entries), leaf))
-        if len(self._heap) > 2 * num_nodes + _LEAST_COMPACTED:
-            found = {id(c.leaf): c for c in self._heap if _is_current(c)}
-            self._heap = sorted(found.values())
+    def add(self, node: _Node) -> None:
+        node.older, self._newest = self._newest, node
+        if node.older is None:
+            self.oldest = node
+        else:
+            node.older.newer = node
 
-    def pop(self) -> _Node | None:
-        """Remove and return the least recently used evictable leaf; None when there is none."""
-        while self._heap:
-            candidate = heapq.heappop(self._heap)
-            if _is_current(candidate):
-                return candidate.leaf
-        return None
-
-    def clear(self) -> None:
-        self._heap.clear()
-
-
-_LEAST_COMPACTED = 64
+    def discard(self, node: _Node) -> None:
+        older, newer = node.older, node.newer
+        node.older = node.newer = None
+        if older is not None:
+            older.newer = newer
+        elif self.oldest is node:
+            self.oldest = newer
+        if newer is not None:
+            newer.older = older
+        elif self._newest is node:
+            self._newest = older
 
 
-def _is_current(candidate: _Candidate) -> bool:
-    return candidate.leaf.is_evictable_leaf and candidate.leaf.used == candidate.used
+class _Memory:
+    """Which prefixes the tree has had lately: of each of its nodes all up to the end of its first page, and why it is gone if it is."""
+
+    def __init__(self) -> None:
+        self._why: OrderedDict[int, MissReason] = OrderedDict()
+
+    def add(self, namespace: str, tokens: bytes) -> None:
+        key = hash((namespace, tokens))
+        self._why.pop(key, None)
+        self._why[key] = "evicted"
+        if len(self._why) > _REMEMBERED:
+            self._why.popitem(last=False)
+
+    def flushed(self, why: MissReason) -> None:
+        self._why.update({key: why for key, before in self._why.items() if before == "evicted"})
+
+    def why_gone(self, namespace: str, tokens: bytes) -> MissReason | None:
+        """Of a prefix that is not in the tree; None = it never was, as far as is remembered."""
+        return self._why.get(hash((namespace, tokens)))
+
+
+_REMEMBERED = 1 << 14
+_MOST_COMPARED = 64
+"""Children of a node whose text is compared, and namespaces that are looked into, to explain a miss."""
 
 
 class RadixCache:
@@ -97,9 +106,9 @@ class RadixCache:
         self._observer = observer
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, _Root] = {}
-        self._eviction_order = _EvictionOrder()
+        self._released = _Released()
+        self._memory = _Memory()
         self._num_nodes = 0
-        self._clock = count(1)
         self._evictable = 0
         self._leased = 0
 
@@ -149,7 +158,8 @@ class RadixCache:
         if pos < end:
             taken = pages[pos // self._page_bytes : end // self._page_bytes]
             assert len(taken) * self._page_bytes == end - pos, (len(pages), pos, end)
-            leaf = _Node(tokens[pos:end], taken, node, next(self._clock))
+            leaf = _Node(tokens[pos:end], taken, node)
+            self._memory.add(namespace, tokens[: pos + self._page_bytes])
             node.children[leaf.key[: self._page_bytes]] = leaf
             self._evictable += len(taken)
             self._num_nodes += 1
@@ -170,35 +180,36 @@ class RadixCache:
             if node.leases == 0:
                 self._leased -= len(node.pages)
                 self._evictable += len(node.pages)
-                self._offer(node)
+                if node.parent is not None:
+                    self._released.add(node)
             node = node.parent
 
     def evict(self, num_pages: int) -> list[int]:
         freed: list[int] = []
-        while len(freed) < num_pages and (node := self._eviction_order.pop()) is not None:
+        while len(freed) < num_pages and (node := self._released.oldest) is not None:
+            self._released.discard(node)
             parent = node.parent
-            assert parent is not None
+            assert parent is not None, "it is in the tree"
+            assert not node.children, "children are released before it"
             del parent.children[node.key[: self._page_bytes]]
             node.parent = None
             self._num_nodes -= 1
             freed += node.pages
             self._evictable -= len(node.pages)
-            if isinstance(parent, _Root):
-                if not parent.children:
-                    del self._roots[parent.namespace]
-            else:
-                self._offer(parent)
+            if isinstance(parent, _Root) and not parent.children:
+                del self._roots[parent.namespace]
         if self._observer is not None and freed:
             self._observer.removed(freed)
         return freed
 
-    def flush(self) -> list[int]:
+    def flush(self, why: MissReason = "flushed") -> list[int]:
         assert self._leased == 0, f"{self._leased} pages are still leased"
         freed = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
-        self._eviction_order.clear()
+        self._released = _Released()
         self._num_nodes = 0
         self._evictable = 0
+        self._memory.flushed(why)
         if self._observer is not None:
             self._observer.cleared()
         return freed
@@ -220,7 +231,50 @@ class RadixCache:
             level = below
         return found
 
+    def explain(self, tokens: bytes, namespace: str, limit: int) -> CacheMiss | None:
+        end = self._whole_pages(min(limit * TOKEN_BYTES, len(tokens)))
+        place = self.peek(tokens, namespace, limit) * TOKEN_BYTES
+        if place >= end:
+            return None
+        wanted = tokens[place : place + self._page_bytes]
+        nearest = max(self._going_on(tokens, namespace, place), key=lambda page: _common(page, wanted), default=b"")
+        common = _common(nearest, wanted)
+        why: MissReason | None = self._memory.why_gone(namespace, tokens[: place + self._page_bytes])
+        if why is None and self._is_elsewhere(tokens[: place + self._page_bytes], namespace):
+            why = "other_namespace"
+        if why is not None:
+            common, nearest = 0, b""
+        at = place + common * TOKEN_BYTES
+        cached_id = _token(nearest, common) if nearest else -1
+        return CacheMiss(
+            at // TOKEN_BYTES,
+            why or ("other_text" if nearest else "not_cached"),
+            _token(tokens, at // TOKEN_BYTES),
+            cached_id,
+        )
+
     # -- inside
+
+    def _going_on(self, tokens: bytes, namespace: str, place: int) -> list[bytes]:
+        """The pages with which the tree goes on after tokens[:place], some of them."""
+        node: _Node | None = self._roots.get(namespace)
+        pos = 0
+        while node is not None and pos < place:
+            node = node.children[tokens[pos : pos + self._page_bytes]]
+            if pos + len(node.key) > place:
+                return [node.key[place - pos : place - pos + self._page_bytes]]
+            pos += len(node.key)
+        return [] if node is None else list(islice(node.children, _MOST_COMPARED))
+
+    def _is_elsewhere(self, tokens: bytes, namespace: str) -> bool:
+        """Whether another namespace of the same key has a prefix."""
+        owner = namespaces.owner_of(namespace)
+        return any(
+            other != namespace
+            and namespaces.owner_of(other) == owner
+            and self.peek(tokens, other, len(tokens)) * TOKEN_BYTES == len(tokens)
+            for other in islice(self._roots, _MOST_COMPARED)
+        )
 
     def _whole_pages(self, num_bytes: int) -> int:
         return num_bytes - num_bytes % self._page_bytes
@@ -239,9 +293,9 @@ class RadixCache:
                 high = middle // self._page_bytes
         return low * self._page_bytes
 
-    def _descend(self, node: _Node, tokens: bytes, end: int) -> tuple[_Node, int, list[int]]:
+    def _descend(self, root: _Root, tokens: bytes, end: int) -> tuple[_Node, int, list[int]]:
         """Walk down from a root along tokens[:end], splitting an edge that matches only in part. Returns (last node, matched bytes, pages)."""
-        now = next(self._clock)
+        node: _Node = root
         pages: list[int] = []
         pos = 0
         while pos < end:
@@ -250,8 +304,9 @@ class RadixCache:
                 break
             shared = self._shared(child.key, tokens, pos, end)
             if shared < len(child.key):
+                rest = child.key[shared : shared + self._page_bytes]
                 child = self._split(child, shared)
-            child.used = now
+                self._memory.add(root.namespace, tokens[: pos + shared] + rest)
             pages += child.pages
             pos += shared
             node = child
@@ -263,7 +318,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         cut = at // self._page_bytes
-        upper = _Node(node.key[:at], node.pages[:cut], parent, node.used)
+        upper = _Node(node.key[:at], node.pages[:cut], parent)
         upper.leases = node.leases
         self._num_nodes += 1
         parent.children[upper.key[: self._page_bytes]] = upper
@@ -277,13 +332,9 @@ class RadixCache:
             if node.leases == 0:
                 self._leased += len(node.pages)
                 self._evictable -= len(node.pages)
+                self._released.discard(node)
             node.leases += 1
             node = node.parent
-
-    def _offer(self, node: _Node) -> None:
-        """Called when `node` may have become evictable."""
-        if node.is_evictable_leaf:
-            self._eviction_order.add(node, self._num_nodes)
 
     def _nodes(self) -> list[_Node]:
         """Every node below the roots."""
@@ -294,3 +345,14 @@ class RadixCache:
             found.append(node)
             stack.extend(node.children.values())
         return found
+
+
+def _common(page: bytes, other: bytes) -> int:
+    """Number of tokens with which both begin."""
+    return next(
+        (i for i in range(len(page) // TOKEN_BYTES) if _token(page, i) != _token(other, i)), len(page) // TOKEN_BYTES
+    )
+
+
+def _token(tokens: bytes, place: int) -> int:
+    return int.from_bytes(tokens[place * TOKEN_BYTES : (place + 1) * TOKEN_BYTES], "little", signed=True)

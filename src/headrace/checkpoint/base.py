@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.checkpoint.gguf import Bytes, is_gguf
+from headrace.checkpoint.gguf import Bytes
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme, StoredType
@@ -22,19 +22,15 @@ CheckpointKind = Literal["huggingface", "gguf", "dummy"]
 
 class Checkpoint(ABC):
     """One model on disk. `tensor_names`, `shape` and `total_bytes` use only the headers. notes: what its tensors say that its config does not, for
-    the start-up log."""
+    the start-up log. file_format: of the files that it is in, or would be."""
 
     kind: CheckpointKind
+    file_format: Literal["gguf", "safetensors"] = "safetensors"
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path = path
         self.config = config
         self.notes: tuple[str, ...] = ()
-
-    @property
-    def file_format(self) -> Literal["gguf", "safetensors"]:
-        """Of the files that it is in, or would be."""
-        return "gguf" if self.path.is_file() and is_gguf(self.path) else "safetensors"
 
     @property
     def stored_precision(self) -> str:

@@ -216,9 +216,14 @@ class GgufFile:
         flattened; a vector is one row."""
         tensor = self.tensors[name]
         rows = math.prod(tensor.shape[:-1])
-        data = self._part_of.get(name, self)._map
-        flat: Bytes = np.frombuffer(data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        flat: Bytes = np.frombuffer(
+            self.part_of(name)._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset
+        )
         return flat.reshape(rows, tensor.num_bytes // rows)
+
+    def part_of(self, name: str) -> "GgufFile":
+        """The part that holds a tensor."""
+        return self._part_of.get(name, self)
 
     @property
     def parts(self) -> "tuple[GgufFile, ...]":
@@ -377,6 +382,13 @@ def is_gguf(path: Path) -> bool:
     except OSError as err:
         raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
     return magic == b"GGUF" or path.suffix == ".gguf"
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path means: a file of any name, or the one of a folder; None for any other model. Raises ModelError."""
+    if path.is_dir():
+        return gguf_of(path)
+    return path if path.exists() and is_gguf(path) else None
 
 
 def gguf_of(folder: Path) -> Path | None:

@@ -89,7 +89,7 @@ _FILE_TYPES: dict[object, str] = {
 class GgufCheckpoint(Checkpoint):
     """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
 
-    kind = "gguf"
+    kind = file_format = "gguf"
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
@@ -161,8 +161,7 @@ class GgufCheckpoint(Checkpoint):
         blocks = rows.reshape(-1, kind.block_bytes)
         scales = [half(blocks, at) for at in _SCALES[kind.name]]
         if kind.block_values == 1:
-            values = dequantize(rows, kind.name)
-            is_finite, is_zero = bool(np.isfinite(values).all()), not values.any()
+            is_finite, is_zero = bool(np.isfinite(dequantize(rows, kind.name)).all()), not rows.any()
         elif kind.name == "MXFP4":  # of a power of two beyond 2^124 the largest weights are infinite
             is_finite, is_zero = bool((blocks[:, 0] <= 252).all()), not rows.any()
         else:
@@ -180,7 +179,9 @@ class GgufCheckpoint(Checkpoint):
             file.release()
 
     def file_of(self, name: str) -> str:
-        return self._source(name).file.path.name
+        source = self._source(name)
+        stored = source.stored if isinstance(source, GgufSource) else source.parts[0]
+        return source.file.part_of(stored.name).path.name
 
     def _source(self, name: str) -> GgufSource | EncoderSource:
         if name not in self._sources:

@@ -6,7 +6,7 @@ from typing import NoReturn
 import msgspec
 
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf import gguf_of, is_gguf
+from headrace.checkpoint.gguf import gguf_file
 from headrace.checkpoint.gguf_mmproj import AUTO, NONE, gguf_config, open_gguf
 from headrace.checkpoint.huggingface import HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
@@ -42,11 +42,9 @@ def open_checkpoint(path: Path | str, mmproj: str = AUTO) -> Checkpoint:
     """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file. Only headers are read. mmproj: the vision encoder
     of a GGUF file, see `find_mmproj`. Raises ModelError for anything else and for files that are missing, cut off or inconsistent."""
     path = Path(path)
-    file = gguf_of(path) if path.is_dir() else path if path.exists() and is_gguf(path) else None
+    file = _gguf_file(path, mmproj)
     if file is not None:
         return open_gguf(file, mmproj)
-    if mmproj not in (AUTO, NONE):
-        raise ModelError(f"--mmproj is for GGUF files, which {path.name} is not: leave the option out")
     if path.is_dir():
         if (path / "config.json").is_file():
             stored = stored_format(load_model_config(path).quantization)
@@ -62,6 +60,17 @@ def open_checkpoint(path: Path | str, mmproj: str = AUTO) -> Checkpoint:
 def dummy_checkpoint(path: Path | str, mmproj: str = AUTO) -> DummyCheckpoint:
     """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file with its vision encoder."""
     path = Path(path)
-    if path.is_file() and is_gguf(path):
-        return DummyCheckpoint(path, msgspec.structs.replace(gguf_config(path, mmproj), quantization=None))
-    return DummyCheckpoint(path, load_model_config(path))
+    file = _gguf_file(path, mmproj)
+    if file is None:
+        return DummyCheckpoint(path, load_model_config(path))
+    checkpoint = DummyCheckpoint(file, msgspec.structs.replace(gguf_config(file, mmproj), quantization=None))
+    checkpoint.file_format = "gguf"
+    return checkpoint
+
+
+def _gguf_file(path: Path, mmproj: str) -> Path | None:
+    """See `gguf_file`; raises ModelError if a vision encoder is named beside another checkpoint."""
+    file = gguf_file(path)
+    if file is None and mmproj not in (AUTO, NONE):
+        raise ModelError(f"--mmproj is for GGUF files, which {path.name} is not: leave the option out")
+    return file

@@ -121,7 +121,7 @@ def bench_offline(
 
     server_args = with_model(server_args, model)
     load = LoadOptions(
-        presets=presets, tokenizer=tokenizer or server_args.tokenizer_path or server_args.model_path, repeat=repeat,
+        presets=presets, tokenizer=tokenizer or server_args.tokenizer_name, repeat=repeat,
         rate=rate, concurrency=concurrency, num_requests=num_requests, warm_up=warm_up, seed=seed, output=output,
         plot=plot, limits=_limits(limit_ttft_ms, limit_per_token_ms, limit_e2e_ms),
     )  # fmt: skip

@@ -115,10 +115,10 @@ class EngineChat:
     def __init__(self, server_args: ServerArgs, sampling: ChatSampling) -> None:
         """Load the tokenizer and its template first: a model that cannot chat is refused before its weights are read."""
         from headrace.api.engine import Engine
-        from headrace.processes.model_files import open_chat_template, open_tokenizer
+        from headrace.processes.model_files import ModelFiles
 
         self.name = server_args.served_name
-        if open_chat_template(server_args, open_tokenizer(server_args)) is None:
+        if ModelFiles(server_args).chat_template is None:
             raise ConfigError(f"{self.name} has no chat template; give one with --chat-template")
         self.sampling = sampling
         self._engine = Engine(**dataclasses.asdict(server_args))

@@ -49,7 +49,7 @@ def examine(tp_size: int = 1, numa_bind: bool = False) -> dict[str, Any]:
     }
     if torch["version"] is None:
         return report
-    from headrace.config.resolve import fastest_in_16_bits
+    from headrace.config.precision import fastest_in_16_bits
     from headrace.kernels import registry
     from headrace.kernels.cpu import isa, isas
 

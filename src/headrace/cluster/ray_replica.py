@@ -11,7 +11,6 @@ from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
 from headrace.launch import RunningEngine, launch_engine
-from headrace.processes.model_files import served_model
 from headrace.server.app import create_app
 from headrace.server.context import ServerStatus
 from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
@@ -60,8 +59,7 @@ class EngineReplica:
         self._engine = engine
         engine.on_death = self._died
         engine.tokenizer_manager.start()
-        model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model, engine.pooling)
-        app = create_app(engine.tokenizer_manager, args, model, self._status)
+        app = create_app(engine.tokenizer_manager, args, engine.files.served(engine.ready), self._status)
         return OneReplicaGate(app, app.state.routes)
 
     def check_health(self) -> None:

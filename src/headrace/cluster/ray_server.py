@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace import log
 from headrace.cluster.ray_proxy import MIDDLEWARES
-from headrace.config.resolve import most_running
+from headrace.config.machine import most_running
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
 from headrace.version import VERSION

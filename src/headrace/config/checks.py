@@ -80,6 +80,8 @@ def check_combinations(args: ServerOptions) -> None:
             raise ConfigError(f"{flag(field.name)} needs --ray")
     if read_kv_events(args.kv_events_config, args.num_replicas) is not None and args.disable_radix_cache:
         raise ConfigError("--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache")
+    if args.kv_cache_dir is not None and args.disable_radix_cache:
+        raise ConfigError("--kv-cache-dir is behind the prefix cache: it cannot be combined with --disable-radix-cache")
     for option, value in (("--chunked-prefill-size", args.chunked_prefill_size), ("--max-step-ms", args.max_step_ms)):
         if value is not None and value != -1 and value < 1:
             raise ConfigError(f"{option} must be -1 or at least 1, got {value}")

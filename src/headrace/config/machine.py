@@ -1,7 +1,8 @@
 """The machine, and those that run a model with it: what is checked before anything is loaded, and --nnodes.
 
 Owns the checks of devices, memory and open files, the least memory that a model takes, which host of how many this is, where node 0 listens, and the
-secret that all nodes share. Without torch, whose import takes seconds. Runs in the main process.
+secret that all nodes share. Without torch, whose import takes seconds: what torch and the kernels tell is `DeviceFacts`, made where they are loaded.
+Runs in the main process.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import ipaddress
 import os
 import resource
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.checkpoint.families import native_types
@@ -19,6 +21,11 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.server_args import ServerArgs
 from headrace.config.web import address_of
 from headrace.errors import ConfigError
+
+MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
+"""--mem-fraction-static by device. A GPU is not shared, but activations and graphs need some memory."""
+_DEFAULT_RUNNING = 64
+"""--max-running-requests of a model that generates."""
 
 ENGINE_FILES = 64
 REPLICA_FILES = 16
@@ -32,6 +39,24 @@ _MIN_SECRET_BYTES = 16
 _MAKE_SECRET = (
     f"make one with `openssl rand -hex 32` and give it to every node, in {SECRET_VARIABLE} or --dist-secret-file"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """Facts about this machine.
+
+    has_cuda: torch sees a GPU. native_kernels: the native CPU kernels can be loaded; native_reason: why not. num_cpus: processors that this
+    process may use. cpu_isa: the instruction set of the native kernels. cuda_bfloat16: the GPU computes in bfloat16. cuda_capability:
+    (major, minor).
+    """
+
+    has_cuda: bool
+    native_kernels: bool
+    native_reason: str
+    num_cpus: int
+    cpu_isa: str = ""
+    cuda_bfloat16: bool = False
+    cuda_capability: tuple[int, int] = (0, 0)
 
 
 @functools.cache
@@ -86,6 +111,36 @@ def least_weight_bytes(model: ModelConfig, itemsize: float) -> int:
 def least_kv_bytes(model: ModelConfig, num_tokens: int) -> int:
     """A lower bound of the bytes of a KV cache: in int8, without the scales."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * num_tokens
+
+
+def most_running(args: ServerArgs) -> int:
+    return args.max_running_requests or _DEFAULT_RUNNING
+
+
+def check_memory(args: ServerArgs, model: ModelConfig, weight_bytes: int, memory_bytes: int) -> None:
+    """Refuse a KV cache that surely does not fit into the machine. weight_bytes: at least. Raises ConfigError that names the option."""
+    if args.max_total_tokens is not None:
+        least_bytes = least_kv_bytes(model, args.max_total_tokens)
+        if least_bytes > memory_bytes:
+            raise ConfigError(
+                f"--max-total-tokens {args.max_total_tokens} needs at least {_gib(least_bytes)}, and the machine has {_gib(memory_bytes)}"
+            )
+        return
+    fraction = (args.mem_fraction_static or MEM_FRACTION["cpu"]) / args.num_replicas
+    # Weights that are mapped from a file count as free memory when the worker measures it.
+    room = (memory_bytes + weight_bytes) * fraction - weight_bytes - 4 * most_running(args) * model.vocab_size
+    num_tokens = args.context_length or 1
+    if room < least_kv_bytes(model, num_tokens):
+        fitting = max(0, int(room)) // least_kv_bytes(model, 1)
+        raise ConfigError(
+            f"--mem-fraction-static {fraction:g}: of {_gib(memory_bytes)} of memory, that has room for {fitting} KV tokens at most beside "
+            f"{_gib(weight_bytes)} of weights or more, but a sequence may have {args.context_length or model.max_position_embeddings} tokens; "
+            f"raise --mem-fraction-static, or {'lower --context-length' if fitting else 'use a smaller model or --quantization'}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def _intermediate_size(model: ModelConfig, layer: int) -> int:

@@ -1,34 +1,24 @@
 """Resolves the user's options for a model and a device into one frozen `Config`.
 
 Pure: no torch, no files, no globals. Owns every automatic choice that does not need a measurement, describes each in `decisions` for the
-start-up log, and refuses combinations that cannot work. Does not size the KV pool (that needs the loaded weights).
+start-up log, and refuses combinations that cannot work. In which bits a model runs is `config.precision`. Does not size the KV pool (that needs
+the loaded weights).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
-
-import msgspec
+from typing import Protocol
 
 from headrace.checkpoint.families import native_types
-from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.quantized_formats import stored_format, stored_scheme
-from headrace.checkpoint.sampling_defaults import SamplingDefaults
-from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.config.checks import speculative_algorithm
-from headrace.config.machine import least_kv_bytes, least_weight_bytes
+from headrace.config.machine import MEM_FRACTION, DeviceFacts, check_memory, least_weight_bytes, most_running
+from headrace.config.precision import check_compile, choose_activations, choose_dtype, choose_quantization
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.plain_types import plain_reason
 
 _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
-
-MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
-"""--mem-fraction-static by device. A GPU is not shared, but activations and graphs need some memory."""
-
-_ISAS_WITH_BF16 = ("amx", "avx512bf16")
-_ISAS_WITH_WORDS = ("avx512vnni", "avxvnni", "avx2")
-"""Instruction sets of the native kernels that multiply bfloat16, and 16-bit integers, faster than floats."""
 
 CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
 """--chunked-prefill-size by device: larger steps are hardly faster per token."""
@@ -39,29 +29,11 @@ MAX_STEP_MS = 200
 _WIDEST_HEAD_IN_BYTES = 128
 """Elements of a head that `--kv-cache-dtype auto` gives to one scale of an int8 cache. 64 cost 0.1 % of perplexity, 256 about 0.3 %."""
 
+_LEAST_OF_BLOCKS = 84 / 256
+"""Bytes of a weight in Q2_K."""
+
 _LARGEST_GRAPH = 256
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
-
-DEFAULT_RUNNING = 64
-"""Default of --max-running-requests for a model that generates."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """Facts about this machine.
-
-    has_cuda: torch sees a GPU. native_kernels: the native CPU kernels can be loaded; native_reason: why not. num_cpus: processors that this
-    process may use. cpu_isa: the instruction set of the native kernels. cuda_bfloat16: the GPU computes in bfloat16. cuda_capability:
-    (major, minor).
-    """
-
-    has_cuda: bool
-    native_kernels: bool
-    native_reason: str
-    num_cpus: int
-    cpu_isa: str = ""
-    cuda_bfloat16: bool = False
-    cuda_capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +100,6 @@ class Config:
         return "bfloat16" if is_rounded else self.quantization
 
 
-_LEAST_OF_BLOCKS = 84 / 256
-"""Bytes of a weight in Q2_K."""
-
-
-def most_running(args: ServerArgs) -> int:
-    return args.max_running_requests or DEFAULT_RUNNING
-
-
 def resolve(
     args: ServerArgs,
     model: ModelConfig,
@@ -156,11 +120,13 @@ def resolve(
     if device == "cpu" and not native:
         reason = "--disable-native-kernels" if args.disable_native_kernels else facts.native_reason
         decisions.append(f"native kernels off, torch runs every CPU op (slower): {reason}")
-    dtype = _dtype(args, model, device, facts, decisions)
-    quantization = _quantization(args, model, device, dtype, facts, decisions)
-    quantization, activations = _activations(args, device, dtype, quantization, facts if native else None, decisions)
+    dtype = choose_dtype(args, model, device, facts, decisions)
+    quantization = choose_quantization(args, model, device, dtype, facts, decisions)
+    quantization, activations = choose_activations(
+        args, device, dtype, quantization, facts if native else None, decisions
+    )
     deterministic = _deterministic(args, device, quantization, decisions)
-    _check_compile(args, device, quantization, deterministic)
+    check_compile(args, device, quantization, deterministic)
     kv_floats = _kv_cache_dtype(args, device, dtype)
     needs = AttentionNeeds(device, native, model.head_dim, kv_floats, args.page_size, deterministic)
     backend = _attention_backend(args, needs, backends, decisions)
@@ -225,10 +191,10 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     _context_length(args, model, [])
     if device != "cpu":
         return
-    dtype = _dtype(args, model, device, facts, [])
-    quantization = _quantization(args, model, device, dtype, facts, [])
-    _activations(args, device, dtype, quantization, facts, [])
-    _check_compile(args, device, quantization, deterministic=False)
+    dtype = choose_dtype(args, model, device, facts, [])
+    quantization = choose_quantization(args, model, device, dtype, facts, [])
+    choose_activations(args, device, dtype, quantization, facts, [])
+    check_compile(args, device, quantization, deterministic=False)
     _kv_cache_dtype(args, device, dtype)
     least = (
         _LEAST_OF_BLOCKS
@@ -237,7 +203,7 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     )
     weight_bytes = least_weight_bytes(model, least)
     if model.encoder is None:
-        _check_memory(args, model, weight_bytes, memory_bytes)
+        check_memory(args, model, weight_bytes, memory_bytes)
 
 
 def _check_experts(args: ServerArgs, model: ModelConfig) -> None:
@@ -255,64 +221,6 @@ def _check_experts(args: ServerArgs, model: ModelConfig) -> None:
         )
 
 
-def _check_memory(args: ServerArgs, model: ModelConfig, weight_bytes: int, memory_bytes: int) -> None:
-    """Refuse a KV cache that surely does not fit into the machine. weight_bytes: at least. Raises ConfigError that names the option."""
-    if args.max_total_tokens is not None:
-        least_bytes = least_kv_bytes(model, args.max_total_tokens)
-        if least_bytes > memory_bytes:
-            raise ConfigError(
-                f"--max-total-tokens {args.max_total_tokens} needs at least {_gib(least_bytes)}, and the machine has {_gib(memory_bytes)}"
-            )
-        return
-    fraction = (args.mem_fraction_static or MEM_FRACTION["cpu"]) / args.num_replicas
-    # Weights that are mapped from a file count as free memory when the worker measures it.
-    room = (memory_bytes + weight_bytes) * fraction - weight_bytes - 4 * most_running(args) * model.vocab_size
-    num_tokens = args.context_length or 1
-    if room < least_kv_bytes(model, num_tokens):
-        fitting = max(0, int(room)) // least_kv_bytes(model, 1)
-        raise ConfigError(
-            f"--mem-fraction-static {fraction:g}: of {_gib(memory_bytes)} of memory, that has room for {fitting} KV tokens at most beside "
-            f"{_gib(weight_bytes)} of weights or more, but a sequence may have {args.context_length or model.max_position_embeddings} tokens; "
-            f"raise --mem-fraction-static, or {'lower --context-length' if fitting else 'use a smaller model or --quantization'}"
-        )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
-
-
-def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
-    """`model` with a JSON object (--json-model-override-args) merged into its config.json.
-
-    Raises ConfigError when `overrides` is no JSON object, and ModelError when the result is no model.
-    """
-    try:
-        changes = msgspec.json.decode(overrides.encode(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"--json-model-override-args is not a JSON object: {plain_reason(error)}") from error
-    if not changes:
-        return model
-    changed = parse_hf_config(model.raw | changes, origin="config.json with --json-model-override-args")
-    eos = changed.eos_token_ids if "eos_token_id" in changes else model.eos_token_ids
-    return msgspec.structs.replace(
-        changed,
-        eos_token_ids=eos,
-        sampling_defaults=model.sampling_defaults,
-        media=model.media,
-        vision_unsupported_reason=model.vision_unsupported_reason,
-        audio=model.audio,
-        audio_unsupported_reason=model.audio_unsupported_reason,
-        around=model.around,
-        quantization=changed.quantization or model.quantization,
-    )
-
-
-def sampling_defaults(args: ServerArgs, model: ModelConfig) -> SamplingDefaults:
-    """Sampling parameters of requests that set none: the model's own, or OpenAI's with --sampling-defaults openai."""
-    plain = SamplingDefaults(origin="--sampling-defaults openai")
-    return plain if args.sampling_defaults == "openai" else model.sampling_defaults
-
-
 def _device(args: ServerArgs, facts: DeviceFacts, decisions: list[str]) -> str:
     if args.device == "cuda" and not facts.has_cuda:
         raise ConfigError("--device cuda: torch finds no GPU here; use --device cpu")
@@ -321,123 +229,6 @@ def _device(args: ServerArgs, facts: DeviceFacts, decisions: list[str]) -> str:
     device = "cuda" if facts.has_cuda else "cpu"
     decisions.append(f"device {device}: {'a GPU is present' if facts.has_cuda else 'torch finds no GPU'}")
     return device
-
-
-def _dtype(args: ServerArgs, model: ModelConfig, device: str, facts: DeviceFacts, decisions: list[str]) -> str:
-    if device == "cpu":
-        if args.dtype == "float16":
-            raise ConfigError("--dtype float16 is not supported on CPU; use bfloat16 or float32")
-        if args.dtype != "auto":
-            return args.dtype
-        decisions.append("dtype bfloat16: for the weights and the KV cache")
-        return "bfloat16"
-    if args.dtype == "bfloat16" and not facts.cuda_bfloat16:
-        raise ConfigError("--dtype bfloat16: this GPU does not support bfloat16; use float16")
-    if args.dtype != "auto":
-        return args.dtype
-    dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
-    if dtype == "bfloat16" and not facts.cuda_bfloat16:
-        dtype = "float16"
-    decisions.append(f"dtype {dtype}: the checkpoint has {model.dtype or 'no dtype'}")
-    return dtype
-
-
-def _quantization(
-    args: ServerArgs, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts, decisions: list[str]
-) -> Scheme:
-    stored = stored_scheme(model.quantization)
-    asked: Scheme | None = None
-    if args.quantization != "auto" and args.quantization != "none":
-        asked = args.quantization
-    needs = FormatNeeds(device, dtype, facts.cuda_capability, model.moe is not None)
-    if FORMATS[stored].blocks and asked != stored:
-        if device == "cpu" and args.quantization == "auto" and _runs_in_blocks(args, model):
-            asked = stored
-        else:
-            stored = "none"
-            decisions.append(f"quantization {asked or stored}: the GGUF file is dequantised")
-    refusal = FORMATS[asked or stored].reason_against(needs)
-    if asked is not None and FORMATS[asked].blocks and not refusal:
-        refusal = _reason_against_blocks(args, facts, stored)
-    if refusal and asked is not None and not (FORMATS[asked].blocks and asked == stored):
-        raise ConfigError(f"--quantization {asked}: {refusal}")
-    if refusal:
-        decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
-        return "none"
-    quantised = stored_format(model.quantization)
-    if quantised is not None:
-        chosen: Scheme = "none" if args.quantization == "none" else asked or stored
-        rounded = "dequantised" if chosen == "none" else "dequantised and rounded again"
-        what = "kept" if stored in FORMATS[chosen].takes else rounded
-        decisions.append(f"quantization {chosen}: the checkpoint's {quantised.described} are {what}")
-        return chosen
-    if stored != "none":
-        decisions.append(f"quantization {stored}: that of the checkpoint")
-    return asked or stored
-
-
-def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme) -> str:
-    if not FORMATS[stored].blocks:
-        return "the checkpoint is no GGUF file; leave the option out"
-    if not facts.native_kernels or args.disable_native_kernels:
-        return "their products need the native kernels"
-    return ""
-
-
-def _runs_in_blocks(args: ServerArgs, model: ModelConfig) -> bool:
-    """Whether a GGUF file runs in its own bits without being asked to: most of it can, and no option wants floats."""
-    wants_floats = args.dtype != "auto" or args.activations != "auto" or args.save_dir is not None
-    return bool(model.quantization and model.quantization.get("mostly_blocks")) and not wants_floats
-
-
-def _activations(
-    args: ServerArgs, device: str, dtype: str, quantization: Scheme, native: DeviceFacts | None, decisions: list[str]
-) -> tuple[Scheme, str]:
-    """(quantization, activations) of the 16-bit class: the fastest that the processor has, unless the user chose.
-
-    native: facts about the native kernels; None = they do not run the ops.
-    """
-    asked = args.activations
-    if device != "cpu":
-        if asked != "auto":
-            raise ConfigError(
-                f"--activations is a choice on CPU; on {device} activations are in the dtype of the weights"
-            )
-        return quantization, dtype
-    if asked == "bfloat16" and quantization != "none":
-        raise ConfigError(f"--activations bfloat16: {quantization} linear layers round their input in their own way")
-    if asked == "bfloat16" and dtype != "bfloat16":
-        raise ConfigError(f"--activations bfloat16 does not go with --dtype {dtype}; use --dtype bfloat16")
-    if asked != "auto":
-        return quantization, asked
-    if native is None or quantization != "none" or dtype != "bfloat16":
-        return quantization, "float32"
-    fastest, reason = fastest_in_16_bits(native.cpu_isa)
-    if fastest == "int16" and (args.save_dir is not None or args.dtype != "auto"):
-        return quantization, "float32"
-    decisions.append(f"{'quantization' if fastest == 'int16' else 'activations'} {fastest}: {reason}")
-    return ("int16", "float32") if fastest == "int16" else (quantization, fastest)
-
-
-def fastest_in_16_bits(isa: str) -> tuple[Literal["bfloat16", "int16", "float32"], str]:
-    """What linear layers of 16-bit weights multiply fastest with these native kernels, and why."""
-    reason = f"in linear layers and attention, the fastest in 16 bits here ({isa}); --activations float32"
-    if isa in _ISAS_WITH_BF16:
-        return "bfloat16", f"{reason} rounds nothing"
-    if isa in _ISAS_WITH_WORDS:
-        return "int16", f"{reason} keeps floats"
-    return "float32", f"nothing in 16 bits is faster here ({isa or 'no native kernels'})"
-
-
-def _check_compile(args: ServerArgs, device: str, quantization: Scheme, deterministic: bool) -> None:
-    if not args.enable_torch_compile:
-        return
-    if device == "cpu":
-        raise ConfigError("--enable-torch-compile is for GPUs; on a CPU the native kernels already run whole layers")
-    if FORMATS[quantization].quantizes:
-        raise ConfigError(f"--enable-torch-compile does not go with quantised weights ({quantization})")
-    if deterministic:
-        raise ConfigError("--enable-torch-compile cannot be combined with --enable-deterministic-inference")
 
 
 def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str) -> str:

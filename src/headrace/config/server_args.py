@@ -40,6 +40,11 @@ class ServerArgs(ServerOptions):
         return (without_part(path.stem) if path.suffix == ".gguf" else path.name or "model",)
 
     @property
+    def tokenizer_name(self) -> str:
+        """The name or path of --tokenizer-path, or of the model."""
+        return self.tokenizer_path or self.model_path
+
+    @property
     def names_mmproj(self) -> bool:
         """Whether --mmproj is a file."""
         return self.mmproj not in ("auto", "none")

@@ -398,6 +398,17 @@ class ServerOptions:
         "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _memory(False, "Disable prefix caching: requests share no KV cache.")
+    kv_cache_dir: str | None = _memory(
+        None,
+        "Folder in which computed KV is kept for later prompts, also after a restart; only its owner may read it. See docs/kv-cache.md.",
+        FILLED,
+    )
+    kv_cache_disk_size: int = _memory(
+        16 << 30, "Most bytes that --kv-cache-dir takes; what was not used for longest goes first.", POSITIVE
+    )
+    kv_cache_persist_tenants: bool = _memory(
+        False, "Keep also the KV of requests with a cache_salt or a key of --api-key-file below --kv-cache-dir."
+    )
     disable_overlap_schedule: bool = _memory(False, "Plan a step only after the previous one has finished.")
     speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _memory(
         "auto",

@@ -31,6 +31,10 @@ class Settings:
     unless: list[tuple[str, str, str]] = field(default_factory=list)
 
 
+_NOT_OPTIONS = ("HEADRACE_CACHE_DIR", "HEADRACE_CPU_ISA")
+"""Variables that are read elsewhere."""
+
+
 def own_options() -> dict[str, bool]:
     """Every option of ServerArgs as typed, and whether it takes a value."""
     own = {flag(name): f.type is not bool for name, f in _FIELDS.items()}
@@ -57,7 +61,11 @@ def from_environment(environ: Mapping[str, str], offered: Collection[str]) -> Se
             _add(found, flag(name), text, variable(name))
     names = [variable(name) for name in _FIELDS]
     for name in environ:
-        if name.startswith(PREFIX) and name not in names and (near := difflib.get_close_matches(name, names, 1, 0.9)):
+        if (
+            name.startswith(PREFIX)
+            and name not in (*names, *_NOT_OPTIONS)
+            and (near := difflib.get_close_matches(name, names, 1, 0.9))
+        ):
             found.notes.append(f"{name} is not an option; did you mean {near[0]}?")
     return found
 

@@ -1,6 +1,7 @@
 """Runs a model: loading, memory, the step, and the worker that the scheduler uses.
 
-Read first: build.py (start-up; setup.py is what it decides before weights are loaded), model_runner.py (one step), worker.py (`ModelWorker`:
+Read first: model_source.py (the model that the options name, opened; without torch, since every process asks it), build.py (start-up; setup.py is
+what it decides before weights are loaded), model_runner.py (one step), worker.py (`ModelWorker`:
 how steps run beside the scheduler).
 
 - A step: forward_batch.py (tables of sequences; a step as tensors), verify.py (rows that sample several tokens), lora.py (adapters in memory, rows
@@ -12,7 +13,7 @@ how steps run beside the scheduler).
 - Guesses: build_draft.py, drafting.py (by a model), step_times.py (what steps with them cost)
 - Weights: load_weights.py, update_weights.py, weight_files.py (packed ones, and saved ones)
 - Memory: memory.py (how much there is), pool_plan.py (how much of it is for KV), kv_precision.py (in which dtype), released.py
-  (given back for a while)
+  (given back for a while), page_transfer.py (KV out of the pool and into it)
 - Watching: profiler.py; faults.py (injected ones, for tests)
 - `headrace quantize`: calibrate.py
 """

@@ -15,7 +15,7 @@ import torch
 from headrace import kernels
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.weight_cache import content_of
+from headrace.checkpoint.weight_cache import NOTHING_AHEAD, ReadAhead, content_of
 from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.distributed.base import Stage, length
@@ -34,6 +34,8 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.model_source import open_model
+from headrace.execution.page_transfer import page_transfer
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.pooling import EmbeddingRunner
 from headrace.execution.profiler import ExpertRecorder, StepProfiler
@@ -54,7 +56,6 @@ from headrace.execution.setup import (
     choose_kernels,
     load_checkpoint,
     model_bytes,
-    open_model,
     set_up,
     updatable_weights,
 )
@@ -65,7 +66,7 @@ from headrace.execution.worker import InlineLane, ModelWorker, QueuedLane, Threa
 from headrace.layers.embedding import vocabulary_part
 from headrace.log import get_logger
 from headrace.messages.control import EncoderInfo, ReadyInfo
-from headrace.messages.step import Worker
+from headrace.messages.step import PageTransfer, Worker
 from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
 from headrace.models.media import WORK_BYTES
@@ -123,18 +124,20 @@ def build_worker(
     rank: Rank = ALONE,
     others: OtherRanks = NO_OTHER_RANKS,
     tokenize: Tokenize = lambda text: (),
+    ahead: ReadAhead = NOTHING_AHEAD,
 ) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
     progress: called with (bytes loaded, total bytes). rank: the leader's; the others are built meanwhile (`build_follower`), and are ready, too,
-    when this returns. tokenize: see `settle_kv_cache`. Raises ConfigError or ModelError, and the errors of the others.
+    when this returns. tokenize: see `settle_kv_cache`. ahead: packed weights that are being read; the caller closes it.
+    Raises ConfigError or ModelError, and the errors of the others.
     """
     begin = time.perf_counter()
     checkpoint = open_model(args)
     if checkpoint.config.encoder is not None:
         return _build_encoder_worker(args, checkpoint, progress)
     with ExitStack() as resources:
-        built = _build(args, checkpoint, progress, rank, others, resources, tokenize, others.wait_loaded)
+        built = _build(args, checkpoint, progress, rank, others, resources, tokenize, others.wait_loaded, ahead)
         if built.leader is not None:
             built.leader.on_broken = others.give_up
             resources.callback(built.leader.stop)
@@ -215,6 +218,7 @@ def _build(
     resources: ExitStack,
     tokenize: Tokenize,
     wait_loaded: Callable[[], None],
+    ahead: ReadAhead = NOTHING_AHEAD,
 ) -> _Built:
     """Everything up to the runner, for a decoder.
 
@@ -232,7 +236,7 @@ def _build(
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
-        model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress)
+        model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress, ahead)
     checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, tokenize, wait_loaded)
     if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
         check_asked_pool(setup, rank)
@@ -370,7 +374,7 @@ def _sequence_table(setup: Setup, memory: _Memory, link: Device | None, rank: Ra
     )
 
 
-_Beside = tuple[WeightExecutor, ExitStack, StepProfiler, ExpertRecorder]
+_Beside = tuple[WeightExecutor, ExitStack, StepProfiler, ExpertRecorder, PageTransfer | str]
 """What a `ModelWorker` has beside its steps, in every rank, in the order of its arguments."""
 
 
@@ -431,12 +435,13 @@ def _beside_steps(built: _Built, resources: ExitStack, refusal: str) -> _Beside:
     """It takes over `resources`. refusal: why the choice of experts cannot be recorded; "" if it can."""
     leader, folder, device = built.leader, built.setup.args.profile_dir, built.setup.placement.device
     counts = built.runner.model.expert_counts()
+    pages = page_transfer(built.setup, built.runner.model, built.memory.pool, built.rank)
     if leader is None:
         experts = ExpertRecorder(counts, device, refusal)
-        return built.weights, resources.pop_all(), StepProfiler(folder), experts
+        return built.weights, resources.pop_all(), StepProfiler(folder), experts, pages
     weights = LeaderWeights(built.weights, leader.jobs, group_of(built.rank).size)
     experts = LeaderExperts(counts, device, leader.jobs, refusal)
-    return weights, resources.pop_all(), LeaderProfiler(folder, leader.jobs), experts
+    return weights, resources.pop_all(), LeaderProfiler(folder, leader.jobs), experts, pages
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:

@@ -20,6 +20,7 @@ from headrace.execution.drafting import DeviceDraftSteps, DeviceEagleDrafter, Dr
 from headrace.execution.kv_precision import Tokenize, settle_kv_cache
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory
+from headrace.execution.model_source import open_model
 from headrace.execution.pool_plan import RankNeeds
 from headrace.execution.released import DraftMemory, keepers_of
 from headrace.execution.setup import (
@@ -28,7 +29,6 @@ from headrace.execution.setup import (
     fingerprint_of,
     load_checkpoint,
     model_bytes,
-    open_model,
     set_up,
 )
 from headrace.layers.weight import Keeper

@@ -15,6 +15,7 @@ from headrace.attention.base import KvPool
 from headrace.child_pool.child_side import resident_bytes
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, RequestError
+from headrace.execution.released import keepers_of
 from headrace.messages.operations import OPERATIONS, Nothing, OperationReply, OperationReq, RankInfo, answered, fault_of
 from headrace.models.spec import Model
 
@@ -32,8 +33,9 @@ class RankView:
 
 
 def ranks(view: RankView, request: Nothing) -> RankInfo:
-    """The process of this rank, and what it keeps in memory."""
-    weight_bytes = round(sum(weight.num_bytes for weight in view.model.weights()))
+    """The process of this rank, and what it keeps in memory; of weights that are released, nothing."""
+    kept = [value for keeper in keepers_of(view.model.weights()) for value in keeper.kept().values()]
+    weight_bytes = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
     return RankInfo(view.rank, os.getpid(), resident_bytes(), weight_bytes, view.pool.num_bytes)
 
 

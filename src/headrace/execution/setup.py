@@ -4,7 +4,7 @@ Runs once at start, in the process that runs the model.
 """
 
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,21 +15,20 @@ from headrace import kernels
 from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvPool, KvShape
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf_mmproj import AUTO
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
 from headrace.checkpoint.quantized_formats import keeps_codes
-from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
-from headrace.checkpoint.weight_cache import files_fingerprint
+from headrace.checkpoint.weight_cache import NOTHING_AHEAD, ReadAhead, files_fingerprint
 from headrace.checkpoint.weight_formats import StoredType
-from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
+from headrace.config.machine import DeviceFacts
+from headrace.config.resolve import Config, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Stage
 from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
 from headrace.execution.memory import available_bytes, check_pool_fits
+from headrace.execution.model_source import open_update, override_model
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.released import DraftMemory
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
@@ -155,6 +154,7 @@ def load_checkpoint(
     resources: ExitStack,
     decisions: list[str],
     progress: Progress = lambda done, total: None,
+    ahead: ReadAhead = NOTHING_AHEAD,
 ) -> tuple[Any, WeightCache | None]:
     """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go. Returns both.
 
@@ -164,7 +164,7 @@ def load_checkpoint(
         decisions.append(f"tensors of the file: {', '.join(map(str, setup.stored_types))}")
     decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
-    cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
+    cache = open_cache(checkpoint, setup.spec.name, setup.placement, ahead) if use_cache else None
     with load_threads(setup.config.num_threads) if setup.is_cpu else nullcontext(IN_THIS_THREAD) as threads:
         model = load_model(
             checkpoint,
@@ -202,20 +202,6 @@ def device_facts() -> DeviceFacts:
         cuda_bfloat16=has_cuda and torch.cuda.is_bf16_supported(),
         cuda_capability=torch.cuda.get_device_capability() if has_cuda else (0, 0),
     )
-
-
-def open_model(args: ServerArgs) -> Checkpoint:
-    """The checkpoint that `args` names. Raises ModelError, including when its kind does not match --load-format."""
-    path = resolve_model(args.model_path)
-    if args.load_format == "dummy":
-        return dummy_checkpoint(path, args.mmproj)
-    checkpoint = open_checkpoint(path, args.mmproj)
-    wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
-        args.load_format
-    ]
-    if checkpoint.kind != wanted:
-        raise ModelError(f"--load-format {args.load_format}: {path.name} is a {checkpoint.kind} checkpoint")
-    return checkpoint
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:
@@ -288,8 +274,7 @@ def updatable_weights(
     args, spec, model_config = setup.args, setup.spec, setup.model_config
 
     def load(model_path: str, load_format: LoadFormat) -> tuple[Model, str]:
-        mmproj = args.mmproj if resolve_model(model_path).is_file() else AUTO
-        other = open_model(replace(args, model_path=model_path, load_format=load_format, mmproj=mmproj))
+        other = open_update(args, model_path, load_format)
         before = fingerprint_of(other)
         theirs = override_model(other.config, args.json_model_override_args)
         if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding

@@ -24,7 +24,7 @@ from headrace.log import get_logger
 from headrace.messages.control import ExpertCountsReply, ExpertCountsReq, ReadyInfo
 from headrace.messages.operations import StartProfileBody
 from headrace.messages.requests import PromptContent, SampleTask
-from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
+from headrace.messages.step import ModelWorkerBatch, NewSequence, PageTransfer, StepResult, Worker
 from headrace.messages.weights import Adapters, WeightExecutor
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -212,7 +212,7 @@ _Host = TypeVar("_Host", bound=StepHost)
 
 
 class ModelWorker(Generic[_Host]):
-    """The `Worker` protocol over a runner. lane: how its steps run. resources: closed by `close`."""
+    """The `Worker` protocol over a runner. lane: how its steps run. resources: closed by `close`. pages: or why KV cannot be copied."""
 
     def __init__(
         self,
@@ -222,9 +222,12 @@ class ModelWorker(Generic[_Host]):
         resources: ExitStack | None = None,
         profiler: StepProfiler | None = None,
         experts: ExpertRecorder = NO_EXPERTS,
+        pages: PageTransfer | str = "this model has no KV cache",
     ) -> None:
         profiler = profiler or StepProfiler(None)
         self.runner = runner
+        self.pages: PageTransfer | None = None if isinstance(pages, str) else pages
+        self.pages_refusal = pages if isinstance(pages, str) else ""
         self.weights = weights
         self.loras = runner.adapters
         self.lane = lane(runner, profiler)

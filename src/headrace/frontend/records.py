@@ -103,13 +103,21 @@ def _cut(text: str, limit: int | None) -> str:
 
 
 class Records:
-    """timelines: of the samples in `table`, and of the last ones that ended. clock: in seconds."""
+    """timelines: of the samples in `table`, and of the last ones that ended. clock: in seconds. token_text: of an id, None = it has none."""
 
-    def __init__(self, args: ServerArgs, table: SampleTable, timelines: Timelines, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        table: SampleTable,
+        timelines: Timelines,
+        clock: Callable[[], float],
+        token_text: Callable[[int], str | None] = str,
+    ) -> None:
         self._args = args
         self._table = table
         self._timelines = timelines
         self._clock = clock
+        self._token_text = token_text
 
     def begin(self, call: CallState, traceparent: str) -> None:
         """Start the timelines of a call. traceparent: W3C trace context of the caller's span."""
@@ -145,7 +153,13 @@ class Records:
         if not found:
             kept = self._args.timeline_requests
             raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
-        return [timeline.describe() for timeline in self._up_to_date(found)]
+        described = [timeline.describe() for timeline in self._up_to_date(found)]
+        for miss in (one["cache_miss"] for one in described if one["cache_miss"] is not None):
+            texts = {"token": self._token_text(miss["token_id"])}
+            if miss["cached_id"] >= 0:
+                texts["cached"] = self._token_text(miss["cached_id"])
+            miss |= texts
+        return described
 
     async def latest(self, limit: int, caller: Caller = ANONYMOUS) -> list[dict[str, Any]]:
         """The last `limit` samples without their events and with their age, see `Timelines.latest`. caller: as for `timelines`."""

@@ -110,7 +110,7 @@ class TokenizerManager:
             else RoundRobin()  # which asks nothing of the only one
         )
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.num_replicas, args.max_queued_requests))
-        self.records = Records(args, self.table, timelines, clock)
+        self.records = Records(args, self.table, timelines, clock, self._token_text)
         self.sessions = Sessions(
             args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
         )
@@ -463,4 +463,6 @@ class TokenizerManager:
         self.on_broken()
 
     def _decode_token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < self.ready.vocab_size:  # stands for media
+            return None
         return self.tokenizer.decode([token_id], skip_special_tokens=False)

@@ -4,8 +4,10 @@ Owns the table in front of the blocks (csrc/cpu/gguf_blocks.h); the order within
 or exports a model.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import contextlib
+import mmap
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -17,6 +19,7 @@ from headrace.kernels.registry import runs_native
 
 ENTRY_BYTES = 8
 """Of the table: bytes from an entry to its block, times 256, plus the number of the type."""
+_HUGE_PAGE = 2 << 20
 _NUMBERS = {block.name: number for number, block in BLOCK_TYPES.items()}
 
 
@@ -38,7 +41,7 @@ def pack_blocks(parts: Sequence[BlockMatrix], bias: torch.Tensor | None) -> Pack
     counts = [-(-size // PACKED_COLUMNS) for size in sizes]
     block_bytes = [native.gguf_block_bytes(_NUMBERS[part.type.name], k) for part in parts]
     table_bytes = -(-ENTRY_BYTES * sum(counts) // 64) * 64  # the blocks begin on a cache line
-    data = torch.empty(table_bytes + sum(map(int.__mul__, counts, block_bytes)), dtype=torch.uint8)
+    data = _empty(table_bytes + sum(map(int.__mul__, counts, block_bytes)))
     entries = data[: ENTRY_BYTES * sum(counts)].view(torch.int64)
     first, at = 0, table_bytes
     for part, count, size in zip(parts, counts, block_bytes, strict=True):
@@ -52,27 +55,41 @@ def pack_blocks(parts: Sequence[BlockMatrix], bias: torch.Tensor | None) -> Pack
     return PackedLinear(n, k, "native_gguf", data, padded_bias(bias, n))
 
 
-def stored_parts(packed: PackedLinear) -> Iterator[tuple[slice, BlockMatrix]]:
+def _empty(num_bytes: int) -> torch.Tensor:
+    """uint8[num_bytes], in huge pages where it is large and the system has them, as what `weight_cache.WeightFile.read` gives."""
+    if num_bytes < _HUGE_PAGE:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def stored_parts(packed: PackedLinear) -> list[BlockMatrix]:
     """The matrix as it was packed, in runs of rows that have one type."""
-    native = cpu.load()
-    assert native is not None, packed.layout
-    entries = packed.data[: ENTRY_BYTES * -(-packed.n // PACKED_COLUMNS)].view(torch.int64)
-    types, counts = torch.unique_consecutive(entries & 255, return_counts=True)
-    ends = list(accumulate(counts.tolist()))
-    for number, count, end in zip(types.tolist(), counts.tolist(), ends, strict=True):
-        begin, kind = (end - count) * PACKED_COLUMNS, BLOCK_TYPES[number]
-        rows = slice(begin, min(end * PACKED_COLUMNS, packed.n))
-        blocks = torch.empty(rows.stop - begin, row_bytes(kind, packed.k), dtype=torch.uint8)
-        native.unpack_gguf(*as_native(entries[end - count :], len(blocks), packed.k, blocks, blocks.shape[1]))
-        yield rows, BlockMatrix(kind, blocks)
+    counts = torch.unique_consecutive(_entries(packed) & 255, return_counts=True)[1]
+    ends = [min(end * PACKED_COLUMNS, packed.n) for end in accumulate(counts.tolist())]
+    return [stored_rows(packed, slice(begin, end)) for begin, end in pairwise([0, *ends])]
 
 
 def stored_rows(packed: PackedLinear, rows: slice) -> BlockMatrix:
-    """Rows that were packed as one part."""
-    for place, matrix in stored_parts(packed):
-        if place.start <= rows.start and rows.stop <= place.stop:
-            return matrix.rows(rows.start - place.start, rows.stop - place.start)
-    raise ValueError(f"rows {rows.start} to {rows.stop} have several types")
+    """Rows that were packed as one part; they begin a block."""
+    native = cpu.load()
+    assert native is not None, packed.layout
+    assert rows.start % PACKED_COLUMNS == 0, rows
+    entries = _entries(packed)[rows.start // PACKED_COLUMNS : -(-rows.stop // PACKED_COLUMNS)]
+    numbers = (entries & 255).unique().tolist()
+    if len(numbers) > 1:
+        raise ValueError(f"rows {rows.start} to {rows.stop} have several types")
+    kind = BLOCK_TYPES[numbers[0]]
+    blocks = torch.empty(rows.stop - rows.start, row_bytes(kind, packed.k), dtype=torch.uint8)
+    native.unpack_gguf(*as_native(entries, len(blocks), packed.k, blocks, blocks.shape[1]))
+    return BlockMatrix(kind, blocks)
+
+
+def _entries(packed: PackedLinear) -> torch.Tensor:
+    return packed.data[: ENTRY_BYTES * -(-packed.n // PACKED_COLUMNS)].view(torch.int64)
 
 
 def row_bytes(kind: BlockType, k: int) -> int:

@@ -171,7 +171,7 @@ def unpack_linear(packed: PackedLinear) -> torch.Tensor:
     if packed.layout in QUANTIZED_LAYOUTS:
         return quantized_matrix(packed).dequantize().contiguous()
     if packed.layout == "native_gguf":
-        return torch.cat([matrix.dequantize() for _, matrix in stored_parts(packed)])
+        return torch.cat([matrix.dequantize() for matrix in stored_parts(packed)])
     if packed.layout == "native_bf16":
         return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
     if packed.layout == "native_bf16_pairs":

@@ -221,7 +221,10 @@ class Linear:
         return rows
 
     def _read_weight(self, name: str) -> torch.Tensor:
-        return kernels.unpack_linear(self._packed)[self._columns[name]].to(self._placement.weight_dtype)
+        rows = kernels.packed_rows(self._packed, self._columns[name])
+        if rows is None:
+            rows = kernels.unpack_linear(self._packed)[self._columns[name]]
+        return (rows.dequantize() if isinstance(rows, StoredMatrix) else rows).to(self._placement.weight_dtype)
 
     def _read_bias(self, name: str) -> torch.Tensor:
         assert self._packed.bias is not None, name

@@ -43,6 +43,16 @@ class PoolState(msgspec.Struct, frozen=True, gc=False):
     consistent: bool
 
 
+class TierStats(msgspec.Struct, frozen=True, gc=False):
+    """Totals of a tier behind the prefix cache since start. stored_tokens, loaded_tokens: whose KV was copied to and from it. dropped: prefixes that
+    were not stored for want of room or time. damaged: files that were removed because of their content."""
+
+    stored_tokens: int = 0
+    loaded_tokens: int = 0
+    dropped: int = 0
+    damaged: int = 0
+
+
 class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start, and current gauges; `gen_throughput` is in tokens per second over the last interval.
 
@@ -50,7 +60,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     overlap mostly while a step ran. prompt_steps, prompt_steps_s, prompt_steps_expected_s: number of the steps with prompt tokens whose time
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
-    masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them.
+    masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them. tier: of --kv-cache-dir.
     encodings: what was done for media. speculation: what draft tokens have brought. paused: the pause mode, empty while generation
     runs. released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
@@ -84,6 +94,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     speculation: SpeculationCounts = SpeculationCounts()
     grammars: GrammarStats = GrammarStats()
     encodings: EncodingStats = EncodingStats()
+    tier: TierStats = TierStats()
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"

@@ -82,7 +82,8 @@ class Grammars(Protocol):
         ExecutionError if it could not be tried."""
 
     def prepare(self) -> None:
-        """Make what the first grammar needs: microseconds per token of the vocabulary, during which no other thread may run. For before serving."""
+        """Make what the first grammar needs: microseconds per token of the vocabulary, half of them while no other thread may run. For the first
+        moments of serving."""
 
     def stats(self) -> GrammarStats:
         """Counts since the start. Never waits for a grammar."""

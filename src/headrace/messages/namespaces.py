@@ -47,3 +47,11 @@ def read(namespace: str) -> NamespaceParts:
     if namespace:
         extra_key, cache_salt = (part or None for part in json.loads(namespace))
     return NamespaceParts(extra_key, cache_salt, key_name, lora_id, lora_name)
+
+
+def owner_of(namespace: str) -> str | None:
+    """The name of its API key, None without one."""
+    try:
+        return read(namespace).key_name
+    except ValueError:  # not made here: nobody else's
+        return namespace

@@ -116,11 +116,29 @@ class SpeculationCounts(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+MissReason = Literal["other_text", "not_cached", "evicted", "flushed", "weights", "other_namespace"]
+
+
+class CacheMiss(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why not all of a prompt was found in the prefix cache.
+
+    position: of the first token that was not. reason: other_text = what is cached goes on with `cached_id` there, not with `token_id`;
+    not_cached = it ends there; evicted, flushed, weights = it was there and is gone: for want of room, by /flush_cache, by an update of the
+    weights; other_namespace = it is there for another cache_salt, extra_key or adapter of the same key. cached_id: -1 = none.
+    """
+
+    position: int
+    reason: MissReason
+    token_id: int
+    cached_id: int = -1
+
+
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
     queue_time_s: from arrival at the scheduler to the first step it took part in. events: with the last output only.
     weight_version: of the weights at that output. speculation: None without speculative decoding.
+    cache_miss: with the last output only; None if all was found.
     """
 
     prompt_tokens: int
@@ -130,6 +148,7 @@ class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     events: tuple[SampleEvent, ...] = ()
     weight_version: str = "default"
     speculation: SpeculationCounts | None = None
+    cache_miss: CacheMiss | None = None
 
 
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -158,12 +158,34 @@ def _one_each(num_rows: int) -> Int32Array:
     return id_starts
 
 
+class PageTransfer(Protocol):
+    """Copies pages of KV out of the pool and into it, beside the steps; of any thread, one call at a time. page_bytes: of a page, all layers.
+
+    The caller holds the pages: no step writes one that is read, or uses one that is written. What a page's bytes mean depends on `fingerprint`.
+    """
+
+    page_bytes: int
+
+    def fingerprint(self) -> str:
+        """Of all that KV depends on beside tokens and adapters: every byte of the weights as they are now, the layout, the arithmetic."""
+
+    def read(self, pages: Sequence[int]) -> memoryview:
+        """The bytes of pages, one after the other."""
+
+    def write(self, pages: Sequence[int], data: memoryview) -> None:
+        """Fill pages with these bytes."""
+
+
 class Worker(Protocol):
     """The model as the scheduler sees it. Steps run in the order of `submit`; results come in that order.
 
     weights: prepares changes of the weights, which are installed with no step in flight. loras: the adapters that sequences may use.
+    pages: None where KV cannot be copied: `pages_refusal` says why.
     profile, count_experts: called by the thread that submits; they act between two steps and cover those submitted until then.
     """
+
+    pages: PageTransfer | None
+    pages_refusal: str
 
     @property
     def weights(self) -> WeightExecutor: ...

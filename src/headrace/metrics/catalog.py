@@ -130,6 +130,12 @@ class Metrics:
         killed = "Grammars that exceeded the limits of time or memory; they count as rejected, too."
         counter("grammar_kills", killed, lambda s: s.grammars.num_killed)
         gauge("grammar_cache_bytes", "Bytes of cached compiled grammars.", lambda s: s.grammars.cached_bytes)
+        counter(
+            "kv_tier_stored_tokens", "Tokens whose KV was copied to --kv-cache-dir.", lambda s: s.tier.stored_tokens
+        )
+        counter("kv_tier_loaded_tokens", "Tokens whose KV was copied from there.", lambda s: s.tier.loaded_tokens)
+        counter("kv_tier_dropped", "Prefixes not stored for want of room or time.", lambda s: s.tier.dropped)
+        counter("kv_tier_damaged_files", "Files removed because of what was in them.", lambda s: s.tier.damaged)
         counter("media_encoded", "Media items that were encoded.", lambda s: s.encodings.num_encoded)
         counter("media_encoding_failures", "Media items that could not be encoded.", lambda s: s.encodings.num_failed)
         found = "Media items whose encoder output was cached."

@@ -16,6 +16,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from headrace.log import get_logger
 from headrace.messages.outputs import FinishReason, SampleStats
 from headrace.version import VERSION
@@ -111,7 +113,11 @@ class Timeline:
 
     def describe(self) -> dict[str, Any]:
         """The timeline as JSON, without the text of the request."""
-        return self.summary() | {"events": self.events()}
+        miss = self.stats.cache_miss
+        return self.summary() | {
+            "cache_miss": None if miss is None else msgspec.structs.asdict(miss),
+            "events": self.events(),
+        }
 
     def summary(self) -> dict[str, Any]:
         """The same without the events."""

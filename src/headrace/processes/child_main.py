@@ -8,7 +8,6 @@ parent has died. Each kind imports only what it runs.
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 import msgspec
 
-from headrace import log
+from headrace import garbage, log
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.messages.channel import Channels, FanOutSender
@@ -39,13 +38,7 @@ from headrace.processes.handshake import (
     Ready,
     Report,
 )
-from headrace.processes.model_files import (
-    open_chat_template,
-    open_tokenizer,
-    read_model_config,
-    read_pooling_config,
-    served_model,
-)
+from headrace.processes.model_files import ModelFiles
 from headrace.processes.numa import bind
 
 if TYPE_CHECKING:
@@ -95,6 +88,7 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    garbage.pause()
     kind = msgspec.convert(sys.argv[1], Kind)
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
@@ -122,9 +116,7 @@ def _run(kind: Kind, bootstrap: Bootstrap, channels: Channels, reporter: Reporte
 
     def on_ready(info: ReadyInfo | None) -> None:
         reporter.ready(info)
-        # What is there now stays: collections of garbage need not go through it.
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
 
     match kind:
         case "scheduler":
@@ -186,7 +178,7 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_
     receiver = channels.receiver("to_detokenizer")
     watchdog = Watchdog("detokenizer", args.soft_watchdog_timeout_s)
     manager = DetokenizerManager(
-        open_tokenizer(args, encodes=False),
+        ModelFiles(args, encodes=False).tokenizer,
         channels.sender("to_tokenizer"),
         FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]),
         enable_faults=args.enable_fault_injection,
@@ -202,10 +194,7 @@ def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, sta
     """Serve HTTP over the main process's front end until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`."""
     import uvloop
 
-    tokenizer = open_tokenizer(args)
-    config = read_model_config(args)
-    pooling = read_pooling_config(args, config)
-    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), config, pooling)
+    model = ModelFiles(args).served(start.ready)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_http(args, channels, on_ready, start, model))
 

@@ -1,22 +1,28 @@
-"""What a process reads of the model besides its weights: configuration, tokenizer and chat template.
+"""What a process reads of the model besides its weights: configuration, tokenizer, chat template, and what follows from them.
 
-Each process opens what it needs for itself; the threads of an engine that is one process (--single-process) share a tokenizer. What takes long to
-import is imported where it is used.
+Where they lie is known to `execution.model_source`. Each process opens what it needs for itself; the threads of an engine that is one process
+(--single-process) share a tokenizer. What takes long to import is imported where it is used.
 """
 
 import threading
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from headrace.checkpoint.names import known_model, resolve_model
-from headrace.config.checks import check_pooling, encoder_args
-from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.config.web import media_args, unsupported_by_options
 from headrace.errors import ModelError, RequestError
+from headrace.execution.model_source import (
+    is_gguf_model,
+    media_files_of,
+    read_model_config,
+    read_pooling_config,
+    sampling_defaults,
+)
 from headrace.log import get_logger
 from headrace.media_kinds import MediaKind
 from headrace.messages.control import ReadyInfo
@@ -35,40 +41,151 @@ if TYPE_CHECKING:
     from headrace.text.tokenizers import Tokenizer
 
 
-def read_model_config(args: ServerArgs) -> "ModelConfig":
-    """What the checkpoint says of itself, with the user's overrides; reads no weights."""
-    from headrace.checkpoint.gguf import is_gguf
-    from headrace.checkpoint.model_config import load_model_config
-    from headrace.checkpoint.source import open_checkpoint
-    from headrace.config.resolve import override_model
+class EndTokens(NamedTuple):
+    """The tokens that end outputs of a model. eos: all of them. turn: those of chats, too."""
 
-    path = resolve_model(args.model_path)
-    is_file = path.is_file() and is_gguf(path)
-    config = open_checkpoint(path, args.mmproj).config if is_file or args.names_mmproj else load_model_config(path)
-    return override_model(config, args.json_model_override_args)
+    eos: frozenset[int]
+    turn: frozenset[int]
 
 
-def read_pooling_config(args: ServerArgs, model: "ModelConfig") -> "PoolingConfig | None":
-    """What the model makes of a text instead of more text; None = it generates. Raises ModelError, and ConfigError for options that do not fit."""
-    from headrace.checkpoint.pooling import read_pooling
+class ModelFiles:
+    """The model of the options; each part is opened when it is first asked for, and then kept.
 
-    pooling = read_pooling(resolve_model(args.model_path), model, args.is_embedding)
-    if pooling is not None:
-        check_pooling(args, is_encoder=model.encoder is not None)
-        if args.context_length is not None:
-            pooling = msgspec.structs.replace(pooling, max_tokens=args.context_length)
-    return pooling
+    encodes: see `load_tokenizer`. config: with the user's overrides. pooling: None = it generates text. chat_template: that of --chat-template or the
+    model's own; None when there is none. tool_template: the model's own for conversations with tools, if it has another one for them.
+    """
 
+    def __init__(self, args: ServerArgs, *, encodes: bool = True) -> None:
+        self.args = args
+        self._encodes = encodes
 
-def with_encoder(args: ServerArgs) -> ServerArgs:
-    """The options with those that an encoder sets itself, if the model is one; reads no GGUF file, which takes longer."""
-    if not resolve_model(args.model_path).is_dir():
-        return args
-    model = read_model_config(args)
-    if model.encoder is None:
-        return args
-    check_pooling(args, is_encoder=True)  # the user's options, before any is changed
-    return encoder_args(args, model.max_position_embeddings)
+    @cached_property
+    def config(self) -> "ModelConfig":
+        return read_model_config(self.args)
+
+    @cached_property
+    def pooling(self) -> "PoolingConfig | None":
+        return read_pooling_config(self.args, self.config)
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer":
+        return open_tokenizer(self.args, encodes=self._encodes)
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate | None":
+        from headrace.text.chat_templates import chat_template_of, read_template_argument
+
+        override = read_template_argument(self.args.chat_template) if self.args.chat_template else None
+        try:
+            return chat_template_of(self.tokenizer, override)
+        except RequestError:
+            return None
+
+    @cached_property
+    def tool_template(self) -> "ChatTemplate | None":
+        from headrace.text.chat_templates import chat_template_of
+
+        has_other = not self.args.chat_template and "tool_use" in self.tokenizer.chat_template
+        return chat_template_of(self.tokenizer, has_tools=True) if has_other else None
+
+    def output_format(self, template: "ChatTemplate | None") -> "OutputFormat | None":
+        """How the model writes tool calls and reasoning: as the options say, or as the checkpoint shows. Raises ConfigError for unknown names."""
+        from headrace.parsers.registry import AUTO, choose
+
+        tool_parser = self.args.tool_call_parser
+        if tool_parser == AUTO and template is not None and not template.uses_tools:
+            # It knows no tools, so they are written out for it in this format.
+            tool_parser = "hermes"
+        return choose(
+            template="" if template is None else template.source,
+            special=self.tokenizer.added_tokens,
+            response_template=self.tokenizer.response_template,
+            tool_parser=tool_parser,
+            reasoning_parser=self.args.reasoning_parser,
+        )
+
+    @cached_property
+    def end_tokens(self) -> EndTokens:
+        """What config.json, generation_config.json and the tokenizer say of ends; and of chats the token with which a template ends a turn.
+
+        What a tokenizer, a GGUF file or a template says counts only if the output format does not use it within a turn. An `eos_token_id` in
+        --json-model-override-args stands for all three files; null = config.json states none.
+        """
+        from headrace.parsers.registry import choose
+
+        tokenizer, listed = self.tokenizer, self.config.eos_token_ids
+        shown = [one for one in (self.chat_template, self.tool_template) if one is not None]
+        texts = {one.turn_end() for one in shown}
+        # Whatever parser the options name, the model writes as it was trained to.
+        formats = [
+            choose(template=one.source, special=tokenizer.added_tokens, response_template=tokenizer.response_template)
+            for one in shown
+        ]
+        formats.append(self.output_format(self.chat_template))
+        inner = frozenset(index for found in formats if found is not None for index in found.inner_ids)
+        ids = {index for text in texts if text and (index := tokenizer.token_to_id(text)) is not None}
+        stated = msgspec.json.decode(self.args.json_model_override_args).get("eos_token_id")
+        # Of a GGUF file the model's own are those of its tokenizer, most of them known by their text alone.
+        own = frozenset(() if stated is None and is_gguf_model(self.args) else listed)
+        eos = own if stated is not None else own | (frozenset((*listed, *tokenizer.eos_ids)) - inner)
+        return EndTokens(eos, frozenset(ids) - inner - eos)
+
+    def check(self) -> None:
+        """Open what may be refused. Raises ConfigError or ModelError."""
+        _ = self.pooling, self.tokenizer
+        self.output_format(self.chat_template)
+
+    def open_media(self) -> "PromptMedia":
+        """What makes the media of prompts; of a model that takes none, what says why not. Starts no process. Raises ConfigError for wrong options."""
+        from headrace.frontend.media import PromptMedia
+        from headrace.messages.media import MediaSupport
+
+        args, model = self.args, self.config
+        limits = media_args(args)
+        reasons: dict[MediaKind, str] = {
+            MediaKind.IMAGE: model.vision_unsupported_reason,
+            MediaKind.AUDIO: model.audio_unsupported_reason,
+        }
+        if model.media is None and model.audio is None:
+            return PromptMedia(support=MediaSupport(reasons=reasons))
+        by_options = unsupported_by_options(args, self.pooling is not None)
+        if by_options:
+            return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, by_options)))
+        from headrace.multimodal.loader import make_loader
+
+        try:
+            files = media_files_of(args)
+            loader = make_loader(resolve_model(args.model_path), self.tokenizer, limits, reasons, files)
+        except ModelError as error:
+            logger.warning("the model's media are not supported: %s", error.message)
+            return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, error.message)))
+        return PromptMedia(loader)
+
+    def served(self, ready: ReadyInfo) -> "ServedModel":
+        from headrace.server.context import ServedModel
+
+        args, model = self.args, self.config
+        media = self.open_media().as_loaded(ready)
+        media.close()
+        encoded = model.media or model.audio
+        return ServedModel(
+            name=args.served_name,
+            aliases=args.served_names[1:],
+            context_length=ready.context_length,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            tool_template=self.tool_template,
+            output_format=self.output_format(self.tool_template or self.chat_template),
+            ready=ready,
+            model_type=model.model_type
+            if encoded is None
+            else encoded.family,  # at the top of the checkpoint's config.json
+            architectures=tuple(model.around.get("architectures") or model.architectures),
+            sampling_defaults=sampling_defaults(args, model),
+            pooling=self.pooling,
+            media_support=media.support,
+            reply_limit=reply_limit(args),
+        )
 
 
 def open_tokenizer(args: ServerArgs, *, encodes: bool = True) -> "Tokenizer":
@@ -78,7 +195,7 @@ def open_tokenizer(args: ServerArgs, *, encodes: bool = True) -> "Tokenizer":
 
     if args.skip_tokenizer_init:
         return NoTokenizer()
-    path = resolve_model(args.tokenizer_path or args.model_path)
+    path = resolve_model(args.tokenizer_name)
     encodes = encodes or args.single_process
     key = (path, encodes, _stamp(path))
     with _opening:
@@ -106,40 +223,9 @@ def tokens_of(args: ServerArgs, text: str) -> list[int]:
     from headrace.text.tokenizers import load_tokenizer
 
     try:
-        return load_tokenizer(resolve_model(args.tokenizer_path or args.model_path)).encode(text)
+        return load_tokenizer(resolve_model(args.tokenizer_name)).encode(text)
     except ModelError:
         return []
-
-
-def open_media(
-    args: ServerArgs, tokenizer: "Tokenizer", model: "ModelConfig", pooling: "PoolingConfig | None"
-) -> "PromptMedia":
-    """What makes the media of prompts; of a model that takes none, what says why not. Starts no process. Raises ConfigError for wrong options."""
-    from headrace.frontend.media import PromptMedia
-    from headrace.messages.media import MediaSupport
-
-    limits = media_args(args)
-    reasons: dict[MediaKind, str] = {
-        MediaKind.IMAGE: model.vision_unsupported_reason,
-        MediaKind.AUDIO: model.audio_unsupported_reason,
-    }
-    if model.media is None and model.audio is None:
-        return PromptMedia(support=MediaSupport(reasons=reasons))
-    by_options = unsupported_by_options(args, pooling is not None)
-    if by_options:
-        return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, by_options)))
-    from headrace.checkpoint.gguf import is_gguf
-    from headrace.checkpoint.gguf_mmproj import media_files
-    from headrace.multimodal.loader import make_loader
-
-    path = resolve_model(args.model_path)
-    try:
-        files = media_files(path, args.mmproj) if path.is_file() and is_gguf(path) else None
-        loader = make_loader(path, tokenizer, limits, reasons, files)
-    except ModelError as error:
-        logger.warning("the model's media are not supported: %s", error.message)
-        return PromptMedia(support=MediaSupport(reasons=_more_reasons(model, reasons, error.message)))
-    return PromptMedia(loader)
 
 
 def _more_reasons(model: "ModelConfig", reasons: "dict[MediaKind, str]", reason: str) -> "dict[MediaKind, str]":
@@ -149,116 +235,8 @@ def _more_reasons(model: "ModelConfig", reasons: "dict[MediaKind, str]", reason:
     return reasons if model.audio is None else reasons | {MediaKind.AUDIO: reason}
 
 
-def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
-    """The template of --chat-template or the model's own; None when there is none."""
-    from headrace.text.chat_templates import chat_template_of, read_template_argument
-
-    override = read_template_argument(args.chat_template) if args.chat_template else None
-    try:
-        return chat_template_of(tokenizer, override)
-    except RequestError:
-        return None
-
-
-def open_output_format(
-    args: ServerArgs, tokenizer: "Tokenizer", template: "ChatTemplate | None"
-) -> "OutputFormat | None":
-    """How the model writes tool calls and reasoning: as the options say, or as the checkpoint shows. Raises ConfigError for unknown names."""
-    from headrace.parsers.registry import AUTO, choose
-
-    tool_parser = args.tool_call_parser
-    if tool_parser == AUTO and template is not None and not template.uses_tools:
-        # It knows no tools, so they are written out for it in this format.
-        tool_parser = "hermes"
-    return choose(
-        template="" if template is None else template.source,
-        special=tokenizer.added_tokens,
-        response_template=tokenizer.response_template,
-        tool_parser=tool_parser,
-        reasoning_parser=args.reasoning_parser,
-    )
-
-
-class EndTokens(NamedTuple):
-    """The tokens that end outputs of a model. eos: all of them. turn: those of chats, too."""
-
-    eos: frozenset[int]
-    turn: frozenset[int]
-
-
-def end_tokens(args: ServerArgs, model: "ModelConfig", tokenizer: "Tokenizer") -> EndTokens:
-    """What config.json, generation_config.json and the tokenizer say of ends; and of chats the token with which a template ends an assistant's turn.
-
-    What a tokenizer, a GGUF file or a template says counts only if the output format does not use it within a turn. An `eos_token_id` in
-    --json-model-override-args stands for all three files; null = config.json states none.
-    """
-    from headrace.parsers.registry import choose
-
-    template = open_chat_template(args, tokenizer)
-    shown = [one for one in (template, _open_tool_template(args, tokenizer)) if one is not None]
-    texts = {one.turn_end() for one in shown}
-    # Whatever parser the options name, the model writes as it was trained to.
-    formats = [
-        choose(template=one.source, special=tokenizer.added_tokens, response_template=tokenizer.response_template)
-        for one in shown
-    ]
-    formats.append(open_output_format(args, tokenizer, template))
-    inner = frozenset(index for found in formats if found is not None for index in found.inner_ids)
-    ids = {index for text in texts if text and (index := tokenizer.token_to_id(text)) is not None}
-    stated = msgspec.json.decode(args.json_model_override_args).get("eos_token_id")
-    # Of a GGUF file the model's own are those of its tokenizer, most of them known by their text alone.
-    own = frozenset(() if stated is None and resolve_model(args.model_path).is_file() else model.eos_token_ids)
-    eos = own if stated is not None else own | (frozenset((*model.eos_token_ids, *tokenizer.eos_ids)) - inner)
-    return EndTokens(eos, frozenset(ids) - inner - eos)
-
-
-def _open_tool_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
-    """The checkpoint's own template for conversations with tools, if it has another one for them."""
-    from headrace.text.chat_templates import chat_template_of
-
-    has_other = not args.chat_template and "tool_use" in tokenizer.chat_template
-    return chat_template_of(tokenizer, has_tools=True) if has_other else None
-
-
-def served_model(
-    args: ServerArgs,
-    ready: ReadyInfo,
-    tokenizer: "Tokenizer",
-    template: "ChatTemplate | None",
-    model: "ModelConfig",
-    pooling: "PoolingConfig | None",
-) -> "ServedModel":
-    from headrace.server.context import ServedModel
-
-    tool_template = _open_tool_template(args, tokenizer)
-    media = open_media(args, tokenizer, model, pooling).as_loaded(ready)
-    media.close()
-    return ServedModel(
-        name=args.served_name,
-        aliases=args.served_names[1:],
-        context_length=ready.context_length,
-        tokenizer=tokenizer,
-        chat_template=template,
-        tool_template=tool_template,
-        output_format=open_output_format(args, tokenizer, tool_template or template),
-        ready=ready,
-        model_type=_model_type(model),
-        architectures=tuple(model.around.get("architectures") or model.architectures),
-        sampling_defaults=sampling_defaults(args, model),
-        pooling=pooling,
-        media_support=media.support,
-        reply_limit=reply_limit(args),
-    )
-
-
 def reply_limit(args: ServerArgs) -> int:
     """Most tokens of a chat's reply whose request gives no limit; 0 = as many as fit. Small models, greedy ones most, may not end by themselves."""
     if args.default_max_tokens is not None:
         return args.default_max_tokens
     return SMALL_MODEL_REPLY_TOKENS if known_model(args.model_path) else 0
-
-
-def _model_type(model: "ModelConfig") -> str:
-    """At the top of the checkpoint's config.json."""
-    encoded = model.media or model.audio
-    return model.model_type if encoded is None else encoded.family

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.machine import dist_secret, host_and_port
 from headrace.config.server_args import ServerArgs
@@ -22,6 +21,7 @@ from headrace.distributed.base import ALL_LAYERS, WHOLE, Group, Receiver, Sender
 from headrace.distributed.one_host import SharedMemoryGroup, SocketReceiver, SocketSender, socket_link
 from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, HeadraceError, ModelError
+from headrace.execution.model_source import open_model
 from headrace.log import get_logger
 from headrace.processes.handshake import RankStart
 from headrace.processes.numa import Binding
@@ -224,15 +224,10 @@ def node_facts(args: ServerArgs) -> dict[str, str]:
 
 def _model(args: ServerArgs) -> str:
     """Of its weights and its config, or of the config alone if the weights are random."""
-    from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
-
-    path = resolve_model(args.model_path)
-    is_random = args.load_format == "dummy"
-    checkpoint = dummy_checkpoint(path, args.mmproj) if is_random else open_checkpoint(path, args.mmproj)
+    checkpoint = open_model(args)
     try:
-        files = () if is_random else checkpoint.files()
-        return content_of(files_fingerprint(files, {"config": checkpoint.config.as_file()}))
+        return content_of(files_fingerprint(checkpoint.files(), {"config": checkpoint.config.as_file()}))
     except OSError as error:
-        raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
+        raise ModelError(f"{checkpoint.path.name} cannot be read: {error.strerror}") from error
     finally:
         checkpoint.release()

@@ -10,27 +10,33 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.weight_cache import ReadAhead
 from headrace.config.checks import encoder_args
 from headrace.config.kv_events import read_kv_events
 from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
 from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
 from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
-from headrace.processes.model_files import EndTokens, end_tokens, open_tokenizer, read_model_config, tokens_of
+from headrace.processes.model_files import EndTokens, ModelFiles, open_tokenizer, tokens_of
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.cache.events import BlockEvents
+    from headrace.cache.tier import DiskTier
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.messages.grammar import Grammars
+    from headrace.messages.step import Worker
     from headrace.processes.kv_event_publisher import KVEventPublisher
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.state import SchedulerConfig
@@ -73,26 +79,26 @@ def run_scheduler(
 
             assert ports is not None, "ranks are processes"
             ranks = resources.enter_context(Ranks(args, ports, replica, places))
+        ahead = resources.enter_context(contextlib.closing(_read_ahead(args)))
         from headrace.execution.build import build_worker  # imports torch, which takes longest
         from headrace.scheduler.scheduler import Scheduler
 
         receiver, to_detokenizer = channels.receiver("to_scheduler", replica), channels.sender("to_detokenizer")
         args = share_of_machine(args, places)
         to_tokenizer = channels.sender("to_tokenizer")
-        model = read_model_config(args)
-        if model.encoder is not None:
-            args = encoder_args(args, model.max_position_embeddings)
-        opened = functools.partial(open_tokenizer, args, encodes=False)
-        tokenizer = run_in_lasting_thread(opened).result  # beside the weights
-        ends = functools.cache(lambda: end_tokens(args, model, tokenizer()))
-        grammars = _grammars(args, tokenizer, model, ends)
-        preparation = run_in_lasting_thread(grammars.prepare)
+        files = ModelFiles(args, encodes=False)
+        if files.config.encoder is not None:
+            args = encoder_args(args, files.config.max_position_embeddings)
+        tokenizer = run_in_lasting_thread(lambda: files.tokenizer).result  # beside the weights
+        ends = run_in_lasting_thread(lambda: files.end_tokens).result
+        grammars = _grammars(files, tokenizer)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
-            worker, ready = build_worker(args, on_progress, tokenize=tokenize)
+            worker, ready = build_worker(args, on_progress, tokenize=tokenize, ahead=ahead)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
-        preparation.result()
+        ahead.close()
+        tier = _tier(args, worker, ready)
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
             from headrace.scheduler.faults import InjectedFaults
@@ -108,7 +114,7 @@ def run_scheduler(
             events = BlockEvents(ready.page_size)
             hooks["on_turn"] = _telling(watchdog.feed, events, publisher)
         scheduler = Scheduler(
-            scheduler_config(args, model, ready, ends(), replica),
+            scheduler_config(args, files.config, ready, ends(), replica),
             _kv_manager(args, ready, events),
             worker,
             receiver,
@@ -117,29 +123,38 @@ def run_scheduler(
             lambda request: _stop_checker(tokenizer(), request),
             source=source,
             grammars=grammars,
+            tier=tier,
             **hooks,
         )
         watchdog.start()
         on_ready(ready)
+        run_in_lasting_thread(grammars.prepare)  # a grammar that comes before its end waits for it
         if not args.single_process:
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()
         watchdog.stop()
 
 
-def _grammars(
-    args: ServerArgs, tokenizer: "Callable[[], Tokenizer]", model: "ModelConfig", ends: Callable[[], EndTokens]
-) -> "Grammars":
-    """What compiles the grammars of requests. No process is started before the first of them."""
+def _read_ahead(args: ServerArgs) -> ReadAhead:
+    """Of what a process of its own will read of the cache of packed weights, if its options are those of an earlier start."""
+    if args.disable_weight_cache or args.single_process or args.num_ranks > 1:
+        return ReadAhead(None)
+    options = (str(resolve_model(args.model_path)), args.mmproj, args.quantization, args.dtype, args.activations)
+    return ReadAhead("\0".join(map(str, options)))
+
+
+def _grammars(files: ModelFiles, tokenizer: "Callable[[], Tokenizer]") -> "Grammars":
+    """What compiles the grammars of requests. No process is started before the first of them. tokenizer: waits until that of the files is open."""
     from headrace.grammar.compiler import GrammarCompiler
     from headrace.grammar.vocabulary import Vocabulary
     from headrace.scheduler.grammar_queue import NO_GRAMMARS
 
+    args = files.args
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return NO_GRAMMARS
     encoder = functools.cache(functools.partial(open_tokenizer, args))
     return GrammarCompiler(
-        lambda: Vocabulary.of(tokenizer(), model.vocab_size, ends().eos | ends().turn),
+        lambda: Vocabulary.of(tokenizer(), files.config.vocab_size, files.end_tokens.eos | files.end_tokens.turn),
         tokenize=lambda text: encoder().encode(text, add_special_tokens=False),
     )
 
@@ -166,6 +181,25 @@ def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEven
             publisher.publish(taken)
 
     return on_turn
+
+
+def _tier(args: ServerArgs, worker: "Worker", ready: ReadyInfo) -> "DiskTier | None":
+    """The tier of --kv-cache-dir; None without. Raises ConfigError."""
+    if args.kv_cache_dir is None:
+        return None
+    from headrace.cache.page_files import PageFiles, private_folder
+    from headrace.cache.tier import DiskTier
+
+    folder, pages = private_folder(Path(args.kv_cache_dir)), worker.pages
+    if pages is None:
+        raise ConfigError(f"--kv-cache-dir: {worker.pages_refusal}")
+
+    def open_files(fingerprint: str) -> PageFiles:
+        return PageFiles(folder, fingerprint, ready.page_size, pages.page_bytes, args.kv_cache_disk_size)
+
+    tier = DiskTier(pages, open_files)
+    tier.start()
+    return tier
 
 
 def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":
@@ -214,6 +248,7 @@ def scheduler_config(
         encoder_slices=1 if ready.encoder is None else ready.encoder.num_slices,
         whole_images=ready.encoder is not None and ready.encoder.whole_images,
         replica=replica,
+        persists_tenants=args.kv_cache_persist_tenants,
     )
 
 

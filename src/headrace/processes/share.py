@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from headrace import cgroup
-from headrace.config.resolve import MEM_FRACTION
+from headrace.config.machine import MEM_FRACTION
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.processes.numa import Binding, read_nodes

@@ -254,4 +254,5 @@ def _stats(state: SchedulerState, req: Req) -> SampleStats:
         events=tuple(req.events) if req.finish is not None else (),
         weight_version=state.weight_version,
         speculation=req.speculation if state.config.speculates else None,
+        cache_miss=req.cache_miss if req.finish is not None else None,
     )

@@ -16,6 +16,7 @@ from headrace.messages.control import (
     InternalState,
     Outcome,
     SetLimitsReq,
+    TierStats,
 )
 from headrace.messages.operations import (
     OPERATIONS,
@@ -119,6 +120,8 @@ class Operations:
             return Outcome(False, f"the cache cannot be flushed now ({busy})")
         state.kv.flush()
         state.encodings.clear()
+        if state.tier is not None:
+            state.tier.tier.forget()
         return Outcome(True, "the cache has been flushed")
 
     def internal_state(self, request: Nothing) -> InternalState:
@@ -160,7 +163,7 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
     return InternalState(
         pool=state.kv.state(),
         num_running=len(state.running),
-        num_waiting=len(state.waiting),
+        num_waiting=len(state.waiting) + len(state.tier or ()),
         num_in_flight_steps=len(state.in_flight),
         dropped_frames=dropped_frames,
         gen_throughput=state.gen_throughput,
@@ -168,6 +171,7 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
         num_grammar_queue=len(state.compiling),
         grammars=state.compiling.stats(),
         encodings=state.encodings.stats,
+        tier=TierStats() if state.tier is None else state.tier.stats(),
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
         paused=state.gate.pause or "",
         released=tuple(sorted(state.gate.released)),
@@ -180,6 +184,8 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
 def self_check(state: SchedulerState, log: Callable[[str], None]) -> None:
     """At idle every page must be free or evictable. If not, log it, count it, and reset the pool."""
     pool = state.kv.state()
+    if pool.consistent and state.tier is not None and state.tier.is_busy:
+        return  # it still holds pages
     if pool.consistent and pool.leased_tokens == 0 and pool.request_slots_free == pool.request_slots_total:
         return
     log(f"memory accounting is inconsistent at idle, resetting the pool: {pool}")

@@ -8,7 +8,7 @@ With --enable-dp-attention there are several parts, one for each rank; all pages
 numbered over all parts, so that one number never means two pages. Runs in the scheduler's thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.cache.base import PageAllocator, PrefixCache, PrefixMatch
 from headrace.messages.control import CacheNode, PoolState
+from headrace.messages.outputs import CacheMiss, MissReason
 from headrace.messages.step import Int32Array
 from headrace.scheduler.request import Req
 
@@ -60,12 +61,12 @@ class KvPart:
         self.allocator.free(pages)
         self.num_owned_pages -= len(pages)
 
-    def flush(self) -> None:
+    def flush(self, why: MissReason) -> None:
         """Empty the cache. No request may hold a lease."""
-        self.allocator.free(self.cache.flush())
+        self.allocator.free(self.cache.flush(why))
 
     def repair(self) -> None:
-        self.cache.flush()
+        self.cache.flush("flushed")
         self.allocator.reset()
         self.num_owned_pages = 0
 
@@ -73,7 +74,8 @@ class KvPart:
 class KVManager:
     """See the module docstring. parts: of equal size. max_seqs: rows of the worker's sequence table.
 
-    num_left: how many rows requests have left so far.
+    num_left: how many rows requests have left so far. on_insert: called with the part, tokens and namespace of a prefix that the cache did not have
+    as a whole before. on_short: called where pages are missing, and before all of them are taken back: lets go of what no step needs.
     """
 
     def __init__(self, parts: Sequence[KvPart], max_seqs: int) -> None:
@@ -83,6 +85,8 @@ class KVManager:
         self._free_seqs = list(range(max_seqs - 1, -1, -1))
         self._left: list[int] = []
         self.num_left = 0
+        self.on_insert: Callable[[int, bytes, str], None] = lambda part, tokens, namespace: None
+        self.on_short: Callable[[], None] = lambda: None
 
     @property
     def total_tokens(self) -> int:
@@ -122,6 +126,10 @@ class KVManager:
         """Longest usable prefix of the request's known tokens that is cached in a part, pinned."""
         return self.parts[part].cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
 
+    def explain(self, req: Req) -> CacheMiss | None:
+        """Why no more of the request's known tokens was found in its part."""
+        return self.parts[req.part].cache.explain(req.cache_key(), req.asked.namespace, req.match_limit)
+
     def unpin(self, match: PrefixMatch, part: int) -> None:
         self.parts[part].cache.release(match.lease)
 
@@ -140,6 +148,9 @@ class KVManager:
         if missing <= 0:
             return True
         pages = self.parts[req.part].grow(missing)
+        if pages is None:
+            self.on_short()
+            pages = self.parts[req.part].grow(missing)
         if pages is None:
             return False
         req.pages += pages
@@ -177,13 +188,15 @@ class KVManager:
         slots = pages[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)
         return slots.reshape(-1)[: req.num_computed].astype(np.int32)
 
-    def flush(self) -> None:
-        """Empty the cache. No request may hold a lease."""
+    def flush(self, why: MissReason = "flushed") -> None:
+        """Empty the cache. No request may hold a lease. why: what later requests are told that miss it."""
+        self.on_short()
         for part in self.parts:
-            part.flush()
+            part.flush(why)
 
     def repair(self) -> None:
         """Reset to an empty pool; only while no request is admitted."""
+        self.on_short()
         for part in self.parts:
             part.repair()
         self._free_seqs = list(range(self.max_seqs - 1, -1, -1))
@@ -225,7 +238,8 @@ class KVManager:
         if num_full <= req.num_tree_pages:
             return
         part = self.parts[req.part]
-        done = part.cache.insert(req.cache_key(num_full * self.page_size), req.pages, req.asked.namespace)
+        tokens = req.cache_key(num_full * self.page_size)
+        done = part.cache.insert(tokens, req.pages, req.asked.namespace)
         existing, kept = done.num_existing // self.page_size, done.num_kept // self.page_size
         if kept == 0:
             return
@@ -236,3 +250,5 @@ class KVManager:
         req.num_tree_pages = kept
         part.cache.release(req.lease)
         req.lease = done.lease
+        if existing < kept:
+            self.on_insert(req.part, tokens, req.asked.namespace)

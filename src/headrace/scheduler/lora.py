@@ -97,7 +97,7 @@ class LoraLoader:
             self._give_up(now_s)
         if not self._leaving:
             return
-        used = {req.asked.lora_id for req in [*state.running, *state.waiting, *state.compiling]}
+        used = {req.asked.lora_id for req in [*state.running, *state.waiting, *state.not_ready]}
         for request in [request for request in self._leaving if request.lora_id not in used]:
             self._leaving.remove(request)
             self._lane.submit(request)

@@ -471,6 +471,7 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
     req.first_scheduled_s = now_s
     state.fair_share.charge_prompt(req, req.num_tokens - cached_tokens)
     req.cached_tokens = state.groups.begin(req, cached_tokens)
+    req.cache_miss = state.kv.explain(req)
     counters.prompt_tokens += req.num_prompt_tokens
 
 

@@ -23,6 +23,7 @@ from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.grammar import CompiledGrammar
 from headrace.messages.outputs import (
+    CacheMiss,
     FinishReason,
     LogprobBlock,
     PromptPart,
@@ -108,6 +109,7 @@ class Req:
     keep_kv: bool = True
     # counts reported to the client
     cached_tokens: int = -1
+    cache_miss: CacheMiss | None = None
     num_retractions: int = 0
     num_preemptions: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)

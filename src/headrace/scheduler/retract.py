@@ -165,4 +165,4 @@ def is_drained(state: SchedulerState) -> bool:
         return False
     if state.gate.holds:
         return True
-    return not (state.running or any(has_begun(state, req) for req in chain(state.waiting, state.compiling)))
+    return not (state.running or any(has_begun(state, req) for req in chain(state.waiting, state.not_ready)))

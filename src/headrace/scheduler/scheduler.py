@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from headrace.cache.radix_cache import TOKEN_BYTES
+from headrace.cache.tier import DiskTier
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
@@ -37,6 +38,7 @@ from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.lora import LoraLoader
 from headrace.scheduler.request import Req, StopCheckers
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
+from headrace.scheduler.tier_queue import TierQueue
 from headrace.scheduler.weights import WeightControl
 
 logger = get_logger(__name__)
@@ -45,6 +47,8 @@ STATS_INTERVAL_S = 1.0
 IDLE_WAIT_S = 0.5
 JOB_WAIT_S = 0.005
 """How long the loop may sleep between checks while weights are prepared or a grammar is compiled."""
+LOAD_WAIT_S = 0.0005
+"""The same while a prefix is loaded, and nothing else is done."""
 EXPIRE_INTERVAL_S = 0.1
 
 
@@ -53,7 +57,7 @@ class Scheduler:
 
     stop_checkers: makes the checker of a request's stop strings. on_turn: called once per turn (watchdog).
     source: signs the outputs, see `BatchTokenIDOut`. grammars: compiles those of requests. on_admission: called with each rid; what it raises ends
-    that request.
+    that request. tier: behind the tree; None = KV is nowhere but in the pool.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Scheduler:
         source: int = 0,
         grammars: Grammars = NO_GRAMMARS,
         on_admission: Callable[[str], None] = lambda rid: None,
+        tier: DiskTier | None = None,
     ) -> None:
         self.worker = worker
         self.state = SchedulerState(
@@ -80,6 +85,8 @@ class Scheduler:
             Encodings(config.encoder_rows, config.encoder_slices),
             source=source,
         )
+        if tier is not None:
+            self.state.tier = TierQueue(tier, kv, self.state.cost.prompt_seconds, config.persists_tenants)
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
         self._to_tokenizer = to_tokenizer
@@ -105,6 +112,8 @@ class Scheduler:
             self.run_once()
         self.loras.close()
         self.state.compiling.close()
+        if self.state.tier is not None:
+            self.state.tier.tier.close()
         self.worker.close()
 
     @property
@@ -168,8 +177,9 @@ class Scheduler:
         if idle and not self._idle:
             self._become_idle()
         if idle or (not state.in_flight and state.gate.holds):
-            soon = self._weights.has_job or len(state.compiling)
-            message = self._receiver.recv(JOB_WAIT_S if soon else IDLE_WAIT_S)
+            soon = self._weights.has_job or len(state.compiling) or (state.tier is not None and state.tier.is_busy)
+            wait_s = LOAD_WAIT_S if state.tier else JOB_WAIT_S if soon else IDLE_WAIT_S
+            message = self._receiver.recv(wait_s)
             if message is None and idle and not soon:
                 self._rest()
         else:
@@ -180,6 +190,9 @@ class Scheduler:
         now = self._clock()
         for req, error in state.compiling.take_done(now):
             self._begin_to_wait(req, error)
+        if state.tier is not None:
+            for req in state.tier.take_ready(now):
+                self._wait(req)
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
             self._send(control.expire(state, now))
@@ -251,12 +264,16 @@ class Scheduler:
         """Queue a request that is ready to run, or end it with the error."""
         state = self.state
         if refusal is None:
-            state.fair_share.arrive(req, state.waiting.tenants)
-            state.waiting.add(req)
+            if state.tier is None or state.gate.released or not state.tier.add(req, self._clock()):
+                self._wait(req)
             return
         param = refusal.param or "" if isinstance(refusal, RequestError) else ""
         req.finish = FinishReason("abort", message=refusal.message, status_code=refusal.status_code, param=param)
         self._send([commit.end(state, req)])
+
+    def _wait(self, req: Req) -> None:
+        self.state.fair_share.arrive(req, self.state.waiting.tenants)
+        self.state.waiting.add(req)
 
     def _check(self, req: Req) -> None:
         """Check bounds again, since a message from a socket is not trusted. Raises RequestError or CapacityError."""
@@ -268,7 +285,7 @@ class Scheduler:
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
         # A request that is sent again has been accepted before.
-        if len(self.state.waiting) + len(self.state.compiling) >= self.config.max_queued and not req.asked.attempt:
+        if len(self.state.waiting) + len(self.state.not_ready) >= self.config.max_queued and not req.asked.attempt:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
         whole = (len(req.asked.content.token_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:

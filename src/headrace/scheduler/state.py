@@ -19,6 +19,7 @@ from headrace.scheduler.grammar_queue import GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req, SampleGroups
 from headrace.scheduler.step_cost import StepCost, StepWork
+from headrace.scheduler.tier_queue import TierQueue
 from headrace.scheduler.waiting import WaitingQueue
 
 Row = tuple[Req, int, int, int]
@@ -137,7 +138,7 @@ class SchedulerConfig:
     prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing. whole_images: no image may be cut, because its
-    tokens see each other.
+    tokens see each other. persists_tenants: see `TierQueue`.
     """
 
     policy: str
@@ -164,6 +165,7 @@ class SchedulerConfig:
     encoder_slices: int = 1
     whole_images: bool = False
     replica: int = 0
+    persists_tenants: bool = False
     turn_end_ids: frozenset[int] = frozenset()
 
     def eos_of(self, task: EngineTask) -> frozenset[int]:
@@ -197,6 +199,7 @@ class SchedulerState:
 
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     compiling: requests that will wait once their grammar is compiled. encodings: outputs of the media encoder.
+    tier: requests that will wait once their prefix is loaded; None without --kv-cache-dir.
     by_rid: requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
@@ -235,3 +238,9 @@ class SchedulerState:
     next_order: int = 0
     next_step: int = 0
     source: int = 0
+    tier: TierQueue | None = None
+
+    @property
+    def not_ready(self) -> list[Req]:
+        """Requests that do not wait in the queue yet."""
+        return [*self.compiling, *(self.tier or ())]

@@ -285,8 +285,10 @@ class WeightControl:
         if done.changes_weights:
             # Cached KV, and the KV of paused requests, was computed with the old weights.
             retract_all(state, keep_kv=False)
-            state.kv.flush()
+            state.kv.flush("weights")
             state.encodings.clear()
+        if state.tier is not None and (done.changes_weights or isinstance(work, ResumeMemory)):
+            state.tier.tier.weights_changed()
         match work:
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
                 state.weight_version = work.weight_version or state.weight_version

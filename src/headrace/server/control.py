@@ -98,7 +98,7 @@ async def model_info(exchange: Exchange) -> None:
     """The served model: name, type, sizes. The admin key sees the full path, other keys only its last part."""
     context, model, pooling = exchange.context, exchange.context.model, exchange.context.model.pooling
     path = context.frontend.weights.model_path or context.args.model_path
-    tokenizer_path = context.args.tokenizer_path or context.args.model_path
+    tokenizer_path = context.args.tokenizer_name
     described = (
         {
             "task": pooling.task,

@@ -31,7 +31,7 @@ from headrace.text.template_sandbox import (
     mark_leaves,
     strings_of,
 )
-from headrace.text.tokenizers import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
+from headrace.text.tokenizers import RenderedPrompt, Segment, TextFinder, Tokenizer, check_unicode
 
 MAX_RENDER_SECONDS: Final = 5.0
 MAX_TEMPLATE_CHARS: Final = 1_000_000
@@ -79,7 +79,7 @@ class ChatTemplate:
     def __init__(
         self,
         source: str,
-        special_texts: SpecialTexts,
+        special_texts: TextFinder,
         variables: Mapping[str, str] | None = None,
         max_seconds: float = MAX_RENDER_SECONDS,
         max_chars: int = MAX_RENDERED_CHARS,

@@ -66,8 +66,9 @@ class Gguf(WeightFormat):
         fill_blocks = all(part.shape[0] % PACKED_COLUMNS == 0 for part in parts[:-1])
         if fill_blocks and len(blocks) == len(parts) and all(part.type.block_values > 1 for part in blocks):
             return kernels.pack_blocks(blocks, bias)
+        # Parts that an earlier product has in float32 keep that beside new ones in the model's dtype.
         weight = torch.cat([part if isinstance(part, torch.Tensor) else part.dequantize() for part in parts])
-        return kernels.pack_linear(weight if blocks else weight.to(dtype), bias)
+        return kernels.pack_linear(weight, bias)
 
 
 _ROUNDING = WIDE_GROUP**0.5 / 2  # what rounding to nearest adds to the norm of a group, at most

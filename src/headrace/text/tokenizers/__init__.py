@@ -1,7 +1,8 @@
 """Text to token ids and back, for the checkpoint that is served.
 
 Owns `Tokenizer` (base.py), a wrapper of the `tokenizers` library, and its making from a Hugging Face folder (folder.py) or from GGUF metadata
-(gguf.py). Imports neither torch nor, except for folders with only a sentencepiece model, transformers. A Tokenizer may be used from several threads.
+(gguf.py; pieces.py has what the library lacks for it). Imports neither torch nor, except for folders with only a sentencepiece model,
+transformers. A Tokenizer may be used from several threads.
 
 Text of users is never read as special tokens: `encode` recognises them only when told to, and `encode_rendered` only
 where the chat template wrote them.
@@ -10,14 +11,15 @@ where the chat template wrote them.
 from pathlib import Path
 
 from headrace.checkpoint.gguf import GgufFile, gguf_of
-from headrace.text.tokenizers.base import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
+from headrace.text.tokenizers.base import RenderedPrompt, Segment, Tokenizer, check_unicode
 from headrace.text.tokenizers.folder import tokenizer_from_folder
 from headrace.text.tokenizers.gguf import tokenizer_from_gguf
+from headrace.text.tokenizers.pieces import TextFinder
 
 __all__ = [
     "RenderedPrompt",
     "Segment",
-    "SpecialTexts",
+    "TextFinder",
     "Tokenizer",
     "check_unicode",
     "load_tokenizer",

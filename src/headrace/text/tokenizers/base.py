@@ -3,15 +3,16 @@
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 
-from headrace.errors import RequestError
+from headrace.errors import ModelError, RequestError
+from headrace.text.tokenizers.pieces import BestPieces, TextFinder, passing_over
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -30,36 +31,6 @@ class RenderedPrompt:
 
     text: str
     segments: tuple[Segment, ...]
-
-
-class SpecialTexts:
-    """Finds the texts of special tokens in a string: leftmost first, and of those the longest, as the library does."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = frozenset(text for text in texts if text)
-        self._lengths: dict[str, tuple[int, ...]] = {}
-        for first in {text[0] for text in self._texts}:
-            lengths = {len(text) for text in self._texts if text[0] == first}
-            self._lengths[first] = tuple(sorted(lengths, reverse=True))
-        firsts = "".join(re.escape(first) for first in sorted(self._lengths))
-        self._start = re.compile(f"[{firsts}]") if firsts else None
-        # A special token that a user wrote has one of these at its ends.
-        self.edges = frozenset(edge for text in self._texts for edge in (text[0], text[-1]))
-
-    def find(self, text: str) -> Iterator[tuple[int, int]]:
-        """(start, end) of every special text, in order, not overlapping. Time is linear in the text."""
-        if self._start is None:
-            return
-        at = 0
-        while found := self._start.search(text, at):
-            start = found.start()
-            at = start + 1
-            for length in self._lengths[text[start]]:
-                found_text = text[start : start + length]
-                if found_text in self._texts:
-                    at = start + len(found_text)
-                    yield start, at
-                    break
 
 
 class Tokenizer:
@@ -102,7 +73,7 @@ class Tokenizer:
         self.response_template = response_template
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(index + 1 for index in added)])
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.special_texts = SpecialTexts(token.content for token in added.values() if token.special)
+        self.special_texts = TextFinder(token.content for token in added.values() if token.special)
         self._sentinels = {
             (lstrip, rstrip): f"\ue000{secrets.token_hex(8)}{lstrip:d}{rstrip:d}\ue001"
             for lstrip in (False, True)
@@ -275,8 +246,14 @@ class Tokenizer:
             return None
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` reads back as this tokenizer."""
-        self._backend.save(str(folder / "tokenizer.json"))
+        """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` reads back as this tokenizer.
+
+        Raises ModelError for a kind that tokenizer.json cannot express (`pieces.py`).
+        """
+        try:
+            self._backend.save(str(folder / "tokenizer.json"))
+        except Exception as err:  # the library raises bare Exception
+            raise ModelError(f"the tokenizer cannot be written as tokenizer.json: {err}") from err
         config: dict[str, Any] = dict(self.named_tokens)
         if self.chat_template:
             config["chat_template"] = [
@@ -328,6 +305,13 @@ def _without_specials(backend: tokenizers.Tokenizer, sentinels: dict[tuple[bool,
         # Ids with holes between them cannot be given again in order: read the whole tokenizer twice instead.
         twin = tokenizers.Tokenizer.from_str(backend.to_str())
     twin.encode_special_tokens = True
+    if isinstance(backend.model, models.Unigram):
+        # Its special tokens are pieces like any other.
+        special = [token.content for token in added.values() if token.special]
+        first = [] if backend.pre_tokenizer is None else [backend.pre_tokenizer]
+        twin.pre_tokenizer = pre_tokenizers.Sequence(
+            [*first, passing_over(special, lambda: _other_pieces(backend, special))]
+        )
     twin.add_tokens(
         [
             AddedToken(text, lstrip=lstrip, rstrip=rstrip, normalized=False, special=False)
@@ -337,13 +321,22 @@ def _without_specials(backend: tokenizers.Tokenizer, sentinels: dict[tuple[bool,
     return twin
 
 
+def _other_pieces(backend: tokenizers.Tokenizer, special: Collection[str]) -> BestPieces:
+    """The pieces of a unigram model but these, and what the library gives an unknown character (sentencepiece's kUnkPenalty)."""
+    model = json.loads(backend.model.__getstate__())
+    scores = dict(model["vocab"])
+    unknown = min(scores.values()) - 10
+    return BestPieces({piece: scores[piece] for piece in scores.keys() - special}, unknown, model["byte_fallback"])
+
+
 class _Pieces(dict[int, bytes]):
     """Bytes of tokens, computed on first use. An id outside the vocabulary gives no bytes and is not cached."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool = False, space: str = " ") -> None:
         super().__init__()
         self._backend = backend
         self._byte_of = _byte_level_alphabet() if byte_level else None
+        self._space = space
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
@@ -355,7 +348,7 @@ class _Pieces(dict[int, bytes]):
     def _bytes(self, token: str) -> bytes:
         if self._byte_of is None:
             byte = _BYTE_PIECE.fullmatch(token)
-            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+            return bytes([int(byte[1], 16)]) if byte else token.replace(self._space, " ").encode()
         try:
             return bytes([self._byte_of[char] for char in token])
         except KeyError:
@@ -372,6 +365,14 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
+_BYTE_LEVEL = {byte: char for char, byte in _byte_level_alphabet().items()}
+
+
+def byte_level(text: bytes) -> str:
+    """Bytes in the alphabet of byte-level BPE."""
+    return text.decode("latin-1").translate(_BYTE_LEVEL)
+
+
 def _fixed_pieces(backend: tokenizers.Tokenizer) -> tuple[_Pieces | None, bool]:
     """(bytes of each token or None when they depend on their place, whether the first space of a text is dropped)."""
     if backend.decoder is None:
@@ -382,7 +383,9 @@ def _fixed_pieces(backend: tokenizers.Tokenizer) -> tuple[_Pieces | None, bool]:
         return _Pieces(backend, byte_level=True), False
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if [step["type"] for step in steps] == ["ByteFallback", "Fuse"]:
+        return _Pieces(backend), False
     falls_back = [step["type"] for step in steps[:3]] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == spaces
     if falls_back and steps[3:] in ([], [strip]):
-        return _Pieces(backend, byte_level=False), bool(steps[3:])
+        return _Pieces(backend, space="▁"), bool(steps[3:])
     return None, False

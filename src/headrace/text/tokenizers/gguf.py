@@ -1,5 +1,7 @@
 """A tokenizer from the metadata of a GGUF file."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +12,12 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.gguf_names import end_ids
 from headrace.errors import ModelError
-from headrace.text.tokenizers.base import Tokenizer, frame_texts
+from headrace.text.tokenizers.base import Tokenizer, byte_level, frame_texts
+from headrace.text.tokenizers.pieces import BestPieces, Charsmap, Cutter, Span, TextFinder, passing_over
 
 # token types of GGUF
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPECIAL = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # found in a text before all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +109,34 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
         backend = _sentencepiece_bpe(file, tokens, types, encodes)
     elif kind == "gemma4":
         backend = _byte_fallback_bpe(file, tokens, encodes)
+    elif kind == "t5":
+        backend = _unigram(file, tokens, types, encodes)
+    elif kind == "rwkv":
+        tokens = _unique(_byte_level(tokens, types))
+        backend = _longest_pieces(file, tokens, types)
+    elif kind == "plamo2":
+        backend = _plamo(file, tokens, types)
     elif kind == "bert":
         return _word_piece(file, tokens, types)
     else:
         raise ModelError(
-            f"{file.path.name}: tokenizer kind {kind!r} is not supported; known: bert, gemma4, gpt2, llama"
+            f"{file.path.name}: tokenizer kind {kind!r:.80} is not supported; known: "
+            "bert, gemma4, gpt2, llama, plamo2, rwkv, t5"
         )
     backend.add_tokens(
         [
             AddedToken(token, normalized=False, special=entry in (_CONTROL, _UNKNOWN))
             for token, entry in zip(tokens, types, strict=True)
-            if entry in (_CONTROL, _UNKNOWN, _USER_DEFINED) and token
+            if entry in _SPECIAL and token
         ]
     )
     bos, eos = _gguf_id(file, tokens, "bos"), _gguf_id(file, tokens, "eos")
     add_bos = file.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
-        add_bos = kind in ("llama", "gemma4") or _kind_of(file).begins
-    add_eos = file.get("tokenizer.ggml.add_eos_token", False)
+        add_bos = kind in ("llama", "gemma4") or (kind == "gpt2" and _kind_of(file).begins)
+    add_eos = file.get("tokenizer.ggml.add_eos_token", kind == "t5")
+    if kind in ("rwkv", "plamo2"):  # llama.cpp adds neither, whatever the file says
+        add_bos = add_eos = False
     if (add_bos and bos is not None) or (add_eos and eos is not None):
         frame_texts(backend, bos if add_bos else None, eos if add_eos else None)
     template = file.get("tokenizer.chat_template")
@@ -239,9 +253,7 @@ def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int], enco
     A merge list in order of score does the same: every way to cut a piece in two pieces of the vocabulary is a merge, and
     its rank is the rank of the piece (Kudo and Richardson, 2018, https://arxiv.org/abs/1808.06226).
     """
-    scores = file.listed("tokenizer.ggml.scores", float)
-    if len(scores) != len(tokens):
-        raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(scores)} scores")
+    scores = _scores(file, tokens)
     vocab = {token: index for index, token in enumerate(tokens)}
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
     ranked = sorted(
@@ -271,6 +283,138 @@ def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int], enco
     if prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _scores(file: GgufFile, tokens: list[str]) -> list[float]:
+    scores = file.listed("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(scores)} scores")
+    return scores
+
+
+def _unigram(file: GgufFile, tokens: list[str], types: list[int], encodes: bool) -> tokenizers.Tokenizer:
+    """Sentencepiece's unigram model, as `llm_tokenizer_ugm` in llama.cpp (src/llama-vocab.cpp) has it.
+
+    The library finds every token in a text; llama.cpp does not look for special tokens.
+    """
+    scores = _scores(file, tokens)
+    if not all(map(math.isfinite, scores)):
+        raise ModelError(f"{file.path.name}: a token's score is not a number")
+    unknown = _gguf_id(file, tokens, "unknown")
+    unknown = 2 if unknown is None else unknown
+    if unknown >= len(tokens):
+        raise ModelError(f"{file.path.name}: the tokenizer has no unknown token")
+    lowest = min((score for score, kind in zip(scores, types, strict=True) if kind == _NORMAL), default=0.0)
+    rows = list(zip(tokens, scores, types, strict=True))
+    hidden = {
+        token
+        for token, score, kind in rows
+        if kind not in (_NORMAL, _USER_DEFINED, _UNUSED) or (kind == _UNUSED and score < lowest)
+    }
+    vocab = [(token, lowest if token in hidden else score) for token, score, _ in rows]
+    model = (
+        models.Unigram(vocab, unknown)
+        if encodes
+        else models.BPE({token: index for index, token in enumerate(tokens)}, [])
+    )
+    backend = tokenizers.Tokenizer(model)
+    prefix = file.get("tokenizer.ggml.add_space_prefix", False)
+    merge = file.get("tokenizer.ggml.remove_extra_whitespaces", False)
+    spaces = [(r"\A(?= *[^ ])", "▁"), (" ", "▁")] if prefix else [(" ", "▁")]
+    if merge:
+        spaces = [(r"\A +| +\z", ""), (r"\A(?!\z)| +", "▁")]
+    steps: list[Any] = [normalizers.Replace(Regex(pattern), text) for pattern, text in spaces]
+    if encodes and file.get("tokenizer.ggml.precompiled_charsmap"):
+        stated = file.listed("tokenizer.ggml.precompiled_charsmap", int)
+        try:
+            steps.insert(0, Charsmap(bytes(byte & 255 for byte in stated)).part())
+        except ValueError as err:
+            raise ModelError(f"{file.path.name}: the tokenizer's precompiled_charsmap is broken: {err}") from err
+    backend.normalizer = normalizers.Sequence(steps)
+
+    def others() -> BestPieces:
+        found = {
+            token: 0.0 if kind == _USER_DEFINED else score
+            for token, score, kind in rows
+            if kind in (_NORMAL, _USER_DEFINED, _UNUSED)
+        }
+        return BestPieces(found, lowest - 10)
+
+    backend.pre_tokenizer = passing_over(hidden, others)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix or merge else []),
+        ]
+    )
+    return backend
+
+
+_RWKV_ESCAPE = re.compile(rb"\\(x[0-9a-f]{2}|.)", re.DOTALL)
+_RWKV_CHARS = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+
+def _byte_level(tokens: list[str], types: list[int]) -> list[str]:
+    """Tokens of RWKV, which are the insides of Python's literals of bytes, in the alphabet of byte-level BPE; special tokens as they are."""
+
+    def byte(escape: re.Match[bytes]) -> bytes:
+        return bytes([int(escape[1][1:], 16)]) if len(escape[1]) > 1 else _RWKV_CHARS.get(escape[1], escape[1])
+
+    return [
+        byte_level(_RWKV_ESCAPE.sub(byte, token.encode())) if kind not in _SPECIAL else token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+
+
+def _longest_pieces(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+    """RWKV's: at each place the longest token (`llm_tokenizer_rwkv` in llama.cpp, and TRIE_TOKENIZER in https://github.com/BlinkDL/RWKV-LM)."""
+    pieces = [token for token, kind in zip(tokens, types, strict=True) if kind not in _SPECIAL]
+    if not set(pieces) >= set(pre_tokenizers.ByteLevel.alphabet()):
+        raise ModelError(f"{file.path.name}: the tokenizer lacks tokens of single bytes")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], ignore_merges=True))
+    finder = TextFinder(pieces)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            Cutter(lambda text: list(finder.find(text))).part(),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+_PLAMO_UNKNOWN = -10_000_000
+
+
+def _plamo(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+    """PLaMo 2's: the best pieces, their scores rounded to four places, found from the end of the text; bytes for a character that is no piece
+    (`llm_tokenizer_plamo2` in llama.cpp)."""
+    scores = _scores(file, tokens)
+    bytes_there = {token for token, kind in zip(tokens, types, strict=True) if kind == _BYTE}
+    if not bytes_there >= {f"<0x{byte:02X}>" for byte in range(256)}:
+        raise ModelError(f"{file.path.name}: the tokenizer lacks tokens of single bytes")
+    rounded = {
+        token[::-1]: value
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+        if kind not in (_UNKNOWN, _CONTROL, _BYTE)
+        and math.isfinite(score)
+        # What is worse than an unknown character is padding.
+        and (value := int(score * 1e4 + math.copysign(0.5, score))) > _PLAMO_UNKNOWN
+    }
+    pieces = BestPieces(rounded, _PLAMO_UNKNOWN, falls_back=True)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], ignore_merges=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(Regex(r"\A\ufeff"), "")
+
+    def cut(text: str) -> list[Span]:
+        return [(len(text) - end, len(text) - start) for start, end in reversed(pieces.cut(text[::-1]))]
+
+    backend.pre_tokenizer = Cutter(cut).part()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 

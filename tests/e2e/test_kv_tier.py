@@ -1,0 +1,77 @@
+"""KV in a folder: an engine that starts again answers as before, from what the one before has computed; with other weights, from nothing."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import FILTERED, GREEDY, PENALISED, SEEDED, random_ids, running_engine
+from safetensors.torch import load_file, save_file
+
+from headrace.cache.tier import DiskTier
+from headrace.errors import ConfigError
+from headrace.scheduler.tier_queue import TierQueue
+
+SAMPLINGS = (GREEDY, SEEDED, FILTERED, PENALISED)
+PROMPTS = [
+    random_ids(200, seed=8),
+    random_ids(120, seed=9),
+    [*random_ids(200, seed=8)[:130], *random_ids(100, seed=10)],
+]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for every load, and come after the hash of the weights, however busy the machine is."""
+    start = DiskTier.start
+
+    def open_and_start(tier: DiskTier) -> None:
+        assert tier.work()
+        assert tier.is_open
+        start(tier)
+
+    monkeypatch.setattr(DiskTier, "start", open_and_start)
+    monkeypatch.setattr(TierQueue, "is_over", lambda queue, one, now_s: one.loading.load.is_done)
+
+
+def answers(model: str, folder: Path, **options: Any) -> tuple[list[list[int]], list[int]]:
+    """Output ids of each prompt under each kind of sampling, and the cached tokens of the first."""
+    with running_engine(model, kv_cache_dir=str(folder), **options) as engine:
+        outputs, cached = [], []
+        for prompt in PROMPTS:
+            for sampling in SAMPLINGS:
+                reply = engine.generate(input_ids=prompt, sampling_params=sampling)
+                outputs.append(reply["output_ids"])
+                if sampling is GREEDY:
+                    cached.append(reply["meta_info"]["cached_tokens"])
+        return outputs, cached
+
+
+def test_an_engine_that_starts_again_finds_what_was_computed(tiny_model: str, tmp_path: Path):
+    folder = tmp_path / "kv"
+    want, computed = answers(tiny_model, folder)
+    got, loaded = answers(tiny_model, folder)
+
+    assert computed == [0, 0, 128]
+    assert loaded == [192, 112, 224]
+    assert got == want
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*.kv")} == {"0o600"}
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    file = other / "model.safetensors"
+    about, weights = file.stat(), load_file(file)
+    name = sorted(weights)[-1]
+    weights[name].view(torch.uint8).view(-1)[-1] ^= 1
+    save_file(weights, file, {"format": "pt"})
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert file.stat().st_size == about.st_size
+    assert answers(str(other), folder)[1] == computed, "one bit of one weight"
+
+
+def test_a_folder_that_others_may_read_is_refused(tiny_model: str, tmp_path: Path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="others may read"), running_engine(tiny_model, kv_cache_dir=str(tmp_path)):
+        pass

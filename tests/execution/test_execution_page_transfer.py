@@ -1,0 +1,60 @@
+"""Pages of KV out of the pool and into another one: the tokens that follow are the same, and the fingerprint knows every weight."""
+
+import contextlib
+
+import pytest
+import torch
+from runner_harness import CONTEXT, int32, make_driver, prompt, save_llama
+
+from headrace.execution.page_transfer import PoolPages
+
+PROMPT = prompt(40, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_backend": "cpu", "dtype": "bfloat16"},
+        {"attention_backend": "cpu", "kv_cache_dtype": "int8"},
+        {"attention_backend": "torch_native", "page_size": 16},
+        {"attention_backend": "torch_native", "page_size": 1},
+    ],
+    ids=["bfloat16", "int8", "pages of 16", "pages of 1"],
+)
+def test_tokens_after_copied_pages_are_those_after_computed_ones(tmp_path, options):
+    save_llama(tmp_path)
+    first = make_driver(tmp_path, **options)
+    second = make_driver(tmp_path, **options)
+    with contextlib.closing(first.worker), contextlib.closing(second.worker):
+        want = first.generate(0, PROMPT, 8)
+        size = first.info.page_size
+        num_pages = len(PROMPT) // size
+        pages, others = first.worker.pages, second.worker.pages
+        assert isinstance(pages, PoolPages)
+        assert isinstance(others, PoolPages)
+        assert pages.fingerprint() == others.fingerprint()
+        data = pages.read(range(num_pages))
+        assert len(data) == num_pages * pages.page_bytes
+        begin = CONTEXT // size  # of sequence 1
+        others.write(range(begin, begin + num_pages), data)
+
+        slots = int32(range(CONTEXT, CONTEXT + (len(PROMPT) - 1) // size * size))
+        assert second.generate(1, PROMPT, 8, prefix_slots=slots) == want
+
+
+def test_a_fingerprint_is_of_every_weight(tmp_path):
+    """One value of one weight changed, in whichever layer."""
+    save_llama(tmp_path)
+    driver = make_driver(tmp_path, attention_backend="torch_native")
+    with contextlib.closing(driver.worker):
+        pages = driver.worker.pages
+        seen = {pages.fingerprint()}
+        for number, weight in enumerate(driver.worker.runner.model.weights()):
+            for keeper in weight.keepers:
+                kept = dict(keeper.kept())
+                name, tensor = next((name, value) for name, value in kept.items() if isinstance(value, torch.Tensor))
+                changed = tensor.clone()
+                changed.view(torch.uint8).view(-1)[number] ^= 1
+                keeper.restore({**kept, name: changed})
+            seen.add(pages.fingerprint())
+            assert len(seen) == number + 2, weight.name
