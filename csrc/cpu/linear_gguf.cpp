@@ -119,20 +119,29 @@ HEADRACE_INLINE void unpack_scales(const uint8_t* scales, const float* d, const 
   }
 }
 
-// Unpacked records [begin, end) of a block.
+// Unpacked records [begin, end) of a block, whose first is at `records`.
 struct Run {
   uint8_t* codes;   // [][8][32][4]
   float* factors;   // [][4][32]
-  int64_t begin, end;
+  const uint8_t* records;
+  int64_t record_bytes, begin, end;
 };
 
+// For one row, half of the lines of a record are asked for while records are unpacked, and the others while they are multiplied, so that memory works
+// all the time. More rows take longer than memory.
+HEADRACE_INLINE void prefetch_half(const uint8_t* record, int64_t record_bytes, int64_t half) {
+  const int64_t middle = record_bytes / 128 * 64;
+  for (int64_t line = half * middle; line < (half == 0 ? middle : record_bytes); line += 64) prefetch(record + kAheadBytes + line);
+}
+
 template <GgufType kType>
-void unpack(const uint8_t* block, const Run& run) {
+void unpack(const uint8_t* block, const Run& run, int64_t rows) {
   constexpr GgufFormat kFormat = gguf_format(kType);
   float d[kColumns] = {}, d_min[kColumns] = {};
   for (int64_t g = run.begin; g < run.end; ++g) {
     const uint8_t* const record = block + kFormat.record_at(g);
-    for (int64_t line = 0; line < kFormat.record_bytes(); line += 64) prefetch(record + kAheadBytes + line);
+    prefetch_half(record, kFormat.record_bytes(), 0);
+    if (rows > 1) prefetch_half(record, kFormat.record_bytes(), 1);
     if constexpr (kFormat.head_bytes() != 0) {
       if (g % kGgufHeadGroups == 0) {
         halves_to_floats(record - kFormat.head_bytes(), d);
@@ -173,6 +182,7 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
     }
   }
   for (int64_t g = run.begin; g < run.end; ++g, x += kGroup, record += codes.stride, factors += kFactors) {
+    if (R == 1 && unit == 0) prefetch_half(run.records + (g - run.begin) * run.record_bytes, run.record_bytes, 1);
     HEADRACE_UNROLL for (int half = 0; half < K::kHalves; ++half) {
       vi sum[R][C];
       int32_t x_sums[R];
@@ -264,10 +274,12 @@ void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t c
   constexpr GgufFormat kFormat = gguf_format(kType);
   constexpr bool kInPlace = kFormat.planes == kWholePlane;
   const int64_t groups = a.k_padded / kGroup;
+  run.record_bytes = kFormat.record_bytes();
   for (run.begin = 0; run.begin < groups; run.begin = run.end) {
     run.end = min_of(run.begin + kRun, groups);
-    unpack<kType>(block, run);
-    const Codes codes = kInPlace ? Codes{block + kFormat.record_at(run.begin), kFormat.record_bytes()} : Codes{run.codes, kGroup * kColumns};
+    run.records = block + kFormat.record_at(run.begin);
+    unpack<kType>(block, run, rows);
+    const Codes codes = kInPlace ? Codes{run.records, kFormat.record_bytes()} : Codes{run.codes, kGroup * kColumns};
     tiles<Kind<kFormat.wide, kFormat.halves, kFormat.minimum, small_steps<kType>()>>(a, row, rows, column, codes, run, kFormat.zero, partial);
   }
 }
@@ -279,7 +291,7 @@ void linear_gguf(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_
   uint8_t* const codes = static_cast<uint8_t*>(
       thread_scratch(static_cast<size_t>(kCodeBytes + kFactorBytes + kRowBlock * kColumns * 4), Scratch::kWeights));
   float* const factors = reinterpret_cast<float*>(codes + kCodeBytes);
-  const Run run = {codes, factors, 0, 0};
+  const Run run = {codes, factors, nullptr, 0, 0, 0};
   float* const partial = factors + kRun * kFactors;
   const GgufEntry* const entries = reinterpret_cast<const GgufEntry*>(a.weight);
   for (int64_t index = begin; index < end; ++index) {

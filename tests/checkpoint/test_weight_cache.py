@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.checkpoint import weight_cache
-from headrace.checkpoint.weight_cache import TensorBytes, WeightCacheError, WeightFile
+from headrace.checkpoint.weight_cache import ReadAhead, TensorBytes, WeightCacheError, WeightFile
 
 ONE, TWO = "1" * 64, "2" * 64
 
@@ -56,6 +56,60 @@ def test_progress_ends_at_the_whole():
     file.close()
 
     assert [done for done, _ in seen] == [0, 100_000, 100_012]
+
+
+def opened(ahead: ReadAhead, identity: str) -> bytes:
+    file = ahead.open(identity)
+    try:
+        return bytes(file.read())[:100_000]
+    finally:
+        file.close()
+
+
+def test_what_the_last_start_with_the_same_options_used_is_read_ahead():
+    path = write(ONE)
+    assert opened(ReadAhead("options"), ONE) == b"\x07" * 100_000
+    ahead, other = ReadAhead("options"), ReadAhead("other options")
+    path.unlink()  # which is open already where it is read ahead
+
+    with pytest.raises(FileNotFoundError):
+        opened(other, ONE)
+    assert opened(ahead, ONE) == b"\x07" * 100_000
+    with pytest.raises(FileNotFoundError):
+        opened(ReadAhead("options"), ONE)
+
+
+def test_what_was_read_ahead_for_nothing_is_not_given():
+    write(ONE, b"a"), write(TWO, b"b")
+    assert opened(ReadAhead("options"), ONE) == b"a" * 100_000
+    ahead = ReadAhead("options")
+    assert opened(ahead, TWO) == b"b" * 100_000
+    ahead.close()
+    assert opened(ReadAhead("options"), TWO) == b"b" * 100_000
+    ReadAhead("options").close()
+
+
+def test_a_damaged_file_that_is_read_ahead_is_refused_where_it_is_used():
+    path = write(ONE)
+    assert opened(ReadAhead("options"), ONE)
+    data = bytearray(path.read_bytes())
+    data[-50_000] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(WeightCacheError, match="checksum"):
+        opened(ReadAhead("options"), ONE)
+
+
+@pytest.mark.parametrize("hint", [b"", b"../../etc/passwd", b"-1", b"f" * 5000, bytes(range(256))])
+def test_a_damaged_hint_leads_to_nothing(folder: Path, hint: bytes):
+    write(ONE)
+    assert opened(ReadAhead("options"), ONE)
+    [last] = folder.glob("*.last")
+    last.write_bytes(hint)
+    ahead = ReadAhead("options")
+
+    assert opened(ahead, ONE) == b"\x07" * 100_000
+    assert last.read_bytes() == ONE.encode()
 
 
 @pytest.mark.parametrize("keep", [0, 7, 24, 200, 5000, 90_000, -1])

@@ -1,12 +1,16 @@
 """Starting from the cache of packed weights gives the same model; whatever is wrong with it costs a conversion and no more."""
 
+import contextlib
+import functools
 from pathlib import Path
 
 import pytest
+import runner_harness
 from runner_harness import make_driver, prompt, save_llama
 
 from headrace.checkpoint import weight_cache
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.weight_cache import ReadAhead
 from headrace.checkpoint.weight_formats import names_on_cpu
 from headrace.execution import build
 from headrace.kernels import cpu as native_cpu
@@ -112,6 +116,23 @@ def test_a_changed_checkpoint_is_loaded_again(cache: Path, model: Path):
 
     assert start(model)[0] == "no file yet"
     assert before[0] == "no file yet"
+
+
+def test_weights_that_were_read_ahead_are_used_only_for_the_model_that_they_are_of(
+    cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def start_ahead() -> tuple[str, list[int]]:
+        with contextlib.closing(ReadAhead("options")) as ahead:
+            monkeypatch.setattr(runner_harness, "build_worker", functools.partial(build.build_worker, ahead=ahead))
+            return start(model)
+
+    first, again = start_ahead(), start_ahead()
+    assert (first[0], "read in" in again[0]) == ("no file yet", True)
+    assert again[1] == first[1]
+    save_llama(model, tie_word_embeddings=True, attention_bias=True, rms_norm_eps=0.5)
+    other = start_ahead()
+    assert other[0] == "no file yet"
+    assert other == (other[0], start(model, disable_weight_cache=True)[1])
 
 
 def test_an_unwritable_folder_is_only_logged(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):

@@ -27,6 +27,7 @@ from headrace.api.options import (
     Tools,
     option_values,
     options_text,
+    takes,
 )
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
@@ -55,7 +56,8 @@ class Engine(Methods):
     ConfigError or ModelError if the engine cannot start.
     """
 
-    def __init__(self, model: str | None = None, /, **options: Unpack[EngineOptions]) -> None:
+    @takes(EngineOptions)
+    def __init__(self, model: str | None = None, /, **options: Unpack[EngineOptions]) -> None:  # type: ignore[misc]
         with loading_bar() as on_progress:
             running = launch_engine(ServerArgs(**option_values(model, options)), on_progress)
         self._start(running)

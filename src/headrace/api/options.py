@@ -1,24 +1,29 @@
 """The types of the arguments of `Engine` and `Runtime`.
 
-Owns no defaults and no checks: those are of the structs that the arguments become. A test compares the names and types with theirs.
+Owns no defaults and no checks: those are of the structs that the arguments become. A test compares the names and types with theirs. Those of an
+engine's options are taken from `ServerOptions` itself.
 """
 
 import functools
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from os import PathLike
-from typing import Any, Literal, TypedDict
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict
 
 from headrace import log
 from headrace.config.server_args import ServerArgs
+from headrace.config.server_options import ServerOptions
 from headrace.config.settings import from_arguments
 from headrace.errors import ConfigError
 from headrace.media_kinds import AudioRef, ImageRef, VideoRef
 from headrace.sampling.params import SamplingParams
 
 logger = log.get_logger(__name__)
+
+P = ParamSpec("P")
+_UNSET: Any = None
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat completion: `{"role": ..., "content": ...}`. The URL of an image may also be the bytes of a file."""
@@ -87,202 +92,69 @@ class ChatOptions(_SamplingFields, total=False):
     cache_salt: str | None
 
 
-class ServerOptions(TypedDict, total=False):
-    """Options of an engine: the fields of `ServerArgs`, see docs/cli.md."""
+@dataclass(frozen=True, slots=True)
+class EngineOptions(ServerOptions):
+    """The arguments of an `Engine`: its options, also as SGLang and vLLM call them (docs/coming-from-sglang.md, docs/coming-from-vllm.md).
 
-    model_path: str
-    tokenizer_path: str | None
-    skip_tokenizer_init: bool
-    served_model_name: str | None
-    chat_template: str | None
-    tool_call_parser: str
-    reasoning_parser: str
-    mmproj: str
-    load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"]
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    disable_weight_cache: bool
-    device: Literal["auto", "cpu", "cuda"]
-    model_impl: Literal["auto", "headrace", "transformers"]
-    is_embedding: bool
-    allow_dimensions: bool
-    context_length: int | None
-    sampling_defaults: Literal["model", "openai"]
-    default_max_tokens: int | None
-    random_seed: int
-    json_model_override_args: str
-    lora_paths: str
-    max_loras: int
-    max_lora_rank: int
-    host: str
-    port: int
-    api_key: str | None
-    admin_api_key: str | None
-    api_key_file: str | None
-    allow_origins: str
-    allowed_hosts: str | None
-    warmups: str
-    skip_server_warmup: bool
-    single_process: bool
-    detokenize_in: Literal["process", "main"]
-    tokenizer_worker_num: int
-    tp_size: int
-    pp_size: int
-    ep_size: int
-    rank_timeout_s: float
-    nnodes: int | None
-    node_rank: int | None
-    dist_init_addr: str | None
-    dist_timeout: float
-    dist_secret_file: str | None
-    dp_size: int
-    enable_dp_attention: bool
-    load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
-    disable_recovery: bool
-    max_restarts: int
-    max_n: int
-    max_batch_prompts: int
-    max_body_bytes: int
-    stream_interval: int
-    incremental_streaming_output: bool
-    drain_timeout_s: float
-    request_timeout_s: float
-    queue_timeout_s: float
-    sse_ping_interval_s: float
-    max_stream_buffer_bytes: int
-    max_sessions: int
-    max_session_tokens: int
-    session_timeout_s: float
-    max_stored_responses: int
-    ssl_certfile: str | None
-    ssl_keyfile: str | None
-    keep_alive_timeout_s: int
-    custom_logit_processors: str
-    grammar_backend: Literal["llguidance", "none"]
-    child_env: str
-    disable_openapi: bool
-    disable_ui: bool
-    mem_fraction_static: float | None
-    max_total_tokens: int | None
-    max_running_requests: int | None
-    max_inputs: int
-    max_images: int
-    max_image_bytes: int
-    max_audios: int
-    max_audio_bytes: int
-    max_videos: int
-    max_video_frames: int
-    max_image_patches: int
-    allowed_media_domains: str
-    allowed_local_media_path: str | None
-    image_processes: int
-    image_cache_bytes: int
-    encoder_cache_bytes: int
-    max_queued_requests: int
-    chunked_prefill_size: int | None
-    max_prefill_tokens: int
-    max_step_ms: int | None
-    schedule_policy: Literal["fcfs", "lpm", "priority"]
-    schedule_conservativeness: float
-    clip_max_new_tokens_estimate: int
-    priority_ageing_s: float
-    enable_priority_preemption: bool
-    priority_scheduling_preemption_threshold: int
-    page_size: int | None
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"]
-    disable_radix_cache: bool
-    kv_cache_dir: str | None
-    kv_cache_disk_size: int
-    kv_cache_persist_tenants: bool
-    disable_overlap_schedule: bool
-    speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"]
-    speculative_num_draft_tokens: int
-    speculative_shared_tokens: int
-    speculative_draft_model_path: str | None
-    speculative_draft_model_quantization: Literal["auto", "none", "gguf", "int16", "int8", "int8-fast", "int4", "fp8"]
-    allow_auto_truncate: bool
-    enable_cache_report: bool
-    attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"]
-    enable_deterministic_inference: bool
-    num_threads: int | None
-    numa_bind: bool
-    activations: Literal["auto", "float32", "bfloat16"]
-    quantization: Literal["auto", "none", "gguf", "int16", "int8", "int8-fast", "int4", "fp8"]
-    disable_cuda_graph: bool
-    cuda_graph_bs: str
-    cuda_graph_max_bs: int | None
-    enable_torch_compile: bool
-    disable_native_kernels: bool
-    log_level: Literal["debug", "info", "warning", "error"]
-    log_format: Literal["text", "json"]
-    log_requests: bool
-    log_requests_level: Literal[0, 1, 2, 3]
-    decode_log_interval: int
-    disable_metrics: bool
-    metrics_compat: Literal["none", "vllm", "sglang", "underscore"]
-    timeline_requests: int
-    profile_dir: str | None
-    crash_dump_dir: str | None
-    dump_requests_dir: str | None
-    crash_dump_prompts: bool
-    otlp_traces_endpoint: str | None
-    kv_events_config: str | None
-    ray: bool
-    ray_address: str | None
-    ray_min_replicas: int
-    ray_max_replicas: int
-    ray_target_ongoing_requests: float
-    ray_num_cpus: int | None
-    ray_num_gpus: int
-    ray_placement: Literal["pack", "strict_spread"]
-    save_dir: str | None
-    weight_update_timeout_s: float
-    watchdog_timeout_s: float
-    soft_watchdog_timeout_s: float
-    enable_fault_injection: bool
+    None is ever made: `takes` gives its signature to type checkers and editors.
+    """
+
+    model: str | None = None
+    _: KW_ONLY
+    tokenizer: str | None = _UNSET
+    max_model_len: int | None = _UNSET
+    seed: int = _UNSET
+    hf_overrides: str | dict[str, Any] = _UNSET
+    generation_config: str = _UNSET
+    stream_output: bool = _UNSET
+    allowed_origins: str | list[str] = _UNSET
+    disable_fastapi_docs: bool = _UNSET
+    api_server_count: int = _UNSET
+    gpu_memory_utilization: float | None = _UNSET
+    max_num_seqs: int | None = _UNSET
+    max_num_batched_tokens: int = _UNSET
+    block_size: int | None = _UNSET
+    enable_priority_scheduling: bool = _UNSET
+    enforce_eager: bool = _UNSET
+    cudagraph_capture_sizes: str | list[int] = _UNSET
+    cuda_graph_sizes: str | list[int] = _UNSET
+    max_cudagraph_capture_size: int | None = _UNSET
+    tensor_parallel_size: int = _UNSET
+    tp: int = _UNSET
+    pipeline_parallel_size: int = _UNSET
+    pp: int = _UNSET
+    expert_parallel_size: int = _UNSET
+    ep: int = _UNSET
+    data_parallel_size: int = _UNSET
+    dp: int = _UNSET
+    nccl_init_addr: str | None = _UNSET
+    lora_modules: str | list[str] = _UNSET
+    max_cpu_loras: int = _UNSET
+    max_loaded_loras: int = _UNSET
+    num_speculative_tokens: int = _UNSET
+    enable_log_requests: bool = _UNSET
+    enable_request_time_stats_logging: bool = _UNSET
+    log_requests_format: Literal["text", "json"] = _UNSET
+    disable_log_stats: bool = _UNSET
+    crash_dump_folder: str | None = _UNSET
+    watchdog_timeout: float = _UNSET
+    soft_watchdog_timeout: float = _UNSET
 
 
-class EngineOptions(ServerOptions, total=False):
-    """The options of an engine, also as SGLang and vLLM call them: docs/coming-from-sglang.md, docs/coming-from-vllm.md."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeOptions(EngineOptions):
+    """The arguments of a `Runtime`."""
 
-    model: str
-    tokenizer: str | None
-    max_model_len: int | None
-    seed: int
-    hf_overrides: str | dict[str, Any]
-    generation_config: str
-    stream_output: bool
-    allowed_origins: str | list[str]
-    disable_fastapi_docs: bool
-    api_server_count: int
-    gpu_memory_utilization: float | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int
-    block_size: int | None
-    enable_priority_scheduling: bool
-    enforce_eager: bool
-    cudagraph_capture_sizes: str | list[int]
-    cuda_graph_sizes: str | list[int]
-    max_cudagraph_capture_size: int | None
-    tensor_parallel_size: int
-    tp: int
-    pipeline_parallel_size: int
-    pp: int
-    expert_parallel_size: int
-    ep: int
-    data_parallel_size: int
-    dp: int
-    nccl_init_addr: str | None
-    lora_modules: str | list[str]
-    max_cpu_loras: int
-    max_loaded_loras: int
-    num_speculative_tokens: int
-    enable_log_requests: bool
-    enable_request_time_stats_logging: bool
-    log_requests_format: Literal["text", "json"]
-    disable_log_stats: bool
-    crash_dump_folder: str | None
-    watchdog_timeout: float
-    soft_watchdog_timeout: float
+    start_timeout_s: float = 600.0
+
+
+def takes(options: Callable[P, ServerOptions]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Declares that an `__init__` has the parameters of `options`, which its own annotation names for people only. It stays as it is."""
+
+    def same(init: Callable[..., None]) -> Any:
+        return init
+
+    return same
 
 
 def option_values(model: str | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from headrace.api.options import (
     GenerateOptions,
     JsonSampling,
     Messages,
+    RuntimeOptions,
     SamplingOptions,
     Tools,
     option_values,
     options_text,
+    takes,
 )
 from headrace.api.server_process import ServerProcess
 from headrace.errors import AuthError, CapacityError, ConfigError, ExecutionError, NotFoundError, RequestError
@@ -41,8 +43,14 @@ class Runtime(Methods):
     one. Raises ConfigError for unknown options, ExecutionError if the server does not become ready.
     """
 
+    @takes(RuntimeOptions)
     def __init__(
-        self, model: str | None = None, /, *, start_timeout_s: float = 600.0, **options: Unpack[EngineOptions]
+        self,
+        model: str | None = None,
+        /,
+        *,
+        start_timeout_s: float = 600.0,
+        **options: Unpack[EngineOptions],  # type: ignore[misc]
     ) -> None:
         server_args = option_values(model, {**options})
         if server_args.get("ray"):

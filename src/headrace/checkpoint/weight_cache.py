@@ -16,7 +16,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +34,8 @@ _MAGIC = b"HRWEIGHT"
 _PROLOGUE = struct.Struct("<8sQQ")
 _SUFFIX = ".weights"
 _MEASURED_SUFFIX = ".measured"
-_SUFFIXES = (_SUFFIX, _MEASURED_SUFFIX, ".unfinished")
+_LAST_SUFFIX = ".last"
+_SUFFIXES = (_SUFFIX, _MEASURED_SUFFIX, _LAST_SUFFIX, ".unfinished")
 _PAGE = 4096
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
@@ -146,8 +147,10 @@ def read_measured(identity: str) -> dict[str, float]:
 
 
 def keep_measured(identity: str, values: Mapping[str, float]) -> None:
-    path = _measured_path(identity)
-    text = msgspec.json.encode(Measured(identity, {**read_measured(identity), **values}))
+    _keep(_measured_path(identity), msgspec.json.encode(Measured(identity, {**read_measured(identity), **values})))
+
+
+def _keep(path: Path, text: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_whole(path, lambda file: file.write(text))
@@ -164,6 +167,8 @@ class WeightFile:
 
     def __init__(self, path: Path) -> None:
         """Read and check the header. Raises FileNotFoundError, or WeightCacheError when it is no whole file of this format."""
+        self._readers: ThreadPoolExecutor | None = None
+        self._reading: tuple[mmap.mmap, list[tuple[StoredTensor, Future[None]]]] | None = None
         try:
             self._file = path.open("rb")
         except FileNotFoundError:
@@ -200,8 +205,8 @@ class WeightFile:
             )
         self._path = path
 
-    def read(self, progress: Callable[[int, int], None] = lambda done, total: None) -> mmap.mmap:
-        """All the data in fresh memory, in huge pages where there are any. Raises WeightCacheError when a checksum is wrong."""
+    def begin(self) -> None:
+        """Begin to read, in threads; `read` waits for them. Once."""
         data = mmap.mmap(-1, max(1, self.header.data_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them
             data.madvise(mmap.MADV_HUGEPAGE)
@@ -209,20 +214,24 @@ class WeightFile:
             field for layer in self.header.layers for field in layer.fields.values() if isinstance(field, StoredTensor)
         ]
         view = memoryview(data)
-        done = 0
-        progress(done, self.header.data_bytes)
         # Neither the system's copies nor the checksums hold Python's lock.
-        with ThreadPoolExecutor(_MOST_READERS, "weight cache") as readers:
-            reading = [readers.submit(self._read_tensor, tensor, view) for tensor in tensors]
-            try:
-                for tensor, result in zip(tensors, reading, strict=True):
-                    result.result()
-                    done += tensor.num_bytes
-                    progress(done, self.header.data_bytes)
-            except OSError as error:
-                raise WeightCacheError(f"{self._path.name} cannot be read: {error.strerror}") from error
-            finally:
-                readers.shutdown(cancel_futures=True)
+        readers = self._readers = ThreadPoolExecutor(_MOST_READERS, "weight cache")
+        self._reading = data, [(tensor, readers.submit(self._read_tensor, tensor, view)) for tensor in tensors]
+
+    def read(self, progress: Callable[[int, int], None] = lambda done, total: None) -> mmap.mmap:
+        """All the data in fresh memory, in huge pages where there are any. Once. Raises WeightCacheError when a checksum is wrong."""
+        if self._reading is None:
+            self.begin()
+        assert self._reading is not None
+        (data, reading), done, self._reading = self._reading, 0, None
+        progress(done, self.header.data_bytes)
+        try:
+            for tensor, result in reading:
+                result.result()
+                done += tensor.num_bytes
+                progress(done, self.header.data_bytes)
+        except OSError as error:
+            raise WeightCacheError(f"{self._path.name} cannot be read: {error.strerror}") from error
         with contextlib.suppress(OSError):  # a folder that may only be read
             os.utime(self._path)
         return data
@@ -241,7 +250,47 @@ class WeightFile:
             raise WeightCacheError(f"{self._path.name}: a checksum is wrong")
 
     def close(self) -> None:
+        """Ends what was begun."""
+        if self._readers is not None:
+            self._readers.shutdown(cancel_futures=True)
+        self._reading = None
         self._file.close()
+
+
+class ReadAhead:
+    """The packed weights that the last start with the same options has used, read while this process still imports what takes them. Only a hint
+    leads to them: what they are of is for `open` to compare. key: stands for the options; None = nothing is read."""
+
+    def __init__(self, key: str | None) -> None:
+        self._path = (
+            None if key is None else folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{_LAST_SUFFIX}"
+        )
+        self._file: WeightFile | None = None
+        with contextlib.suppress(OSError, ValueError, WeightCacheError):
+            if self._path is not None:
+                identity = f"{int(self._path.read_bytes(), 16):064x}"
+                self._file = WeightFile(path_of(identity))
+                self._file.begin()
+
+    def open(self, identity: str) -> WeightFile:
+        """The file of this identity, and the hint for the next start. Raises as `WeightFile`."""
+        file, self._file = self._file, None
+        if file is not None:
+            if file.header.identity == identity:
+                return file
+            file.close()
+        if self._path is not None:
+            with contextlib.suppress(WeightCacheError):
+                _keep(self._path, identity.encode())
+        return WeightFile(path_of(identity))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+NOTHING_AHEAD = ReadAhead(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from headrace import kernels
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.weight_cache import content_of
+from headrace.checkpoint.weight_cache import NOTHING_AHEAD, ReadAhead, content_of
 from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.distributed.base import Stage, length
@@ -124,18 +124,20 @@ def build_worker(
     rank: Rank = ALONE,
     others: OtherRanks = NO_OTHER_RANKS,
     tokenize: Tokenize = lambda text: (),
+    ahead: ReadAhead = NOTHING_AHEAD,
 ) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
     progress: called with (bytes loaded, total bytes). rank: the leader's; the others are built meanwhile (`build_follower`), and are ready, too,
-    when this returns. tokenize: see `settle_kv_cache`. Raises ConfigError or ModelError, and the errors of the others.
+    when this returns. tokenize: see `settle_kv_cache`. ahead: packed weights that are being read; the caller closes it.
+    Raises ConfigError or ModelError, and the errors of the others.
     """
     begin = time.perf_counter()
     checkpoint = open_model(args)
     if checkpoint.config.encoder is not None:
         return _build_encoder_worker(args, checkpoint, progress)
     with ExitStack() as resources:
-        built = _build(args, checkpoint, progress, rank, others, resources, tokenize, others.wait_loaded)
+        built = _build(args, checkpoint, progress, rank, others, resources, tokenize, others.wait_loaded, ahead)
         if built.leader is not None:
             built.leader.on_broken = others.give_up
             resources.callback(built.leader.stop)
@@ -216,6 +218,7 @@ def _build(
     resources: ExitStack,
     tokenize: Tokenize,
     wait_loaded: Callable[[], None],
+    ahead: ReadAhead = NOTHING_AHEAD,
 ) -> _Built:
     """Everything up to the runner, for a decoder.
 
@@ -233,7 +236,7 @@ def _build(
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
-        model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress)
+        model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress, ahead)
     checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, tokenize, wait_loaded)
     if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
         check_asked_pool(setup, rank)

@@ -63,7 +63,8 @@ _ATTENTION = Path(__file__).parents[1] / "attention"
 """The code that writes and reads KV caches."""
 
 _REFERENCE = "float32"
-_LOGIT_ROWS = 32
+_LOGIT_ROWS = 4
+"""At a time: so few that what is computed of a large vocabulary stays in the processor's cache."""
 _NOT_A_NUMBER = 1000.0
 """Stands for an error that is none, since JSON has no NaN."""
 

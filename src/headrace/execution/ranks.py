@@ -52,11 +52,8 @@ from headrace.messages.ranks import (
     RankStop,
     SampledTokens,
     StepKind,
-    late_rows,
+    for_followers,
     pack,
-    places_of,
-    plan_of,
-    rank_step,
     unpack,
 )
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
@@ -182,7 +179,7 @@ class LeaderRunner(Followers):
         finally:
             sampled, self._sampled = self._sampled, SampledTokens()
             self._is_sent = found != "none"
-            self._group.send(pack(rank_step(plan, sampled, found, self.only_peaks)))
+            self._group.send(pack(RankStep(for_followers(plan), sampled, found, self.only_peaks)))
 
     @property
     def devices(self) -> DeviceGroup:
@@ -195,7 +192,7 @@ class LeaderRunner(Followers):
 
     def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
         try:
-            self._tell(late_rows(seqs, positions))
+            self._tell(RankLateRows(seqs, positions))
             self.devices.broadcast(ids)
         except Exception as error:  # kept for the result of that step; but the ranks no longer agree
             self._give_up(error)
@@ -308,10 +305,10 @@ class FollowerRunner:
         while not isinstance(message := unpack(self._group.receive()), RankStop):
             match message:
                 case RankStep():
-                    with self._profiler.step(message.step):
+                    with self._profiler.step(message.plan.step):
                         self._run_step(message)
                 case RankLateRows():
-                    self._on_device.write_late(*places_of(message))
+                    self._on_device.write_late(message.seqs, message.positions)
                 case RankCapture():
                     self._on_device.capture()
                 case RankFinish():
@@ -322,7 +319,7 @@ class FollowerRunner:
 
     @torch.inference_mode()
     def _run_step(self, step: RankStep) -> None:
-        runner, plan, sampled = self.runner, plan_of(step), step.sampled
+        runner, plan, sampled = self.runner, step.plan, step.sampled
         if sampled.seqs:
             runner.write_tokens(sampled.seqs, sampled.positions, sampled.ids)
         runner.add(plan)

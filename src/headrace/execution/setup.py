@@ -18,7 +18,7 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
 from headrace.checkpoint.quantized_formats import keeps_codes
-from headrace.checkpoint.weight_cache import files_fingerprint
+from headrace.checkpoint.weight_cache import NOTHING_AHEAD, ReadAhead, files_fingerprint
 from headrace.checkpoint.weight_formats import StoredType
 from headrace.config.machine import DeviceFacts
 from headrace.config.resolve import Config, resolve
@@ -154,6 +154,7 @@ def load_checkpoint(
     resources: ExitStack,
     decisions: list[str],
     progress: Progress = lambda done, total: None,
+    ahead: ReadAhead = NOTHING_AHEAD,
 ) -> tuple[Any, WeightCache | None]:
     """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go. Returns both.
 
@@ -163,7 +164,7 @@ def load_checkpoint(
         decisions.append(f"tensors of the file: {', '.join(map(str, setup.stored_types))}")
     decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
-    cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
+    cache = open_cache(checkpoint, setup.spec.name, setup.placement, ahead) if use_cache else None
     with load_threads(setup.config.num_threads) if setup.is_cpu else nullcontext(IN_THIS_THREAD) as threads:
         model = load_model(
             checkpoint,

@@ -28,7 +28,6 @@ from headrace.checkpoint.weight_cache import (
     StoredTensor,
     TensorBytes,
     WeightCacheError,
-    WeightFile,
 )
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ExecutionError, RequestError
@@ -60,7 +59,8 @@ def tensor_at(data: object, dtype: torch.dtype, shape: tuple[int, ...], offset: 
 class WeightCache:
     """The cache of one model at one precision."""
 
-    def __init__(self, identity: str, model: str, precision: str) -> None:
+    def __init__(self, identity: str, model: str, precision: str, ahead: files.ReadAhead = files.NOTHING_AHEAD) -> None:
+        self._ahead = ahead
         self._identity = identity
         self._model = model
         self._precision = precision
@@ -74,7 +74,7 @@ class WeightCache:
         begin = time.perf_counter()
         weights = list(weights)
         try:
-            file = WeightFile(files.path_of(self._identity))
+            file = self._ahead.open(self._identity)
         except FileNotFoundError:
             self.outcome = "no file yet"
             return frozenset()
@@ -142,7 +142,9 @@ class WeightCache:
         return frozenset()
 
 
-def open_cache(checkpoint: Checkpoint, model_class: str, placement: Placement) -> WeightCache | None:
+def open_cache(
+    checkpoint: Checkpoint, model_class: str, placement: Placement, ahead: files.ReadAhead = files.NOTHING_AHEAD
+) -> WeightCache | None:
     """The cache for this model; None where there is nothing to identify it by or to keep: random weights, another device than the CPU,
     layers of the torch fallbacks."""
     native = native_cpu.load()
@@ -171,7 +173,7 @@ def open_cache(checkpoint: Checkpoint, model_class: str, placement: Placement) -
     except OSError as error:
         _logger.warning("packed weights are not cached: %s", error.strerror)
         return None
-    return WeightCache(identity, checkpoint.path.name, precision)
+    return WeightCache(identity, checkpoint.path.name, precision, ahead)
 
 
 def _keepers(weights: Iterable[Weight]) -> dict[str, Keeper]:

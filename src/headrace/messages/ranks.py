@@ -16,14 +16,15 @@ And steps, the wire form of plans: the followers compute the same step, each its
 step, or from device to device.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 import numpy as np
 
 from headrace.messages.operations import OperationReq, StartProfileBody
-from headrace.messages.requests import EngineTask, PromptContent
-from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
+from headrace.messages.requests import PromptContent
+from headrace.messages.step import Int32Array, ModelWorkerBatch
 from headrace.messages.weights import ReleaseMemory, ResumeMemory, UpdateFromDisk, UpdateFromTensors
 
 
@@ -143,20 +144,6 @@ class RankAsk(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 RankBesideSteps = RankAsk | RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile | RankExperts
 
 
-class RankSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A `NewSequence` without its grammar, which only the leader needs. Arrays as their bytes."""
-
-    seq: int
-    rid: str
-    token_ids: bytes
-    num_prompt_tokens: int
-    prefix_slots: bytes
-    task: EngineTask
-    end_token_ids: tuple[int, ...]
-    embeds: bytes
-    lora_id: int
-
-
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens that steps wrote to the token buffer: token ids[i] of sequence seqs[i] at positions[i]."""
 
@@ -174,29 +161,22 @@ StepKind = Literal["none", "whole"] | QueuedKind
 
 
 class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """A plan. sampled: in the host, since the plan before it.
+    """A plan (`for_followers`). sampled: in the host, since the plan before it.
 
     only_peaks: of a whole step without other stages, whether the leader needs only the largest logits of the rows that it samples, not all.
     """
 
-    step: int
-    new: tuple[RankSequence, ...]
-    seqs: bytes
-    starts: bytes
-    counts: bytes
-    num_logits: bytes
-    out_slots: bytes
-    part_starts: tuple[int, ...]
+    plan: ModelWorkerBatch
     sampled: SampledTokens
     kind: StepKind
     only_peaks: bool = False
 
 
 class RankLateRows(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Rows of the last queued step that the leader has sampled after it: their ids come from its device. seqs, positions: int32, where they go."""
+    """Rows of the last queued step that the leader has sampled after it: their ids come from its device. seqs, positions: where they go."""
 
-    seqs: bytes
-    positions: bytes
+    seqs: Int32Array
+    positions: Int32Array
 
 
 class RankCapture(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -215,9 +195,14 @@ class RankStop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 
 RankMessage = RankStep | RankLateRows | RankCapture | RankFinish | RankStop | RankBesideSteps
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _array_of(kind: type, data: bytes) -> Int32Array:
+    return np.frombuffer(bytearray(data), np.int32)  # torch wants memory that may be written
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=lambda array: array.astype(np.int32, copy=False).tobytes())
 _notes = msgspec.msgpack.Decoder(GroupNote)
-_messages = msgspec.msgpack.Decoder(RankMessage)
+_messages = msgspec.msgpack.Decoder(RankMessage, dec_hook=_array_of)
 
 
 def pack(message: GroupNote | RankMessage) -> bytes:
@@ -235,70 +220,7 @@ def unpack(data: bytes) -> RankMessage:
     return message
 
 
-def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, only_peaks: bool = False) -> RankStep:
-    return RankStep(
-        step=plan.step,
-        new=tuple(map(_rank_sequence, plan.new)),
-        seqs=plan.seqs.tobytes(),
-        starts=plan.starts.tobytes(),
-        counts=plan.counts.tobytes(),
-        num_logits=plan.num_logits.tobytes(),
-        out_slots=plan.out_slots.tobytes(),
-        part_starts=plan.part_starts,
-        sampled=sampled,
-        kind=kind,
-        only_peaks=only_peaks,
-    )
-
-
-def late_rows(seqs: Int32Array, positions: Int32Array) -> RankLateRows:
-    return RankLateRows(seqs.tobytes(), positions.tobytes())
-
-
-def places_of(late: RankLateRows) -> tuple[Int32Array, Int32Array]:
-    return _int32(late.seqs), _int32(late.positions)
-
-
-def plan_of(step: RankStep) -> ModelWorkerBatch:
-    return ModelWorkerBatch(
-        step=step.step,
-        new=tuple(map(_new_sequence, step.new)),
-        seqs=_int32(step.seqs),
-        starts=_int32(step.starts),
-        counts=_int32(step.counts),
-        num_logits=_int32(step.num_logits),
-        out_slots=_int32(step.out_slots),
-        part_starts=step.part_starts,
-    )
-
-
-def _rank_sequence(new: NewSequence) -> RankSequence:
-    return RankSequence(
-        seq=new.seq,
-        rid=new.rid,
-        token_ids=new.token_ids.astype(np.int32, copy=False).tobytes(),
-        num_prompt_tokens=new.num_prompt_tokens,
-        prefix_slots=new.prefix_slots.astype(np.int32, copy=False).tobytes(),
-        task=new.task,
-        end_token_ids=new.end_token_ids,
-        embeds=new.content.embeds,
-        lora_id=new.lora_id,
-    )
-
-
-def _new_sequence(sent: RankSequence) -> NewSequence:
-    return NewSequence(
-        seq=sent.seq,
-        rid=sent.rid,
-        token_ids=_int32(sent.token_ids),
-        num_prompt_tokens=sent.num_prompt_tokens,
-        prefix_slots=_int32(sent.prefix_slots),
-        task=sent.task,
-        end_token_ids=sent.end_token_ids,
-        content=PromptContent(b"", sent.embeds),
-        lora_id=sent.lora_id,
-    )
-
-
-def _int32(data: bytes) -> Int32Array:
-    return np.frombuffer(bytearray(data), np.int32)  # torch wants memory that may be written
+def for_followers(plan: ModelWorkerBatch) -> ModelWorkerBatch:
+    """The plan without what only the leader needs: grammars, namespaces, prompts but their embeddings, faults, and work of the media encoder."""
+    new = [replace(one, content=PromptContent(b"", one.content.embeds), grammar=None, namespace="") for one in plan.new]
+    return replace(plan, new=tuple(new), left=(), faults=(), encode=None)

@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.weight_cache import ReadAhead
 from headrace.config.checks import encoder_args
 from headrace.config.kv_events import read_kv_events
 from headrace.config.server_args import ServerArgs
@@ -77,6 +79,7 @@ def run_scheduler(
 
             assert ports is not None, "ranks are processes"
             ranks = resources.enter_context(Ranks(args, ports, replica, places))
+        ahead = resources.enter_context(contextlib.closing(_read_ahead(args)))
         from headrace.execution.build import build_worker  # imports torch, which takes longest
         from headrace.scheduler.scheduler import Scheduler
 
@@ -91,9 +94,10 @@ def run_scheduler(
         grammars = _grammars(files, tokenizer)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
-            worker, ready = build_worker(args, on_progress, tokenize=tokenize)
+            worker, ready = build_worker(args, on_progress, tokenize=tokenize, ahead=ahead)
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
+        ahead.close()
         tier = _tier(args, worker, ready)
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
@@ -129,6 +133,14 @@ def run_scheduler(
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()
         watchdog.stop()
+
+
+def _read_ahead(args: ServerArgs) -> ReadAhead:
+    """Of what a process of its own will read of the cache of packed weights, if its options are those of an earlier start."""
+    if args.disable_weight_cache or args.single_process or args.num_ranks > 1:
+        return ReadAhead(None)
+    options = (str(resolve_model(args.model_path)), args.mmproj, args.quantization, args.dtype, args.activations)
+    return ReadAhead("\0".join(map(str, options)))
 
 
 def _grammars(files: ModelFiles, tokenizer: "Callable[[], Tokenizer]") -> "Grammars":

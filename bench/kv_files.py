@@ -1,0 +1,139 @@
+"""What --kv-cache-dir gives: the first token of a long prompt after a kill -9, and the throughput where half of the prefixes fit into the pool.
+
+    python -m bench.kv_files MODEL [--rounds 3] [--tokens 8000] [--prefixes 64] [--requests 96] [--output FILE]
+
+A round of the first: a new prompt is computed, asked again, and asked of a new server two seconds after the end of the old one by kill -9, with the
+files in the page cache and then after POSIX_FADV_DONTNEED. The second: prefixes of 2,048 tokens in random order, 8 at a time, 32 tokens out, with
+and without files that hold them all. Texts must be the same in all.
+"""
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+from rich.progress import track
+
+from bench.program import parser_of, refusals, write_report
+from bench.servers import ServerProcess, own_server
+
+PREFIX, OUT, AT_ONCE = 2048, 32, 8
+_SETTLED_S = 2.0
+"""After which a prefix has been written, and the weights of a new server have been hashed."""
+
+
+def ids_of(number: int, count: int) -> list[int]:
+    source = random.Random(number)
+    return [source.randrange(1000, 40000) for _ in range(count)]
+
+
+def ask(url: str, ids: Sequence[int], num_new: int = 1) -> tuple[float, int, str]:
+    """Seconds, cached tokens and text of a greedy reply."""
+    begin = time.perf_counter()
+    sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+    reply = httpx.post(
+        f"{url}/generate", json={"input_ids": list(ids), "sampling_params": sampling}, timeout=600
+    ).json()
+    return time.perf_counter() - begin, reply["meta_info"]["cached_tokens"], reply["text"]
+
+
+def kill(server: ServerProcess) -> None:
+    for process in [*server.process.children(recursive=True), server.process]:
+        process.send_signal(signal.SIGKILL)
+
+
+def drop_from_memory(folder: Path) -> None:
+    """Let the system forget what the files hold."""
+    for path in folder.rglob("*.kv"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def restarted(model: str, folder: Path, rounds: int, num_tokens: int) -> dict[str, Any]:
+    """The first token of a prompt, by where its KV is."""
+    found: dict[str, list[tuple[float, int, str]]] = {"computed": [], "tree": [], "files": [], "disk": []}
+    options = ("--kv-cache-dir", str(folder))
+    for number in track(range(rounds), "restarts", transient=True):
+        ids = ids_of(number, num_tokens)
+        for wheres in (("computed", "tree"), ("files",), ("disk",)):
+            if wheres == ("disk",):
+                drop_from_memory(folder)
+            with own_server(model, options) as server:
+                ask(server.url, ids_of(-1, 16))
+                time.sleep(_SETTLED_S)
+                for where in wheres:
+                    found[where].append(ask(server.url, ids))
+                time.sleep(_SETTLED_S)
+                kill(server)
+    computed_s = median(seconds for seconds, _, _ in found["computed"])
+    rows = {
+        where: {
+            "seconds": [round(seconds, 4) for seconds, _, _ in asked],
+            "over_computed": round(median(seconds for seconds, _, _ in asked) / computed_s, 4),
+            "cached_tokens": [cached for _, cached, _ in asked],
+        }
+        for where, asked in found.items()
+    }
+    same = all(len({asked[number][2] for asked in found.values()}) == 1 for number in range(rounds))
+    return {"prompt_tokens": num_tokens, "same_text": same, **rows}
+
+
+def turns(url: str, order: Iterable[int]) -> tuple[float, int, list[str]]:
+    """Seconds, cached tokens and texts of requests for prefixes in this order."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        replies = list(clients.map(lambda number: ask(url, ids_of(number, PREFIX), OUT), order))
+    return time.perf_counter() - begin, sum(cached for _, cached, _ in replies), [text for _, _, text in replies]
+
+
+def shared(model: str, folder: Path, num_prefixes: int, num_requests: int) -> dict[str, Any]:
+    """Throughput with and without files, where the pool holds half of the prefixes."""
+    source = random.Random(0)
+    order = [source.randrange(num_prefixes) for _ in range(num_requests)]
+    pool = ("--max-total-tokens", str(num_prefixes * PREFIX // 2))
+    found: dict[str, Any] = {"prefixes": num_prefixes, "prefix_tokens": PREFIX, "requests": num_requests}
+    texts = []
+    for name, options in (("files", (*pool, "--kv-cache-dir", str(folder))), ("without", pool)):
+        with own_server(model, options) as server:
+            turns(server.url, range(num_prefixes if name == "files" else num_prefixes // 2))
+            time.sleep(_SETTLED_S)
+            seconds, cached, said = turns(server.url, order)
+        texts.append(said)
+        found[name] = {"tokens_per_s": round(num_requests * OUT / seconds, 1), "cached_tokens": cached}
+    found["ratio"] = round(found["files"]["tokens_per_s"] / found["without"]["tokens_per_s"], 2)
+    return found | {"same_text": texts[0] == texts[1]}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--prefixes", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=96)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="headrace-kv-"))
+    try:
+        with refusals():
+            found: dict[str, Any] = {"model": options.model}
+            if options.rounds:
+                found["restart"] = restarted(options.model, folder, options.rounds, options.tokens)
+            if options.requests:
+                found["prefixes"] = shared(options.model, folder, options.prefixes, options.requests)
+        write_report(found, options.output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
