@@ -258,5 +258,6 @@ def test_what_is_no_vision_encoder_is_refused(tmp_path: Path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     shutil.copy(path, folder / "model.safetensors")
-    with pytest.raises(ModelError, match="--mmproj is for GGUF files, which folder is not"):
-        open_checkpoint(folder, str(path))
+    for open_folder in (open_checkpoint, dummy_checkpoint):
+        with pytest.raises(ModelError, match="--mmproj is for GGUF files, which folder is not"):
+            open_folder(folder, str(path))
