@@ -29,7 +29,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def open_and_start(tier: DiskTier) -> None:
         assert tier.work()
-        assert tier.is_open
+        assert tier.opens_in_s == 0
         start(tier)
 
     monkeypatch.setattr(DiskTier, "start", open_and_start)

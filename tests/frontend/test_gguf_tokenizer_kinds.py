@@ -259,6 +259,17 @@ def test_users_never_make_special_tokens(tokenizer):
             assert not (set(ours.encode(text, add_special_tokens=False)) & ours.special_ids) - unknown, text
 
 
+def test_nor_the_token_that_ends_a_text_where_the_file_has_it_as_user_defined(tmp_path):
+    """As Phi 3's files do with `</s>`."""
+    vocabulary: Vocabulary = [("<unk>", UNKNOWN, 0.0), ("</s>", USER, 0.0), *((char, NORMAL, -1.0) for char in "</s>a")]
+    ours = load_tokenizer(
+        write(tmp_path / "m.gguf", "llama", vocabulary, eos_token_id=1, unknown_token_id=0, add_space_prefix=False)
+    )
+
+    assert ours.encode("a</s>") == [6, 2, 3, 4, 5]
+    assert ours.encode("a</s>", allow_special=True) == [6, 1]
+
+
 @pytest.mark.parametrize("falls_back", [False, True])
 def test_nor_do_users_of_a_unigram_tokenizer_in_a_folder(tmp_path, falls_back):
     """The library's unigram model finds special tokens as it finds any piece, and `<s>` scores best of all."""

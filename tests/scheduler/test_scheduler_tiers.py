@@ -124,6 +124,25 @@ def test_requests_with_the_same_prefix_share_a_load(tmp_path):
     rig.check_idle()
 
 
+@pytest.mark.parametrize("hash_s", [0.0, math.inf])
+def test_a_request_right_after_the_start_waits_for_the_hash_of_the_weights(tmp_path, hash_s):
+    """Unless computing is faster; what it computes is kept all the same."""
+    ids = prompt(50, 1)
+    ask(make(tmp_path), "a", ids)
+    rig = make(tmp_path)
+    rig.state.tier.prompt_seconds = lambda start, count: 10.0
+    rig.tier.hash_s = hash_s
+    rig.tier.weights_changed()
+    rig.tier.works = False
+    rig.add("b", ids, 4)
+    for _ in range(20):
+        rig.turn()
+    assert ("b" in rig.ids) == (hash_s == math.inf)
+    rig.tier.works = True
+    rig.drain()
+    assert rig.rows["b"][0].stats.cached_tokens == (0 if hash_s == math.inf else 48)
+
+
 def test_others_pass_a_request_whose_prefix_is_loaded(tmp_path):
     ids = prompt(50, 1)
     ask(make(tmp_path), "a", ids)

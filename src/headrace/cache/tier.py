@@ -5,6 +5,7 @@ stored or loaded, and owns no page: who asks for a copy holds the pages until it
 is not stored, and is counted.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -60,15 +61,17 @@ class Store:
 
 
 class DiskTier:
-    """The tier of a folder. open_files: the files for a fingerprint; called in the thread, for each state of the weights.
+    """The tier of a folder. open_files: the files for a fingerprint; called in the thread, for each state of the weights. hash_s: what the
+    fingerprint should take.
 
     paused_until_s: nothing is stored before that, by `time.monotonic`. seconds_per_page: what loading took, on average of late; 0 = nothing was
     loaded yet. Counts since the start: num_stored and num_loaded pages, num_damaged files.
     """
 
-    def __init__(self, transfer: PageTransfer, open_files: Callable[[str], PageFiles]) -> None:
+    def __init__(self, transfer: PageTransfer, open_files: Callable[[str], PageFiles], hash_s: float = 0.0) -> None:
         self._transfer = transfer
         self._open_files = open_files
+        self.hash_s = hash_s
         self._files: PageFiles | None = None
         self._loads: deque[Load] = deque()
         self._stores: deque[Store] = deque()
@@ -93,13 +96,16 @@ class DiskTier:
         return self._num_damaged_before + (files.num_damaged if files is not None else 0)
 
     @property
-    def is_open(self) -> bool:
-        """Whether the weights' fingerprint is known."""
-        return self._files is not None
+    def opens_in_s(self) -> float:
+        """How long it should take until the weights' fingerprint is known: 0 if it is, infinite if nothing can be kept."""
+        if self._files is not None:
+            return 0.0
+        return max(0.0, self._opened_s - time.monotonic())
 
     def weights_changed(self) -> None:
-        """KV from now on is of the weights as they are now. Loads and stores before that must be done."""
+        """KV from now on is of the weights as they are now. Loads and stores before that must be withdrawn."""
         self._files = None
+        self._opened_s = time.monotonic() + self.hash_s
         self._do(self._open)
 
     def look_up(self, load: Load) -> None:
@@ -179,6 +185,7 @@ class DiskTier:
         try:
             self._files = self._open_files(self._transfer.fingerprint())
         except OSError as error:
+            self._opened_s = math.inf
             _logger.error("--kv-cache-dir is not used: %s", error.strerror)
             return
         _logger.info(

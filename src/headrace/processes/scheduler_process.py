@@ -47,6 +47,9 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 0.5
 
+_HASHED_PER_S = 1e9
+"""Bytes of weights, by one core."""
+
 
 def _die_of_watchdog() -> None:
     """A step that never ends cannot be interrupted, so the process exits; its parent answers the clients."""
@@ -197,7 +200,7 @@ def _tier(args: ServerArgs, worker: "Worker", ready: ReadyInfo) -> "DiskTier | N
     def open_files(fingerprint: str) -> PageFiles:
         return PageFiles(folder, fingerprint, ready.page_size, pages.page_bytes, args.kv_cache_disk_size)
 
-    tier = DiskTier(pages, open_files)
+    tier = DiskTier(pages, open_files, ready.weight_bytes / _HASHED_PER_S)
     tier.start()
     return tier
 

@@ -7,6 +7,7 @@ the pool runs short.
 Owns the loads and stores that are not done, and their pages and leases. Does not own the tier (`cache.tier`). Runs in the scheduler's thread.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -94,7 +95,7 @@ class TierQueue:
         known = self._kv.peek(req)
         part = max(range(len(known)), key=known.__getitem__)
         wanted = req.match_limit // size - known[part] // size
-        if wanted < LEAST_PAGES or not self.tier.is_open or not self._may_persist(req.asked.namespace):
+        if wanted < LEAST_PAGES or self.tier.opens_in_s == math.inf or not self._may_persist(req.asked.namespace):
             return False
         tokens, namespace = req.cache_key(req.match_limit // size * size), req.asked.namespace
         loading = next(
@@ -154,7 +155,7 @@ class TierQueue:
 
     def _inserted(self, part: int, tokens: bytes, namespace: str) -> None:
         """The tree has whole pages that it had not before: keep them."""
-        if not self.tier.is_open or not self._may_persist(namespace):
+        if self.tier.opens_in_s == math.inf or not self._may_persist(namespace):
             return
         kv_part = self._kv.parts[part]
         held = sum(len(store.pages) for _, store in self._stores)
@@ -191,7 +192,9 @@ class TierQueue:
         count = (len(load.pages) or one.num_lacking) * size
         compute_s = self.prompt_seconds(load.num_known * size, count) or count * UNKNOWN_TOKEN_S
         num_left = len(load.pages) - max(0, load.num_loaded - load.num_known)
-        page_s = self.tier.seconds_per_page
+        page_s, opens_in_s = self.tier.seconds_per_page, self.tier.opens_in_s
+        if opens_in_s:
+            return waited_s + opens_in_s > compute_s
         if not load.pages or not page_s:
             return waited_s > FIRST_SHARE * compute_s
         return waited_s + num_left * page_s > compute_s

@@ -123,10 +123,11 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
             f"{file.path.name}: tokenizer kind {kind!r:.80} is not supported; known: "
             "bert, gemma4, gpt2, llama, plamo2, rwkv, t5"
         )
+    ends = set(end_ids(file))  # some files have them as user-defined
     backend.add_tokens(
         [
-            AddedToken(token, normalized=False, special=entry in (_CONTROL, _UNKNOWN))
-            for token, entry in zip(tokens, types, strict=True)
+            AddedToken(token, normalized=False, special=entry in (_CONTROL, _UNKNOWN) or index in ends)
+            for index, (token, entry) in enumerate(zip(tokens, types, strict=True))
             if entry in _SPECIAL and token
         ]
     )
