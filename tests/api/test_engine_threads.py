@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from headrace.messages.outputs import FinishReason
 class RunningFake:
     """An echo scheduler in a thread. `held` rids get their first byte only."""
 
-    pooling = None
+    files = SimpleNamespace(pooling=None)
 
     def __init__(self):
         channels = LocalChannels()

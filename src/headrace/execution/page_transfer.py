@@ -7,6 +7,7 @@ Called by the tier's thread, beside the steps.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -25,20 +26,23 @@ NUMERICS = 1
 
 
 class PoolPages:
-    """The pages of a pool. weights: called for each fingerprint: all of the model. facts: what KV depends on beside them, as JSON."""
+    """The pages of a pool. weights, facts: called for each fingerprint: all of the model, and what KV depends on beside them."""
 
-    def __init__(self, pool: KvPool, weights: Callable[[], Iterable[Weight]], facts: Mapping[str, object]) -> None:
+    def __init__(
+        self, pool: KvPool, weights: Callable[[], Iterable[Weight]], facts: Callable[[], Mapping[str, object]]
+    ) -> None:
         num_pages = pool.num_slots // pool.page_size
         self._layers = [tensor.view(num_pages, -1).view(torch.uint8) for tensor in (*pool.k, *pool.v)]
         self._weights = weights
-        self._facts = json.dumps({"numerics": NUMERICS, **facts}, sort_keys=True, default=str)
+        self._facts = facts
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.page_bytes = sum(layer.shape[1] for layer in self._layers)
 
     @torch.inference_mode()
     def fingerprint(self) -> str:
-        found = hashlib.sha256(self._facts.encode())
+        facts = {"numerics": NUMERICS, **self._facts()}
+        found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         weights = list(self._weights())
         for weight in weights:
             found.update(f"{weight.name} {weight.shape} {weight.tied_name}".encode())
@@ -81,7 +85,7 @@ def page_transfer(setup: Setup, model: CausalLM, pool: KvPool, rank: Rank) -> Po
     config = setup.config
     if config.attention_backend == "cpu" and config.page_size != PAGE_SIZE:
         return f"its pages lie scattered with --page-size {config.page_size}: use {PAGE_SIZE}"
-    return PoolPages(pool, model.weights, _facts(setup))
+    return PoolPages(pool, model.weights, partial(_facts, setup))
 
 
 def _facts(setup: Setup) -> dict[str, object]:
