@@ -11,6 +11,19 @@ _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzer
 """Operations of which the host needs a value."""
 
 
+def _look_up_operators() -> None:
+    """torch looks an operator up when a mode first meets it, and keeps a borrowed pointer to what it finds. Two ranks in threads that do so at once
+    may each make one, and the first is freed; so they are looked up before any thread is."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace == "aten":
+            getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+
+
+_look_up_operators()
+
+
 class Trace(TorchDispatchMode):
     """The operations of torch that run within. calls: each with its arguments; a tensor is where its memory is, or which call made it."""
 
