@@ -213,6 +213,34 @@ def test_an_update_of_the_weights_is_another_fingerprint(tmp_path):
     rig.check_idle()
 
 
+def test_damaged_files_stay_counted_when_the_weights_change(tmp_path):
+    ask(make(tmp_path), "a", prompt(50, 1))
+    for file in tmp_path.rglob("*.kv"):
+        file.write_bytes(b"other")
+    rig = make(tmp_path)
+    assert ask(rig, "b", prompt(50, 1)) == 0
+    count = rig.tier.num_damaged
+    assert count > 0
+    rig.tier.weights_changed()
+    assert rig.tier.num_damaged == count
+    rig.tier.work_all()
+    assert rig.tier.num_damaged == count
+
+
+def test_requests_go_on_where_the_folder_cannot_be_used(tmp_path, monkeypatch):
+    """Whatever goes wrong with it; nothing waits to be stored there."""
+
+    def broken(*arguments: object) -> None:
+        raise ValueError("no folder")
+
+    monkeypatch.setattr(PageFiles, "__init__", broken)
+    rig = make(tmp_path)
+    assert rig.tier.opens_in_s == math.inf
+    assert ask(rig, "a", prompt(50, 1)) == 0
+    assert not rig.state.tier.is_busy
+    rig.check_idle()
+
+
 @pytest.mark.parametrize("persists", [False, True])
 def test_what_belongs_to_a_tenant_is_kept_if_asked(tmp_path, persists):
     ids = prompt(50, 1)

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import ConfigError
 from headrace.log import get_logger
 
 _logger = get_logger(__name__)
 
 KEY_BYTES = 16
-_TOKEN_BYTES = 4
 _MAGIC = b"HRKV\x00\x01\r\n"
 _PROLOGUE = struct.Struct("<8sII")
 _ALIGNMENT = 4096
@@ -66,7 +66,7 @@ class Run:
 def page_keys(fingerprint: str, namespace: str, tokens: bytes, page_size: int) -> list[bytes]:
     """The key of the namespace, and those of the whole pages of `tokens` (4 bytes each)."""
     key = hashlib.blake2b(f"{fingerprint} {namespace}".encode(), digest_size=KEY_BYTES).digest()
-    size = page_size * _TOKEN_BYTES
+    size = page_size * TOKEN_BYTES
     keys = [key]
     for start in range(0, len(tokens) // size * size, size):
         key = hashlib.blake2b(key + tokens[start : start + size], digest_size=KEY_BYTES).digest()
@@ -163,7 +163,7 @@ class PageFiles:
         Raises OSError.
         """
         count = len(keys) - 1 - first
-        size = self._page_size * _TOKEN_BYTES
+        size = self._page_size * TOKEN_BYTES
         crcs = bytearray()
         header_bytes = len(self._encoded(keys[first], tokens[first * size : (first + count) * size], bytes(4 * count)))
         data_start = -(-(_PROLOGUE.size + header_bytes) // _ALIGNMENT) * _ALIGNMENT
@@ -232,7 +232,7 @@ class PageFiles:
 
     def _common(self, header: _Header, parent: bytes, tokens: bytes, page: int, num_pages: int) -> int:
         """How many pages of a run are the prefix's from `page` on."""
-        size = self._page_size * _TOKEN_BYTES
+        size = self._page_size * TOKEN_BYTES
         count = min(len(header.crcs) // 4, len(header.tokens) // size, num_pages - page)
         if header.parent != parent:
             return 0

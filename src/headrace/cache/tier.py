@@ -104,6 +104,7 @@ class DiskTier:
 
     def weights_changed(self) -> None:
         """KV from now on is of the weights as they are now. Loads and stores before that must be withdrawn."""
+        self._num_damaged_before = self.num_damaged
         self._files = None
         self._opened_s = time.monotonic() + self.hash_s
         self._do(self._open)
@@ -180,13 +181,11 @@ class DiskTier:
 
     def _open(self) -> None:
         begin = time.perf_counter()
-        if self._files is not None:
-            self._num_damaged_before += self._files.num_damaged
         try:
             self._files = self._open_files(self._transfer.fingerprint())
-        except OSError as error:
+        except Exception:
             self._opened_s = math.inf
-            _logger.error("--kv-cache-dir is not used: %s", error.strerror)
+            _logger.exception("--kv-cache-dir is not used")
             return
         _logger.info(
             "KV is kept below --kv-cache-dir (%.2f s for the hash of the weights)", time.perf_counter() - begin

@@ -1,7 +1,7 @@
 """Requests whose prefix is being loaded from a tier behind the tree, and prefixes on their way into it.
 
 A request never waits longer than computing would take, as far as steps and loads are known: it goes on without what has not arrived, and others pass
-it meanwhile. Pages are taken for all of a load at once or not at all, so no two loads wait for one another; all that is held here is given up when
+it meanwhile. Pages are taken for all of a load at once or not at all, so no two loads wait for one another; all that is held here is released when
 the pool runs short.
 
 Owns the loads and stores that are not done, and their pages and leases. Does not own the tier (`cache.tier`). Runs in the scheduler's thread.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from headrace.cache.base import Lease
+from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.cache.tier import DiskTier, Load, Store
 from headrace.messages import namespaces
 from headrace.messages.control import TierStats
@@ -162,7 +163,7 @@ class TierQueue:
         if held > STORED_SHARE * kv_part.allocator.num_pages:
             self.num_dropped += 1
             return
-        match = kv_part.cache.match(tokens, namespace, len(tokens) // 4)
+        match = kv_part.cache.match(tokens, namespace, len(tokens) // TOKEN_BYTES)
         store = Store(tokens, namespace, match.pages, match.lease)
         self._stores.append((part, store))
         self.tier.store(store)
@@ -172,7 +173,7 @@ class TierQueue:
         load, part = loading.load, self._kv.parts[loading.part]
         if load.num_found < 0 or load.pages or load.is_done:
             return
-        match = part.cache.match(load.tokens, load.namespace, len(load.tokens) // 4)
+        match = part.cache.match(load.tokens, load.namespace, len(load.tokens) // TOKEN_BYTES)
         load.num_known = match.num_tokens // self._kv.page_size
         missing = load.num_found - load.num_known
         pages = part.grow(missing) if 0 < missing <= part.num_available_pages else None
@@ -208,7 +209,7 @@ class TierQueue:
         lease = loading.lease
         part.give_back(load.pages[num_new:])
         if num_new:
-            tokens = load.tokens[: load.num_loaded * size * 4]
+            tokens = load.tokens[: load.num_loaded * size * TOKEN_BYTES]
             done = part.cache.insert(tokens, [*load.known_pages, *load.pages[:num_new]], load.namespace)
             num_twice = max(0, done.num_existing // size - load.num_known)
             part.give_back(load.pages[:num_twice])
@@ -230,7 +231,7 @@ class TierQueue:
 
 def _serves(load: Load, tokens: bytes, namespace: str, num_known: int, page_size: int) -> bool:
     """Whether a load may bring pages that a prefix lacks."""
-    end = (num_known + 1) * page_size * 4
+    end = (num_known + 1) * page_size * TOKEN_BYTES
     return (
         load.is_wanted and load.namespace == namespace and load.tokens[:end] == tokens[:end] and len(load.tokens) >= end
     )
