@@ -18,7 +18,7 @@ from headrace.cache.page_files import PageFiles
 from headrace.cache.tier import DiskTier
 from headrace.messages.operations import OPERATIONS, OperationReq
 from headrace.messages.weights import UpdateFromDisk, WeightOpReq
-from headrace.scheduler import tier_queue
+from headrace.scheduler import kv_manager, tier_queue
 
 PAGE = 4
 
@@ -141,6 +141,50 @@ def test_a_request_right_after_the_start_waits_for_the_hash_of_the_weights(tmp_p
     rig.tier.works = True
     rig.drain()
     assert rig.rows["b"][0].stats.cached_tokens == (0 if hash_s == math.inf else 48)
+
+
+def begun_again(folder: Path, ids: list[int], num_delivered: int, works: bool = True, **options: object) -> Rig:
+    """A scheduler that is gone in the middle of a long answer, after that many tokens, and a new one that gets the request again."""
+    rig = make(folder, num_pages=64, **options)
+    rig.add("r", ids, 100, stream=True)
+    while len(rig.ids.get("r", [])) < num_delivered:
+        rig.turn()
+    heard = rig.ids["r"]
+    rig = make(folder, num_pages=64, **options)
+    rig.tier.works = works
+    rig.tier.hash_s = 1.0
+    rig.tier.weights_changed()
+    rig.ids["r"] = list(heard)
+    rig.add("r", ids, 100, stream=True, output_ids=np.array(heard, np.int32).tobytes(), attempt=1)
+    return rig
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_a_scheduler_died_its_request_goes_on_from_the_files(tmp_path, monkeypatch, overlap):
+    """With what it had computed of the answer, too; it waits for the hash of the weights."""
+    monkeypatch.setattr(kv_manager, "AHEAD_PAGES", 3)
+    ids = prompt(50, 1)
+    rig = begun_again(tmp_path, ids, 70, works=False, overlap=overlap)
+    for _ in range(20):
+        rig.turn()
+    assert not rig.rows, "it waits"
+    rig.tier.works = True
+    rig.drain()
+    assert rig.ids["r"] == expected_outputs(ids, 100, 10**9)
+    assert rig.rows["r"][0].stats.cached_tokens >= 104, "of 120"
+    rig.turn()
+    rig.check_idle()
+
+
+def test_a_prompt_is_stored_while_it_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_manager, "AHEAD_PAGES", 3)
+    ids = prompt(100, 1)
+    rig = make(tmp_path)
+    rig.add("r", ids, 4)
+    for _ in range(10):
+        rig.turn()
+    assert not rig.ids
+    assert ask(make(tmp_path), "again", ids) >= 48
 
 
 def test_others_pass_a_request_whose_prefix_is_loaded(tmp_path):

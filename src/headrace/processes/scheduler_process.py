@@ -50,6 +50,9 @@ HEARTBEAT_S = 0.5
 _HASHED_PER_S = 1e9
 """Bytes of weights, by one core."""
 
+_OPERATIONS_PER_S = {"cpu": 2e11, "cuda": 3e14}
+"""Additions and multiplications of a core or of a GPU while it computes a prompt: what is taken for it before steps have been timed."""
+
 
 def _die_of_watchdog() -> None:
     """A step that never ends cannot be interrupted, so the process exits; its parent answers the clients."""
@@ -252,7 +255,15 @@ def scheduler_config(
         whole_images=ready.encoder is not None and ready.encoder.whole_images,
         replica=replica,
         persists_tenants=args.kv_cache_persist_tenants,
+        unknown_token_s=_token_s(args, ready),
     )
+
+
+def _token_s(args: ServerArgs, ready: ReadyInfo) -> float:
+    """What computing a token of a prompt should take here."""
+    kind = ready.device.split(":")[0]
+    cores = (args.num_threads or len(os.sched_getaffinity(0))) if kind == "cpu" else 1
+    return 2 * ready.num_parameters / (cores * _OPERATIONS_PER_S.get(kind, _OPERATIONS_PER_S["cuda"]))
 
 
 def _seconds(milliseconds: int | None) -> float:

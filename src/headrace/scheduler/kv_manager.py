@@ -20,6 +20,9 @@ from headrace.messages.outputs import CacheMiss, MissReason
 from headrace.messages.step import Int32Array
 from headrace.scheduler.request import Req
 
+AHEAD_PAGES, AHEAD_SHARE = 16, 8
+"""With a tier: what a running request has computed enters the cache by so many pages, or by a part of all that is so large."""
+
 
 @dataclass(slots=True)
 class KvPart:
@@ -160,6 +163,13 @@ class KVManager:
         """Add the computed whole pages of a running request to the cache, so that other requests can use them."""
         if req.shares_kv:
             self._insert(req)
+
+    def share_ahead(self, req: Req) -> None:
+        """`share`, once there is much of it that the cache does not have: so often that a death loses little, and so rarely that prefixes of one
+        request do not take more time than the request."""
+        num_full = req.num_computed // self.page_size
+        if num_full - req.num_tree_pages >= max(AHEAD_PAGES, num_full // AHEAD_SHARE):
+            self.share(req)
 
     def release(self, req: Req) -> None:
         """Free everything of a request that no step in flight uses. Its computed KV stays cached, if that is allowed."""

@@ -86,7 +86,9 @@ class Scheduler:
             source=source,
         )
         if tier is not None:
-            self.state.tier = TierQueue(tier, kv, self.state.cost.prompt_seconds, config.persists_tenants)
+            self.state.tier = TierQueue(
+                tier, kv, self.state.cost.prompt_seconds, config.persists_tenants, config.unknown_token_s
+            )
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
         self._to_tokenizer = to_tokenizer

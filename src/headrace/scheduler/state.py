@@ -138,7 +138,7 @@ class SchedulerConfig:
     prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing. whole_images: no image may be cut, because its
-    tokens see each other. persists_tenants: see `TierQueue`.
+    tokens see each other. persists_tenants, unknown_token_s: see `TierQueue`.
     """
 
     policy: str
@@ -166,6 +166,7 @@ class SchedulerConfig:
     whole_images: bool = False
     replica: int = 0
     persists_tenants: bool = False
+    unknown_token_s: float = 1e-4
     turn_end_ids: frozenset[int] = frozenset()
 
     def eos_of(self, task: EngineTask) -> frozenset[int]:

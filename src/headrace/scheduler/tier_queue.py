@@ -28,9 +28,6 @@ LEAST_PAGES = 4
 FIRST_SHARE = 0.1
 """How long nothing may arrive, of the time that computing would take, while it is not known how fast the tier is."""
 
-UNKNOWN_TOKEN_S = 1e-4
-"""What computing a token of a prompt takes, while no step is known."""
-
 STORED_SHARE = 0.25
 """Of the pool: while more than that waits to be stored, nothing is added."""
 
@@ -57,8 +54,8 @@ class _Waiting:
 class TierQueue:
     """See the module docstring. Iterates over the requests in order of arrival, without those that have ended.
 
-    prompt_seconds: what computing `count` tokens of a prompt from position `start` takes; 0.0 = not known. persists_tenants: also what belongs to a
-    key or a salt is stored.
+    prompt_seconds: what computing `count` tokens of a prompt from position `start` takes; 0.0 = not known, and unknown_token_s each is taken for it.
+    persists_tenants: also what belongs to a key or a salt is stored.
     """
 
     def __init__(
@@ -67,11 +64,13 @@ class TierQueue:
         kv: KVManager,
         prompt_seconds: Callable[[int, int], float],
         persists_tenants: bool = False,
+        unknown_token_s: float = 1e-4,
     ) -> None:
         self.tier = tier
         self._kv = kv
         self.prompt_seconds = prompt_seconds
         self.persists_tenants = persists_tenants
+        self._unknown_token_s = unknown_token_s
         self._waiting: list[_Waiting] = []
         self._loads: list[_Loading] = []
         self._stores: list[tuple[int, Store]] = []
@@ -159,8 +158,8 @@ class TierQueue:
         if self.tier.opens_in_s == math.inf or not self._may_persist(namespace):
             return
         kv_part = self._kv.parts[part]
-        held = sum(len(store.pages) for _, store in self._stores)
-        if held > STORED_SHARE * kv_part.allocator.num_pages:
+        held = {page for _, store in self._stores for page in store.pages}
+        if len(held) > STORED_SHARE * kv_part.allocator.num_pages:
             self.num_dropped += 1
             return
         match = kv_part.cache.match(tokens, namespace, len(tokens) // TOKEN_BYTES)
@@ -191,7 +190,7 @@ class TierQueue:
             return True
         waited_s = now_s - one.since_s
         count = (len(load.pages) or one.num_lacking) * size
-        compute_s = self.prompt_seconds(load.num_known * size, count) or count * UNKNOWN_TOKEN_S
+        compute_s = self.prompt_seconds(load.num_known * size, count) or count * self._unknown_token_s
         num_left = len(load.pages) - max(0, load.num_loaded - load.num_known)
         page_s, opens_in_s = self.tier.seconds_per_page, self.tier.opens_in_s
         if opens_in_s:
