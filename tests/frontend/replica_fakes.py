@@ -147,24 +147,26 @@ class FakeReplica:
                 self.weights = "received"
         self.version = update.weight_version or self.version
 
-    def say(self, rid: str, ids: list[int], num_ids: int, is_last: bool = False) -> None:
-        """An output of a request."""
+    def say(self, rid: str, ids: list[int], num_ids: int, is_last: bool = False, **fields: object) -> None:
+        """An output of a request. fields: of the `TokenIDOut`."""
         finish = FinishReason("length", length=num_ids) if is_last else None
         self.back.send(
-            BatchStrOut((StrOut("x" * len(ids), TokenIDOut(rid, pack_int32(ids), num_ids, finish)),), self.source)
+            BatchStrOut(
+                (StrOut("x" * len(ids), TokenIDOut(rid, pack_int32(ids), num_ids, finish, **fields)),), self.source
+            )
         )
 
 
 class Replicas:
     """Two of them behind a front end. dismissed: indices that it wanted to be started again."""
 
-    def __init__(self, num_replicas: int = 2) -> None:
+    def __init__(self, num_replicas: int = 2, **options: object) -> None:
         self.back = LocalQueue()
         self.disk: dict[str, str] = {}
         self.dismissed: list[int] = []
         self.all = [FakeReplica(self.back, self.disk, index) for index in range(num_replicas)]
         self.manager = TokenizerManager(
-            ServerArgs(model_path="fake", dp_size=num_replicas),
+            ServerArgs(model_path="fake", dp_size=num_replicas, **options),
             READY,
             ByteTokenizer(),
             self.all[0].inbox,

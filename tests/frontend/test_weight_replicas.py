@@ -8,6 +8,8 @@ from frontend_fakes import turns
 from replica_fakes import Replicas
 
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
+from headrace.messages.outputs import TokenVersions
+from headrace.messages.packing import pack_int32
 from headrace.messages.weights import (
     CancelUpdate,
     CommitUpdate,
@@ -235,6 +237,31 @@ async def test_a_request_with_outputs_of_the_old_weights_ends_before_the_switch_
     assert (await replicas.done(updating, 0, 1)).success
     await call
     assert states(replicas) == [DONE, DONE]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+async def test_requests_do_not_hold_an_update_up_if_they_go_on_with_the_new_weights(policy):
+    """Their tokens say which weights gave them, also after a death of their replica."""
+    replicas = Replicas(kv_on_update=policy)
+    call = replicas.call("p", rid="r", routed_dp_rank=1)
+    await replicas.given(1, "r")
+    replicas.all[1].say("r", [1, 2], 2, versions=(TokenVersions(0, "default", "default"),))
+    await turns()
+    assert (await replicas.done(replicas.operate(NEW), 0, 1)).success
+    assert states(replicas) == [DONE, DONE]
+    replicas.all[1].say("r", [3], 3, versions=(TokenVersions(2, "1", "default", 1),))
+    await turns()
+    replicas.die(1)
+    await replicas.until(replicas.come_back(1).done, 0, 1)
+    assert (await replicas.given(1, "r")).output_ids == pack_int32([1, 2, 3])
+    replicas.all[1].say("r", [4], 4, is_last=True, versions=(TokenVersions(3, "1", "1"),))
+    [answer] = await call
+    assert answer["meta_info"]["weight_versions"] == [
+        {"start": 0, "weight_version": "default", "kv_version": "default", "kv_age": 0},
+        {"start": 2, "weight_version": "1", "kv_version": "default", "kv_age": 1},
+        {"start": 3, "weight_version": "1", "kv_version": "1", "kv_age": 0},
+    ]
+    await replicas.manager.close()
 
 
 async def test_paused_requests_do_not_hold_an_update_up(replicas):

@@ -44,6 +44,11 @@ def first_history(version: int, lora_id: int) -> int:
     return version + 100_003 * lora_id
 
 
+def mixed(history: int, version: int, oldest: int) -> int:
+    """What weights make of a history whose KV depends on older ones."""
+    return history + 100_019 * version + 100_043 * oldest
+
+
 def next_token(history: int, eos_every: int) -> int:
     """EOS about once in `eos_every` tokens, else token 0."""
     return EOS if (history // 7) % eos_every == 0 else 0
@@ -218,6 +223,7 @@ class FakeWorker:
 
     ids_a_row: how many tokens a row that samples gives; several only without overlap. seconds: what a step takes. in_stages: a step that was
     submitted has begun, so what it computes must be known. num_parts: of the KV cache; a row has all its slots in one, where the plan says.
+    mixes: the KV of older weights may be read: what is sampled depends on the weights and on the oldest KV that it was computed from.
     sits_out: whether the row of a sequence sits a step out, given the number of the step and the row. guesses: how many tokens it guesses
     after what a row samples, given the same, and how many of them are right.
     """
@@ -240,6 +246,8 @@ class FakeWorker:
         self.in_stages = in_stages
         self.ids_a_row = ids_a_row
         self.kv = np.full(num_slots, -1, np.int64)  # slot -> hash of the history up to and including the token
+        self.oldest = np.zeros(num_slots, np.int64)  # slot -> the oldest weights that its KV depends on
+        self.mixes = False
         self.tokens: dict[int, list[int]] = {}
         self.slots: dict[int, list[int]] = {}
         self.specs: dict[int, tuple[LogprobSpec | None, int]] = {}
@@ -346,7 +354,8 @@ class FakeWorker:
             self.encoder.check(self.contents[seq], start, count)
             lora_id = self.lora_ids[seq]
             assert lora_id == 0 or lora_id in self.loras, "its adapter has gone"
-            history = first_history(self.version, lora_id)
+            history = first_history(0 if self.mixes else self.version, lora_id)
+            oldest = min([self.version, *self.oldest[slots].tolist()])
             for position in range(start):
                 history = history_hash(history, tokens[position])
                 assert self.kv[slots[position]] == history, "the KV of an earlier position is not this sequence's"
@@ -354,7 +363,7 @@ class FakeWorker:
             for position in range(start, start + count):
                 history = history_hash(history, tokens[position])
                 slot = int(batch.out_slots[at])
-                self.kv[slot] = history
+                self.kv[slot], self.oldest[slot] = history, oldest
                 slots.append(slot)
                 written.append(history)
                 at += 1
@@ -380,11 +389,11 @@ class FakeWorker:
                     continue
                 histories = []
                 while len(made[row]) < self.ids_a_row or made[row] == guess[: len(made[row])] != guess:
-                    made[row].append(next_token(history, self.eos_every))
+                    made[row].append(self.sampled(history, oldest))
                     histories.append(history)
                     history = history_hash(history, made[row][-1])
                 if guess and made[row] == guess:
-                    made[row].append(next_token(history, self.eos_every))
+                    made[row].append(self.sampled(history, oldest))
                     histories.append(history)
                     history = history_hash(history, made[row][-1])
                 tokens += made[row]
@@ -392,7 +401,7 @@ class FakeWorker:
                     self.num_verified += 1
                     self.num_hits += len(made[row]) - 1
                     del slots[len(tokens) - 1 :]
-                drafts[row] = self._guess(seq, history, *self.guesses(batch.step, row))
+                drafts[row] = self._guess(seq, history, oldest, *self.guesses(batch.step, row))
                 if spec is not None:
                     logprobs[row] = block(made[row], histories)
         ids = np.array([token for row in made for token in row], np.int32)
@@ -413,9 +422,12 @@ class FakeWorker:
             encode_s=self.encode_s(batch),
         )
 
-    def _guess(self, seq: int, history: int, count: int, num_right: int) -> int:
+    def sampled(self, history: int, oldest: int) -> int:
+        return next_token(mixed(history, self.version, oldest) if self.mixes else history, self.eos_every)
+
+    def _guess(self, seq: int, history: int, oldest: int, count: int, num_right: int) -> int:
         for index in range(count):
-            right = next_token(history, self.eos_every)
+            right = self.sampled(history, oldest)
             self.drafts[seq].append(right if index < num_right else 1 - right)
             history = history_hash(history, self.drafts[seq][-1])
         return count
@@ -489,6 +501,7 @@ class Rig:
         encoder_slices: int = 1,
         whole_images: bool = False,
         tier: Callable[["FakeWorker"], DiskTier] | None = None,
+        kv_on_update: str = "flush",
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -524,7 +537,9 @@ class Rig:
             encoder_rows=encoder_rows,
             encoder_slices=encoder_slices,
             whole_images=whole_images,
+            kv_on_update=kv_on_update,
         )
+        self.worker.mixes = kv_on_update == "keep"
         self.worker.encoder.num_slices = encoder_slices
         self.worker.encoder.whole_images = whole_images
         self.grammars = FakeGrammars()

@@ -8,6 +8,14 @@ from headrace.messages.control import CacheNode
 from headrace.messages.outputs import CacheMiss, MissReason
 
 
+@dataclass(slots=True, eq=False)
+class Weights:
+    """Weights with which KV was computed. number: of the updates before them. name: their version."""
+
+    number: int = 0
+    name: str = "default"
+
+
 class Lease:
     """A pin on a cached prefix: while it is held, its pages are not evicted. Issued and released by the cache."""
 

@@ -409,6 +409,11 @@ class ServerOptions:
     kv_cache_persist_tenants: bool = _memory(
         False, "Keep also the KV of requests with a cache_salt or a key of --api-key-file below --kv-cache-dir."
     )
+    kv_on_update: Literal["flush", "recompute", "keep"] = _memory(
+        "flush",
+        "At a weight update, flush: requests that have begun end first, and cached KV is dropped; recompute: requests go on at once, and compute "
+        "their KV again with the new weights; keep: they go on at once, with the KV of the old weights. See docs/weights.md.",
+    )
     disable_overlap_schedule: bool = _memory(False, "Plan a step only after the previous one has finished.")
     speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _memory(
         "auto",

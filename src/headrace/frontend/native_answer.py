@@ -16,7 +16,16 @@ from headrace.messages.packing import unpack_float32
 
 NativeAnswer = dict[str, Any]
 
-_POOLED_META = ("id", "finish_reason", "prompt_tokens", "cached_tokens", "weight_version", "e2e_latency", "queue_time")
+_POOLED_META = (
+    "id",
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "weight_version",
+    "weight_versions",
+    "e2e_latency",
+    "queue_time",
+)
 
 
 class NativeStream:
@@ -53,7 +62,7 @@ def pooled_answer(update: SampleUpdate) -> NativeAnswer:
     meta = _meta_info(update)
     answer: NativeAnswer = {
         "embedding": unpack_float32(update.pooled) if update.pooled is not None else None,
-        "meta_info": {name: meta[name] for name in _POOLED_META},
+        "meta_info": {name: meta[name] for name in _POOLED_META if name in meta},
     }
     if update.is_listed:
         answer["index"] = update.index
@@ -79,7 +88,7 @@ def _answer(update: SampleUpdate, text: str, ids: list[int], logprobs: SampleLog
 
 def _meta_info(update: SampleUpdate) -> dict[str, Any]:
     usage, times = update.usage, update.times
-    meta = {
+    meta: dict[str, Any] = {
         "id": update.rid,
         "finish_reason": _finish_reason(update.finish) if update.finish is not None else None,
         "prompt_tokens": usage.prompt_tokens,
@@ -93,6 +102,8 @@ def _meta_info(update: SampleUpdate) -> dict[str, Any]:
         "decode_throughput": times.decode_throughput,
     }
     meta |= {kind.tokens_field: count for kind in MediaKind if (count := usage.media_tokens.get(kind))}
+    if update.versions:
+        meta["weight_versions"] = [msgspec.structs.asdict(one) for one in update.versions]
     if update.speculation is not None:
         meta |= _speculation(update.speculation)
     return meta

@@ -27,7 +27,7 @@ from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import ANONYMOUS, Tenant, TenantLimits
 from headrace.media_kinds import MediaKind
 from headrace.messages.namespaces import of_adapter
-from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut
+from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut, TokenVersions
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import EngineTask, PromptContent, TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
@@ -72,7 +72,7 @@ class ReqState:
     num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
     number of outputs at the last death; see `engine_link`.
     media_bytes, media_tokens: of the media that its request carries. began_s: when it first began to run. num_processed: tokens of its prompt that
-    are computed or were cached.
+    are computed or were cached. versions: of its tokens, where they change.
     _num_taken_texts etc.: how much of its output earlier updates contained.
     """
 
@@ -119,6 +119,7 @@ class ReqState:
     output_logprobs: LogprobLists = field(default_factory=LogprobLists)
     hidden_states: list[list[float]] = field(default_factory=list)
     pooled: bytes | None = None
+    versions: tuple[TokenVersions, ...] = ()
     _followers: list["ReqState"] = field(default_factory=list)
     _is_heard: bool = False
     _progress: PromptProgress | None = None
@@ -171,6 +172,7 @@ class ReqState:
             self.hidden_states += [values[i : i + hidden_size] for i in range(0, len(values), hidden_size)]
         if row.pooled:
             self.pooled = row.pooled
+        self.versions += row.versions
         if row.finish is None:
             self._tell()
 
@@ -278,6 +280,7 @@ class ReqState:
             stats.speculation if ended else None,
             self.pooled,
             progress,
+            self.versions,
         )
         self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
         self._num_unread_characters = 0

@@ -20,7 +20,7 @@ from headrace.errors import (
     TooLargeError,
 )
 from headrace.media_kinds import MediaKind
-from headrace.messages.outputs import FinishReason, LogprobBlock, SpeculationCounts
+from headrace.messages.outputs import FinishReason, LogprobBlock, SpeculationCounts, TokenVersions
 from headrace.messages.packing import unpack_float32, unpack_int32
 
 LogprobItem = tuple[float | None, int, str | None]
@@ -112,6 +112,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     a row of hidden_size values per token; None if not requested. speculation: with the last update, None without speculative decoding.
     pooled: of an `EmbeddingReqInput`, float32[n] little-endian: the embedding, or the numbers (logits) of the classification. None: there is none,
     as for every other call, or for an input that failed. progress: of its prompt, if that was asked for; at the latest with the first output.
+    versions: of all its tokens so far, where they change; empty with --kv-on-update flush.
     """
 
     rid: str
@@ -129,6 +130,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     speculation: SpeculationCounts | None = None
     pooled: bytes | None = None
     progress: PromptProgress | None = None
+    versions: tuple[TokenVersions, ...] = ()
 
     @property
     def is_progress(self) -> bool:

@@ -148,7 +148,12 @@ class TokenizerManager:
         )
         self.control.own = MainOperations(self.experts, self.settings, self.records)
         self.weights = WeightControl(
-            self.link, check, self.aborts.abort_all, ready.fingerprint, self.records.note_operation
+            self.link,
+            check,
+            self.aborts.abort_all,
+            ready.fingerprint,
+            self.records.note_operation,
+            drains=args.kv_on_update == "flush",
         )
         self.adapters = Adapters(args.max_loras, lora_paths(args), self.engine_loop, self.link, ready.lora_fingerprints)
         self.prompt_tokenizer = PromptTokenizer(

@@ -8,7 +8,8 @@
 Any failure before the decision (a replica refuses, the caller gives up, the update is cancelled) drops the update everywhere. A replica
 that dies before the decision is left out; one that comes back before it is prepared and held like the others; one that dies or comes back
 after it gets the update from the log. The decision waits until no request has outputs of the old weights, so that no request mixes two
-versions, even if it is sent again after a death. Paused requests are the exception: they continue with the new weights, as documented.
+versions, even if it is sent again after a death. Paused requests are the exception: they continue with the new weights, as documented, and so do
+all with --kv-on-update recompute or keep (`drains` is False then).
 Runs in the event loop of the tokenizer manager, one update at a time.
 """
 
@@ -194,9 +195,10 @@ class Undecided:
 
 
 class UpdatePhases:
-    def __init__(self, link: EngineLink, log: OperationLog) -> None:
+    def __init__(self, link: EngineLink, log: OperationLog, drains: bool = True) -> None:
         self._link = link
         self._log = log
+        self._drains = drains
         self._ids = itertools.count(1)
 
     async def carry_out(self, update: Update, undecided: Undecided, on_decided: Callable[[], None]) -> WeightOpReply:
@@ -251,7 +253,7 @@ class UpdatePhases:
     def _must_wait(self) -> bool:
         """Whether a request that has begun must still end with the old weights; paused ones do not count."""
         standing = self._log.standing
-        return standing.pause is None and not standing.released and self._link.has_begun()
+        return self._drains and standing.pause is None and not standing.released and self._link.has_begun()
 
     def _check_all_can_follow(self, update: Update, prepared: Replies) -> None:
         """Raises CapacityError for pushed weights while a replica is being restarted: it could never get them."""

@@ -64,7 +64,7 @@ O = TypeVar("O")
 class WeightControl:
     """check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
     scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
-    succeeded on all replicas.
+    succeeded on all replicas. drains: see `UpdatePhases`.
     """
 
     link: EngineLink
@@ -72,12 +72,13 @@ class WeightControl:
     abort_all: Callable[[], None]
     started_from: str = ""
     on_done: Callable[[WeightOperation], None] = lambda operation: None
+    drains: bool = True
     _undecided: set[Undecided] = field(init=False, default_factory=set)
     _groups: dict[str, frozenset[Replica]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log = OperationLog()
-        self._phases = UpdatePhases(self.link, self.log)
+        self._phases = UpdatePhases(self.link, self.log, self.drains)
         self._turn = asyncio.Lock()
 
     @property

@@ -133,6 +133,18 @@ class CacheMiss(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_id: int = -1
 
 
+class TokenVersions(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which weights gave the output tokens from place `start` on, and the oldest that gave KV from which these were computed.
+
+    kv_age: how many updates lie between the two; the names may be the same.
+    """
+
+    start: int
+    weight_version: str
+    kv_version: str
+    kv_age: int = 0
+
+
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
@@ -158,6 +170,7 @@ class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     A matched stop token or EOS is part of `ids` and of the count; the detokenizer trims it from the text.
     prompt_logprobs: with the first output. hidden_states: float32[m, hidden_size], one row per token of `ids` (the first
     output also carries the prompt's rows before them). pooled: float32[n], the result of a `PoolTask`, with the only output.
+    versions: where they change in `ids`, with --kv-on-update recompute or keep.
     """
 
     rid: str
@@ -170,6 +183,7 @@ class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: LogprobBlock | None = None
     hidden_states: bytes = b""
     pooled: bytes = b""
+    versions: tuple[TokenVersions, ...] = ()
 
 
 class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -33,7 +33,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> l
         else:
             try:
                 if not req.is_plain:
-                    _take_details(req, start, row, result)
+                    _take_details(state, req, start, row, result)
                 if num_logits:
                     made = ids[id_starts[row] : id_starts[row + 1]]
                     if made:
@@ -170,7 +170,7 @@ def _take_prefill(state: SchedulerState, req: Req, start: int) -> None:
         state.kv.share(req)
 
 
-def _take_details(req: Req, start: int, row: int, result: StepResult) -> None:
+def _take_details(state: SchedulerState, req: Req, start: int, row: int, result: StepResult) -> None:
     """Keep the prompt logprobs, the hidden states and the pooled result that its row gave."""
     if (logprobs := result.prompt_logprobs.get(row)) is not None:
         req.prompt_logprobs.append(logprobs)
@@ -178,6 +178,8 @@ def _take_details(req: Req, start: int, row: int, result: StepResult) -> None:
     if (hidden := result.hidden_states.get(row)) is not None:
         _take_hidden(req, start, hidden)
     req.pooled = result.pooled.get(row, b"")
+    if req.pooled and state.config.kv_on_update != "flush":
+        req.label(state.kv.weights, 0)
 
 
 def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> int:
@@ -185,6 +187,8 @@ def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: Logprob
     for token_id in ids:
         assert 0 <= token_id < state.config.vocab_size, (req.rid, ids)
     num_before = len(req.token_ids)
+    if state.config.kv_on_update != "flush":
+        req.label(state.kv.weights, req.num_outputs)
     try:
         req.finish = req.accept(ids)
     finally:
@@ -228,7 +232,9 @@ def _output(state: SchedulerState, req: Req) -> TokenIDOut:
         prompt_logprobs,
         hidden_states,
         req.pooled,
+        tuple(req.versions),
     )
+    req.versions.clear()
     req.emitted = True
     req.num_sent_tokens = num_tokens
     return out

@@ -8,13 +8,13 @@ With --enable-dp-attention there are several parts, one for each rank; all pages
 numbered over all parts, so that one number never means two pages. Runs in the scheduler's thread.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from headrace.cache.base import PageAllocator, PrefixCache, PrefixMatch
+from headrace.cache.base import PageAllocator, PrefixCache, PrefixMatch, Weights
 from headrace.messages.control import CacheNode, PoolState
 from headrace.messages.outputs import CacheMiss, MissReason
 from headrace.messages.step import Int32Array
@@ -34,6 +34,7 @@ class KvPart:
     allocator: PageAllocator
     cache: PrefixCache
     num_owned_pages: int = 0
+    _weights_of: dict[int, Weights] = field(default_factory=dict)
 
     @property
     def num_available_pages(self) -> int:
@@ -49,8 +50,14 @@ class KvPart:
     def is_consistent(self) -> bool:
         return self.num_available_pages + self.num_leased_pages == self.allocator.num_pages
 
-    def grow(self, num_pages: int) -> list[int] | None:
-        """Allocate this many pages for a request, evicting if needed. None: there is no room, and nothing has changed."""
+    def oldest(self, pages: Iterable[int], now: Weights) -> Weights:
+        """The oldest weights that any KV of these pages depends on; those of `now` if there are none."""
+        if not now.number:
+            return now
+        return min((self._weights_of[page] for page in pages), key=lambda one: one.number, default=now)
+
+    def grow(self, num_pages: int, weights: Weights) -> list[int] | None:
+        """Allocate this many pages for KV that depends on no older weights, evicting if needed. None: there is no room, and nothing has changed."""
         short = num_pages - self.allocator.num_free
         if short > 0:
             if short > self.cache.num_evictable_pages:
@@ -58,7 +65,9 @@ class KvPart:
             # Evict a little more than needed, so that a full pool does not evict at every step.
             self.allocator.free(self.cache.evict(max(short, self.allocator.num_pages // 64)))
         self.num_owned_pages += num_pages
-        return self.allocator.allocate(num_pages)
+        pages = self.allocator.allocate(num_pages)
+        self._weights_of.update(dict.fromkeys(pages, weights))
+        return pages
 
     def give_back(self, pages: list[int]) -> None:
         self.allocator.free(pages)
@@ -79,6 +88,7 @@ class KVManager:
 
     num_left: how many rows requests have left so far. on_insert: called with the part, tokens and namespace of a prefix that the cache did not have
     as a whole before. on_short: called where pages are missing, and before all of them are taken back: lets go of what no step needs.
+    weights: those of the steps.
     """
 
     def __init__(self, parts: Sequence[KvPart], max_seqs: int) -> None:
@@ -88,6 +98,7 @@ class KVManager:
         self._free_seqs = list(range(max_seqs - 1, -1, -1))
         self._left: list[int] = []
         self.num_left = 0
+        self.weights = Weights()
         self.on_insert: Callable[[int, bytes, str], None] = lambda part, tokens, namespace: None
         self.on_short: Callable[[], None] = lambda: None
 
@@ -143,6 +154,7 @@ class KVManager:
         req.lease = match.lease
         req.pages = list(match.pages)
         req.num_tree_pages = len(match.pages)
+        req.kv_weights = self.parts[part].oldest(match.pages, self.weights)
         req.rewind(match.num_tokens)
 
     def grow(self, req: Req, num_tokens: int) -> bool:
@@ -150,10 +162,10 @@ class KVManager:
         missing = self.pages_for(num_tokens) - len(req.pages)
         if missing <= 0:
             return True
-        pages = self.parts[req.part].grow(missing)
+        pages = self.parts[req.part].grow(missing, req.kv_weights)
         if pages is None:
             self.on_short()
-            pages = self.parts[req.part].grow(missing)
+            pages = self.parts[req.part].grow(missing, req.kv_weights)
         if pages is None:
             return False
         req.pages += pages
@@ -197,6 +209,11 @@ class KVManager:
         pages = np.array(req.pages[: self.pages_for(req.num_computed)], np.int32)
         slots = pages[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)
         return slots.reshape(-1)[: req.num_computed].astype(np.int32)
+
+    def weights_changed(self, name: str) -> None:
+        """What is computed from now on is of new weights."""
+        self.on_short()
+        self.weights = Weights(self.weights.number + 1, name)
 
     def flush(self, why: MissReason = "flushed") -> None:
         """Empty the cache. No request may hold a lease. why: what later requests are told that miss it."""

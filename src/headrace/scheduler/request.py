@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from headrace.cache.base import Lease
+from headrace.cache.base import Lease, Weights
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.grammar import CompiledGrammar
 from headrace.messages.outputs import (
@@ -30,6 +30,7 @@ from headrace.messages.outputs import (
     SampleEvent,
     SampleEventKind,
     SpeculationCounts,
+    TokenVersions,
 )
 from headrace.messages.requests import EngineTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
@@ -69,6 +70,7 @@ class Req:
     """Mutable state of one sample. `asked` is the request as it arrived; the rest belongs to the scheduler.
 
     seq: row in the worker's tables while admitted, else -1. part: of the KV cache, while admitted. pages: KV pages in order of position.
+    kv_weights: the oldest that any of that KV depends on.
     pages[:num_tree_pages] were leased from or given to the cache, except those in `duplicate_pages`, which are ours because another
     request inserted the same tokens first. pages[num_tree_pages:] are ours. token_ids: prompt and committed outputs, int32.
     end_token_ids: any of these ends the request; so does having max_tokens tokens, prompt included.
@@ -77,6 +79,7 @@ class Req:
     is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
     grammar: what its output must match, once compiled. skips_step: a step did not sample it; it is rewound when no step in flight computes it.
     pooled: float32[n] bytes, the result of a `PoolTask`, once its prompt is computed.
+    versions: of its tokens, where they change, that are still to be sent.
     num_drafts: tokens after the known ones that the worker has guessed. num_expecting: steps that wait for the one before, since drafts may come.
     """
 
@@ -101,6 +104,7 @@ class Req:
     num_expecting: int = 0
     seq: int = -1
     part: int = 0
+    kv_weights: Weights = field(default_factory=Weights)
     pages: list[int] = field(default_factory=list)
     num_tree_pages: int = 0
     duplicate_pages: list[int] = field(default_factory=list)
@@ -124,6 +128,8 @@ class Req:
     pending_hidden: list[bytes] = field(default_factory=list)
     num_hidden_rows: int = 0
     pooled: bytes = b""
+    versions: list[TokenVersions] = field(default_factory=list)
+    _version: tuple[Weights, Weights, str, str] | None = None
 
     @classmethod
     def from_input(
@@ -268,6 +274,14 @@ class Req:
         self.skips_step = self.num_in_flight > 0
         if not self.skips_step:
             self.rewind(len(self.token_ids) - 1)
+
+    def label(self, weights: Weights, start: int) -> None:
+        """Its tokens from output `start` on, or its pooled result, were computed with these weights."""
+        kv = self.kv_weights
+        version = weights, kv, weights.name, kv.name
+        if version != self._version:
+            self._version = version
+            self.versions.append(TokenVersions(start, weights.name, kv.name, weights.number - kv.number))
 
     def note(self, kind: SampleEventKind, at_s: float, num_tokens: int) -> None:
         """Record an event; at most MAX_EVENTS."""

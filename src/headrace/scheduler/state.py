@@ -5,6 +5,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 
@@ -139,6 +140,8 @@ class SchedulerConfig:
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing. whole_images: no image may be cut, because its
     tokens see each other. persists_tenants, unknown_token_s: see `TierQueue`.
+    kv_on_update: what becomes of KV when the weights change; "flush": requests that have begun end before that, else they go on, with KV that is
+    computed again ("recompute") or the one they have ("keep").
     """
 
     policy: str
@@ -167,6 +170,7 @@ class SchedulerConfig:
     replica: int = 0
     persists_tenants: bool = False
     unknown_token_s: float = 1e-4
+    kv_on_update: Literal["flush", "recompute", "keep"] = "flush"
     turn_end_ids: frozenset[int] = frozenset()
 
     def eos_of(self, task: EngineTask) -> frozenset[int]:
@@ -179,19 +183,27 @@ class Gate:
     """Whether steps may be planned. pause: the requested mode, if paused. released: tags of released memory.
 
     exclusive: the worker is preparing an operation that must not run beside steps. draining: an operation waits for requests that have
-    begun (`retract.is_drained`), so no new ones begin. held: nothing runs, and a prepared update waits for its commit.
+    begun (`retract.is_drained`), so no new ones begin. drains: else it waits for the steps in flight only, and none begins.
+    held: nothing runs, and a prepared update waits for its commit.
     """
 
     pause: PauseMode | None = None
     released: frozenset[MemoryTag] = frozenset()
     exclusive: bool = False
     draining: bool = False
+    drains: bool = True
     held: bool = False
 
     @property
     def holds(self) -> bool:
         """Whether no step may be planned."""
-        return self.pause is not None or bool(self.released) or self.exclusive or self.held
+        return (
+            self.pause is not None
+            or bool(self.released)
+            or self.exclusive
+            or self.held
+            or (self.draining and not self.drains)
+        )
 
 
 @dataclass(slots=True)
@@ -210,7 +222,7 @@ class SchedulerState:
     cost: how long steps take. last_decode: the last step without prompt tokens, and its seconds, until it is learnt.
     gen_throughput: tokens per second, as the log said last.
     passed: rid of the first prompt, if shorter ones passed it and left nothing of the last step for it.
-    gate: whether steps may be planned. weight_version: version name of the weights.
+    gate: whether steps may be planned.
     source: marks its outputs, see `BatchTokenIDOut`.
     """
 
@@ -235,11 +247,14 @@ class SchedulerState:
     fair_share: FairShare = field(default_factory=FairShare)
     now_s: float = 0.0
     gate: Gate = field(default_factory=Gate)
-    weight_version: str = "default"
     next_order: int = 0
     next_step: int = 0
     source: int = 0
     tier: TierQueue | None = None
+
+    @property
+    def weight_version(self) -> str:
+        return self.kv.weights.name
 
     @property
     def not_ready(self) -> list[Req]:

@@ -163,6 +163,9 @@ class TierQueue:
             self.num_dropped += 1
             return
         match = kv_part.cache.match(tokens, namespace, len(tokens) // TOKEN_BYTES)
+        if kv_part.oldest(match.pages, self._kv.weights) is not self._kv.weights:
+            kv_part.cache.release(match.lease)
+            return
         store = Store(tokens, namespace, match.pages, match.lease)
         self._stores.append((part, store))
         self.tier.store(store)
@@ -175,7 +178,7 @@ class TierQueue:
         match = part.cache.match(load.tokens, load.namespace, len(load.tokens) // TOKEN_BYTES)
         load.num_known = match.num_tokens // self._kv.page_size
         missing = load.num_found - load.num_known
-        pages = part.grow(missing) if 0 < missing <= part.num_available_pages else None
+        pages = part.grow(missing, self._kv.weights) if 0 < missing <= part.num_available_pages else None
         if pages is None:
             part.cache.release(match.lease)
             load.is_done = True

@@ -9,6 +9,8 @@ in a thread of its own beside the steps. Runs in the scheduler's thread.
 An update of several replicas is done in phases, so that either all replicas have it or none:
 
     prepare: a job beside the steps -> hold: running requests end, none begins -> commit: installed, or drop: nothing changed
+
+With --kv-on-update recompute or keep, requests do not end first: the switch waits for the steps in flight only.
 """
 
 import math
@@ -88,11 +90,12 @@ class WeightControl:
         self._queue: deque[tuple[int, Queued]] = deque()
         self._current: _Pending | None = None
         self._staged: _Pending | None = None
+        state.gate.drains = state.config.kv_on_update == "flush"
 
     @property
     def has_job(self) -> bool:
-        """Whether the worker is busy with an operation, so that `advance` must be called again soon."""
-        return self._current is not None
+        """Whether the worker is busy with an operation, or one waits, so that `advance` must be called again soon."""
+        return self._current is not None or bool(self._queue or self._pausing)
 
     def handle(self, request: WeightOpReq) -> list[TokenIDOut]:
         """Take an operation. Returns the outputs of requests that it ends."""
@@ -112,7 +115,7 @@ class WeightControl:
             case SetWeightVersion():
                 if operation.abort_all_requests:
                     ended = _abort_all(state, "aborted: the weight version was changed")
-                state.weight_version = operation.new_version
+                state.kv.weights.name = operation.new_version
                 self._answer(request.id, True, f"the weight version is {operation.new_version!r}")
             case CancelUpdate():
                 self._answer(request.id, True, self._cancel())
@@ -181,7 +184,7 @@ class WeightControl:
             case _:
                 work = operation.update if isinstance(operation, PrepareUpdate) else operation
                 alone = self._executor().holds_steps and isinstance(work, UpdateFromDisk)
-                if alone and not is_drained(self._state):
+                if alone and not _may_switch(self._state):
                     self._state.gate.draining = True
                     return False
                 self._queue.popleft()
@@ -265,7 +268,7 @@ class WeightControl:
             # Not earlier: an update that fails must not end any request.
             pending.has_aborted = True
             ended += _abort_all(self._state, "aborted: the weights are being updated")
-        gate.draining = not is_drained(self._state)
+        gate.draining = not _may_switch(self._state)
         return not gate.draining
 
     def _installed(self, work: WorkerOperation, done: Prepared) -> str:
@@ -283,19 +286,20 @@ class WeightControl:
             logger.exception("%s failed", type(work).__name__)
             return _INTERNAL_ERROR
         if done.changes_weights:
-            # Cached KV, and the KV of paused requests, was computed with the old weights.
-            retract_all(state, keep_kv=False)
-            state.kv.flush("weights")
+            if state.config.kv_on_update != "keep":
+                # Cached KV, and the KV of requests that go on, was computed with the old weights.
+                retract_all(state, keep_kv=False)
+                state.kv.flush("weights")
             state.encodings.clear()
-        if state.tier is not None and (done.changes_weights or isinstance(work, ResumeMemory)):
-            state.tier.tier.weights_changed()
         match work:
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
-                state.weight_version = work.weight_version or state.weight_version
+                state.kv.weights_changed(work.weight_version or state.weight_version)
             case ReleaseMemory():
                 state.gate.released |= set(work.tags)
             case ResumeMemory():
                 state.gate.released -= set(work.tags)
+        if state.tier is not None and (done.changes_weights or isinstance(work, ResumeMemory)):
+            state.tier.tier.weights_changed()
         return ""
 
     # -- ends before the switch
@@ -383,6 +387,11 @@ def _too_long(operation: WorkerOperation, limit_s: float) -> str:
         f"gave up after {limit_s:g} s (--weight-update-timeout-s); nothing has changed. The hanging read "
         "cannot be interrupted; its result will be discarded"
     )
+
+
+def _may_switch(state: SchedulerState) -> bool:
+    """Whether no step is in flight, and, if updates wait for that, no request that has begun will take another."""
+    return not state.in_flight and (not state.gate.drains or is_drained(state))
 
 
 def _abort_all(state: SchedulerState, message: str) -> list[TokenIDOut]:
