@@ -98,6 +98,9 @@ def test_a_split_model_says_what_one_process_says_also_after_updates_and_when_it
         assert distance(one, two) > 2 * ROUNDED
 
     with Engine(model_path=files[0], **OPTIONS, **SPLIT[split]) as engine:
+        # Half of what attention gives is half a block of Q6_K, in both layers.
+        cut = {kind["type"]: kind["num_straddled"] for kind in engine.get_server_info()["stored_types"]}
+        assert cut == dict.fromkeys((*TYPES, "F32"), 0) | {"Q6_K": 2 if split == "ranks" else 0}
         found = story(engine, files, adapter)
         for name, told in want.items():
             # A stage computes whole layers, with the same bits.

@@ -20,7 +20,10 @@ from test_models_gguf_types import (
 )
 
 from headrace import Engine
+from headrace.checkpoint.source import open_checkpoint
 from headrace.distributed.base import Shard
+from headrace.execution.load_weights import straddled
+from headrace.models.registry import model_class_for
 
 SAMPLING = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 OPTIONS = {"quantization": "gguf", "skip_tokenizer_init": True, "max_total_tokens": 512, "log_level": "error"}
@@ -123,6 +126,8 @@ def test_a_block_that_two_ranks_share_is_dequantised(tmp_path: Path, monkeypatch
     weights = {weight.name.split(".")[-2]: weight for weight in model.weights()}
     whole = values["blk.0.attn_output.weight"]
     assert torch.equal(weights["o_proj"].read(), whole[:, whole.shape[1] // 2 :])
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    assert straddled(model.weights(), checkpoint, model_class_for(checkpoint.config, "auto")) == {"Q4_K": 1}
 
 
 @needs_native

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.checkpoint.gguf import Bytes
+from headrace.checkpoint.gguf import BlockType, Bytes
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme, StoredType
@@ -40,6 +40,10 @@ class Checkpoint(ABC):
     def stored_types(self, quantization: Scheme) -> tuple[StoredType, ...]:
         """The types of a GGUF file, and how they run if linear layers do as `quantization` says; () elsewhere."""
         return ()
+
+    def block_type(self, name: str) -> BlockType | None:
+        """The type of a matrix that `blocks` gives; None elsewhere."""
+        return None
 
     @property
     @abstractmethod

@@ -143,14 +143,17 @@ class GgufCheckpoint(Checkpoint):
         matrix = quantized_matrix(source.stored.type.name, source.rows(), source.shape)
         return None if matrix is None else self._check_matrix(name, matrix)
 
-    def blocks(self, name: str) -> BlockMatrix | None:
-        import torch
-
+    def block_type(self, name: str) -> BlockType | None:
         source = self._source(name)
         if not isinstance(source, GgufSource) or len(source.shape) != 2 or source.subtract_one:
             return None
-        kind = source.stored.type
-        if kind.name not in _SCALES:
+        return source.stored.type if source.stored.type.name in _SCALES else None
+
+    def blocks(self, name: str) -> BlockMatrix | None:
+        import torch
+
+        source, kind = self._source(name), self.block_type(name)
+        if kind is None or not isinstance(source, GgufSource):
             return None
         # A copy: the file may change, and torch warns of memory that cannot be written.
         rows = np.array(source.rows())

@@ -246,13 +246,16 @@ GGUF_METHOD = "headrace-gguf"
 
 
 class StoredType(NamedTuple):
-    """The tensors of one type in a GGUF file. runs_as: "gguf", their own bits; "floats"; or the format to which they are rounded."""
+    """The tensors of one type in a GGUF file. runs_as: "gguf", their own bits; "floats"; or the format to which they are rounded. num_straddled: of
+    them, those that are floats all the same, because ranks cut their rows within a block."""
 
     type: str
     num_tensors: int
     num_bytes: int
     runs_as: str
+    num_straddled: int = 0
 
     def __str__(self) -> str:
         mib = f"{self.num_bytes / 2**20:.1f} MiB"
-        return f"{self.num_tensors} {self.type} ({mib}{'' if self.runs_as == 'gguf' else f', as {self.runs_as}'})"
+        cut = f", {self.num_straddled} of them as floats: ranks cut their blocks" if self.num_straddled else ""
+        return f"{self.num_tensors} {self.type} ({mib}{'' if self.runs_as == 'gguf' else f', as {self.runs_as}'}{cut})"

@@ -164,7 +164,7 @@ def _build_encoder_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Pr
     with ExitStack() as resources:
         choose_kernels(setup, resources)
         with naming_memory("the weights", "use --quantization int8, a smaller model, or a machine with more memory"):
-            model, _ = load_checkpoint(setup, checkpoint, resources, decisions, progress)
+            setup, model, _ = load_checkpoint(setup, checkpoint, resources, decisions, progress)
         attention = setup.make_attention()
         reason = model.fuse(attention)
         decisions.append(
@@ -236,7 +236,7 @@ def _build(
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
-        model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress, ahead)
+        setup, model, cache = load_checkpoint(setup, checkpoint, resources, of_load, progress, ahead)
     checked, setup = setup.config, settle_kv_cache(setup, model, rank, cache, tokenize, wait_loaded)
     if setup.config.kv_cache_dtype != checked.kv_cache_dtype:
         check_asked_pool(setup, rank)

@@ -110,7 +110,7 @@ def _load_model(target: Setup, resources: ExitStack, decisions: list[str], token
     checkpoint = open_model(args)
     setup = set_up(args, checkpoint, ALONE)
     _check(target, setup)
-    draft, cache = load_checkpoint(setup, checkpoint, resources, decisions)
+    setup, draft, cache = load_checkpoint(setup, checkpoint, resources, decisions)
     setup = settle_kv_cache(setup, draft, ALONE, cache, tokenize)
     most = target.args.speculative_num_draft_tokens
     shape = setup.kv_shape(ALL_LAYERS)

@@ -5,6 +5,7 @@ thread that builds the worker, and in `LoadThreads`.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -205,6 +206,17 @@ def _as_stored(weight: Weight | None, checkpoint: Checkpoint, name: str, quantiz
         return checkpoint.blocks(name)
     matrix = checkpoint.quantized(name)
     return matrix if matrix is not None and matrix.scheme in takes else None
+
+
+def straddled(weights: Iterable[Weight], checkpoint: Checkpoint, spec: FamilySpec[Any]) -> Counter[str]:
+    """How many matrices of each type are dequantised, because this rank's part of their rows begins or ends within a block of their file."""
+    inputs = {one.name: one.own[1] for one in weights if one.load_quantized is not None and len(one.own) == 2}
+    rename, found = spec.renaming(checkpoint.config), Counter[str]()
+    for stored in checkpoint.tensor_names():
+        block, own = checkpoint.block_type(stored), inputs.get(rename(stored))
+        if block is not None and own is not None and (own.start % block.block_values or own.stop % block.block_values):
+            found[block.name] += 1
+    return found
 
 
 def fill_random(

@@ -3,8 +3,9 @@
 Runs once at start, in the process that runs the model.
 """
 
+from collections import Counter
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Stage
 from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, ModelError
-from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
+from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads, straddled
 from headrace.execution.memory import available_bytes, check_pool_fits
 from headrace.execution.model_source import open_update, override_model
 from headrace.execution.pool_plan import whole_pages
@@ -155,13 +156,12 @@ def load_checkpoint(
     decisions: list[str],
     progress: Progress = lambda done, total: None,
     ahead: ReadAhead = NOTHING_AHEAD,
-) -> tuple[Any, WeightCache | None]:
-    """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go. Returns both.
+) -> tuple[Setup, Any, WeightCache | None]:
+    """Load the model of `setup.spec`, from the weight cache where that has it, and let the checkpoint go. Returns both, behind the setup with what
+    ranks made of the file's types.
 
     resources: get what must end with the worker. Raises ModelError.
     """
-    if setup.stored_types:
-        decisions.append(f"tensors of the file: {', '.join(map(str, setup.stored_types))}")
     decisions += checkpoint.notes
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
     cache = open_cache(checkpoint, setup.spec.name, setup.placement, ahead) if use_cache else None
@@ -181,13 +181,22 @@ def load_checkpoint(
         resources.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
     check_unchanged(checkpoint, setup.fingerprint)
+    if setup.stored_types:
+        cut = (
+            straddled(model.weights(), checkpoint, setup.spec)
+            if setup.placement.format.facts.blocks
+            else Counter[str]()
+        )
+        types = tuple(kind._replace(num_straddled=cut[kind.type]) for kind in setup.stored_types)
+        setup = replace(setup, stored_types=types)
+        decisions.append(f"tensors of the file: {', '.join(map(str, types))}")
     checkpoint.release()
     give_back_free_memory()
     if cache is not None and cache.needs_writing:
         resources.callback(cache.write_in_background(model.weights()))
     if cache is not None:
         decisions.append(f"weight cache: {cache.outcome}")
-    return model, cache
+    return setup, model, cache
 
 
 def device_facts() -> DeviceFacts:
