@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize, gguf_of
+from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize, gguf_of, opened
 from headrace.checkpoint.gguf_checkpoint import precision_of
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
@@ -99,6 +99,35 @@ def test_metadata_and_tensors_are_read_back(small):
     assert file.tensors["a.weight"].shape == (2, 32)
     assert file.dequantize("a.weight").tolist() == np.arange(64.0).reshape(2, 32).tolist()
     assert file.raw("b.weight").shape == (1, 64)
+
+
+def test_strings_are_found_and_survive_their_file(tmp_path):
+    words = ["ab", "", "b", "ü", "a", "b"]
+    path = write_gguf(tmp_path / "s.gguf", {}, {"x.words": words, "x.ints": [3, -1], "x.text": "a"})
+    file = GgufFile(path)
+    found = file.strings("x.words")
+    path.write_bytes(bytes(path.stat().st_size))
+
+    assert (list(found), found[1:3], len(found)) == (words, ["", "b"], 6)
+    assert [found.find(word) for word in ("b", "ü", "", "abc")] == [2, 3, 1, None]
+    for key in ("x.ints", "x.text", "absent"):
+        with pytest.raises(ModelError, match=key):
+            file.strings(key)
+    for key in ("x.words", "x.text", "absent"):
+        with pytest.raises(ModelError, match=key):
+            file.integers(key)
+
+
+def test_a_file_is_opened_once_until_it_changes(tmp_path):
+    path = write_parts(tmp_path)
+    first = opened(path)
+    assert opened(path) is first
+
+    (tmp_path / "other").mkdir()
+    other = write_parts(tmp_path / "other").with_name("m-00003-of-00003.gguf")
+    other.replace(tmp_path / other.name)
+
+    assert opened(path) is not first
 
 
 def write_parts(folder, changes=None, stem="m"):

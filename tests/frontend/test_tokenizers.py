@@ -287,6 +287,10 @@ def test_without_merges_tokens_are_found_and_decoded_as_ever(tmp_path):
         whole, bare = load_tokenizer(path), load_tokenizer(path, encodes=False)
         ids = [index for text in NASTY for index in whole.encode(text)]
         assert bare.decode(ids) == whole.decode(ids)
+        every = range(-1, whole.vocab_size + 1)
+        assert [bare.token_bytes(index) for index in every] == [whole.token_bytes(index) for index in every]
+        assert [bare.id_to_token(index) for index in every] == [whole.id_to_token(index) for index in every]
+        assert bare.vocab_size == whole.vocab_size
         assert bare.special_ids == whole.special_ids
         assert bare.eos_ids == whole.eos_ids
         assert [bare.token_to_id(token) for token in whole.added_tokens] == list(whole.added_tokens.values())

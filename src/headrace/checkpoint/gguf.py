@@ -4,14 +4,19 @@ The file is mapped, never read whole, and metadata arrays are decoded on demand,
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block layouts: the `block_*` structs of ggml-common.h.
 """
 
+import contextlib
 import functools
 import math
 import mmap
+import os
 import struct
-from collections.abc import Callable, Iterator
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -88,11 +93,53 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """A metadata array not decoded yet: its element type, count and place in the file."""
+    """A metadata array not decoded yet: its element type, count and place in the file; of strings also where each begins, and the last one ends."""
 
     kind: int
     count: int
     offset: int
+    starts: "array[int]"
+
+
+class Strings(Sequence[str]):
+    """The strings of a metadata array, each decoded when it is asked for. They are a copy, 8 bytes and its text for each: the file may change."""
+
+    def __init__(self, data: bytes, starts: "array[int]") -> None:
+        """starts: as of `_Array`; data begins with the first."""
+        self._data, self._starts = data, starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        first, begin, end = self._starts[0], self._starts[at], self._starts[at + 1]
+        return _text(self._data[begin + 8 - first : end - first])
+
+    def __iter__(self) -> Iterator[str]:
+        data, first = self._data, self._starts[0]
+        return (_text(data[begin + 8 - first : end - first]) for begin, end in pairwise(self._starts))
+
+    def find(self, text: str) -> int | None:
+        """The place of the first that is `text`."""
+        wanted = text.encode()
+        wanted, first = struct.pack("<Q", len(wanted)) + wanted, self._starts[0]
+        at = self._data.find(wanted)
+        while at >= 0 and self._starts[index := bisect_left(self._starts, first + at)] != first + at:
+            at = self._data.find(wanted, at + 1)
+        return index if at >= 0 else None
+
+
+def _text(data: bytes) -> str:
+    """Vocabularies sometimes contain invalid bytes: such a piece can never match text, but it must keep its id."""
+    return data.decode(errors="replace")
 
 
 class GgufFile:
@@ -110,6 +157,7 @@ class GgufFile:
         self._map = map_regular(path, mmap.ACCESS_READ)
         self._size = len(self._map)
         self._values: dict[str, Any] = {}
+        self._arrays: dict[str, _Array] = {}
         self._cursor = 0
         try:
             self._read_header()
@@ -203,6 +251,21 @@ class GgufFile:
             raise self._broken(f"metadata key {key} is {value!r:.80}; expected a list of {kind.__name__}")
         return value
 
+    def strings(self, key: str) -> Strings:
+        """The list of strings of `key`. Raises as `listed`."""
+        stored = self._arrays.get(key)
+        if stored is None or stored.kind != _STRING:
+            self.listed(key, str)
+            return Strings(b"", array("q", [0]))
+        return Strings(self._map[stored.starts[0] : stored.starts[-1]], stored.starts)
+
+    def integers(self, key: str) -> npt.NDArray[np.int64]:
+        """The list of integers of `key`. Raises as `listed`."""
+        stored = self._arrays.get(key)
+        if stored is None or _SCALARS.get(stored.kind, "?") in "f?dQ":
+            return np.array(self.listed(key, int), np.int64)
+        return self._numbers(stored).astype(np.int64)
+
     def rows(self, name: str) -> int:
         """Rows of a tensor. Raises ModelError if it is missing."""
         if name not in self.tensors:
@@ -273,7 +336,9 @@ class GgufFile:
             raise self._broken(f"it claims {num_tensors} tensors and {num_keys} metadata keys in {self._size} bytes")
         for _ in range(num_keys):
             key = self._take_string()
-            self._values[key] = self._take_value(self._take("I"), key)
+            value = self._values[key] = self._take_value(self._take("I"), key)
+            if isinstance(value, _Array):
+                self._arrays[key] = value
         self.alignment: int = self._values.get("general.alignment", 32)
         if not isinstance(self.alignment, int) or self.alignment <= 0 or self.alignment % 8:
             raise self._broken(f"general.alignment is {self.alignment!r}; expected a multiple of 8")
@@ -295,16 +360,18 @@ class GgufFile:
 
     def _skip_array(self, key: str, depth: int) -> _Array:
         kind, count = self._take("I"), self._take("Q")
-        array = _Array(kind, count, self._cursor)
+        stored = _Array(kind, count, self._cursor, array("q"))
         if kind in _SCALARS:
             self._cursor += count * struct.calcsize("<" + _SCALARS[kind])
         elif kind == _STRING:
             if count * 8 > self._size:
                 raise self._broken(f"metadata array {key} claims {count} strings")
             read_length = struct.Struct("<Q").unpack_from
-            at, data = self._cursor, self._map
+            at, data, add = self._cursor, self._map, stored.starts.append
             for _ in range(count):
+                add(at)
                 at += 8 + read_length(data, at)[0]
+            add(at)
             self._cursor = at
         elif kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
             if count * 12 > self._size:
@@ -315,24 +382,19 @@ class GgufFile:
             raise self._broken(f"metadata array {key} has the unknown element type {kind}")
         if self._cursor > self._size:
             raise self._broken(f"metadata array {key} runs past the end of the file")
-        return array
+        return stored
 
-    def _decode_array(self, array: _Array) -> list[Any]:
-        if array.kind in _SCALARS:
-            values = np.frombuffer(self._map, dtype="<" + _SCALARS[array.kind], count=array.count, offset=array.offset)
-            return list(values.tolist())
-        if array.kind == _ARRAY:
-            self._cursor = array.offset
-            return [self._decode_array(self._skip_array("", 0)) for _ in range(array.count)]
-        read_length = struct.Struct("<Q").unpack_from
-        at, data = array.offset, memoryview(self._map)
-        strings = []
-        for _ in range(array.count):
-            start = at + 8
-            at = start + read_length(data, at)[0]
-            # Vocabularies sometimes contain invalid bytes: such a piece can never match text, but it must keep its id.
-            strings.append(str(data[start:at], errors="replace"))
-        return strings
+    def _decode_array(self, stored: _Array) -> list[Any]:
+        if stored.kind in _SCALARS:
+            return list(self._numbers(stored).tolist())
+        if stored.kind == _ARRAY:
+            self._cursor = stored.offset
+            return [self._decode_array(self._skip_array("", 0)) for _ in range(stored.count)]
+        data = self._map
+        return [_text(data[begin + 8 : end]) for begin, end in pairwise(stored.starts)]
+
+    def _numbers(self, stored: _Array) -> npt.NDArray[Any]:
+        return np.frombuffer(self._map, dtype="<" + _SCALARS[stored.kind], count=stored.count, offset=stored.offset)
 
     def _take_index_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._take_string()
@@ -371,6 +433,23 @@ class GgufFile:
             if tensor.offset < end:
                 raise self._broken(f"tensors {before} and {tensor.name} overlap")
             end, before = tensor.offset + tensor.num_bytes, tensor.name
+
+
+def opened(path: Path) -> GgufFile:
+    """The file, which the parts of a process that ask for it one after the other share as long as it does not change. Raises as `GgufFile`."""
+    files = [path.with_name(name) for name in gguf_parts(path.name) or [path.name]]
+    return _opened(path, tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in map(_status, files) if stat))
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: Path, stamp: object) -> GgufFile:
+    return GgufFile(path)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(OSError):
+        return path.stat()
+    return None
 
 
 def is_gguf(path: Path) -> bool:

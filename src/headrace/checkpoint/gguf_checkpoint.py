@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, dequantize, half, k_scales
+from headrace.checkpoint.gguf import BlockType, Bytes, GgufFile, dequantize, half, k_scales, opened
 from headrace.checkpoint.gguf_names import hf_config
 from headrace.checkpoint.gguf_tensors import EncoderSource, GgufSource, map_tensors
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
@@ -92,7 +92,7 @@ class GgufCheckpoint(Checkpoint):
     kind = file_format = "gguf"
 
     def __init__(self, path: Path) -> None:
-        self.file = GgufFile(path)
+        self.file = opened(path)
         super().__init__(path, config_of(self.file))
         self._files = [self.file]
         self._sources: dict[str, GgufSource | EncoderSource] = {**map_tensors(self.file)}

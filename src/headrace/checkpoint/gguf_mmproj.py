@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.checkpoint.families import all_families
 from headrace.checkpoint.files import best_mmprojs, first_part, is_mmproj
-from headrace.checkpoint.gguf import GgufFile
+from headrace.checkpoint.gguf import GgufFile, opened
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
 from headrace.checkpoint.gguf_names import hf_config
 from headrace.checkpoint.gguf_tensors import EncoderSource, check_pairs
@@ -90,7 +90,7 @@ def open_gguf(path: Path, mmproj: str) -> GgufCheckpoint:
 
 def gguf_config(path: Path, mmproj: str) -> ModelConfig:
     """The config of `open_gguf`."""
-    config, (encoder, reason) = config_of(GgufFile(path)), find_mmproj(path, mmproj)
+    config, (encoder, reason) = config_of(opened(path)), find_mmproj(path, mmproj)
     if encoder is not None:
         return _config(config, encoder)
     return msgspec.structs.replace(config, vision_unsupported_reason=reason)
@@ -118,7 +118,7 @@ def find_mmproj(model: Path, wanted: str) -> tuple[Mmproj | None, str]:
     found = beside(model) if wanted == AUTO else [Path(wanted).expanduser()]
     if not found:
         return None, ""
-    text = GgufFile(model)
+    text = opened(model)
     text_config = hf_config(text)
     makes_text = text_config["model_type"] not in all_families().encoders
     if wanted != AUTO:

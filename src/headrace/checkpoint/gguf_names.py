@@ -152,11 +152,11 @@ def end_ids(file: GgufFile) -> list[int]:
     keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
     named = [file.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
     known: dict[str, int] = {}
-    if file.get("tokenizer.ggml.token_type"):
-        types, tokens = file.listed("tokenizer.ggml.token_type", int), file.listed("tokenizer.ggml.tokens", str)
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
-            if kind in (_CONTROL, _USER_DEFINED) and token in END_TEXTS:
-                known.setdefault(token, index)
+    if "tokenizer.ggml.token_type" in file:
+        types, tokens = file.integers("tokenizer.ggml.token_type"), file.strings("tokenizer.ggml.tokens")
+        for index in np.flatnonzero(np.isin(types[: len(tokens)], (_CONTROL, _USER_DEFINED))).tolist():
+            if tokens[index] in END_TEXTS:
+                known.setdefault(tokens[index], index)
     passed: set[object] = set()
     if {"<|call|>", "<|return|>"} <= known.keys() or {"<|calls|>", "<|flush|>"} <= known.keys():
         passed.add(known.pop("<|end|>", None))

@@ -118,8 +118,9 @@ class VisionKeys:
         )
 
     def _token(self, text: str) -> int | None:
-        tokens = self._text.get("tokenizer.ggml.tokens")
-        found = tokens.index(text) if isinstance(tokens, list) and text in tokens else None
+        found = (
+            self._text.strings("tokenizer.ggml.tokens").find(text) if "tokenizer.ggml.tokens" in self._text else None
+        )
         self.has_tokens |= found is not None
         return found
 

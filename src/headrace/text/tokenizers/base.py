@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from headrace.errors import ModelError, RequestError
-from headrace.text.tokenizers.pieces import BestPieces, TextFinder, passing_over
+from headrace.text.tokenizers.pieces import BestPieces, TextFinder, TokenList, passing_over
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -47,7 +47,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: tokenizers.Tokenizer | TokenList,
         *,
         bos_id: int | None = None,
         eos_ids: Sequence[int] = (),
@@ -56,12 +56,14 @@ class Tokenizer:
         named_tokens: dict[str, str] | None = None,
         response_template: dict[str, Any] | None = None,
     ) -> None:
-        stated = backend.truncation
-        self._truncation = str(stated["strategy"]) if stated is not None else "longest_first"
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = False
-        self._backend = backend
+        self._truncation = "longest_first"
+        if isinstance(backend, tokenizers.Tokenizer):
+            if (stated := backend.truncation) is not None:
+                self._truncation = str(stated["strategy"])
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = False
+        self._vocabulary = backend
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: token for token in added.values()}
         self._added_ids = {token.content: index for index, token in added.items()}
@@ -79,8 +81,10 @@ class Tokenizer:
             for lstrip in (False, True)
             for rstrip in (False, True)
         }
-        self._plain = _without_specials(backend, self._sentinels)
-        self._sentinel_ids = {self._plain.token_to_id(text) for text in self._sentinels.values()}
+        if isinstance(backend, tokenizers.Tokenizer):
+            self._backend = backend
+            self._plain = _without_specials(backend, self._sentinels)
+            self._sentinel_ids = {self._plain.token_to_id(text) for text in self._sentinels.values()}
         self._pieces, self.strips_first_space = _fixed_pieces(backend)
         self.fixed_bytes = self._pieces is not None
 
@@ -236,12 +240,12 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (not its text), None for an id outside."""
-        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        return self._vocabulary.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, None when there is none."""
         try:
-            return self._backend.token_to_id(token)
+            return self._vocabulary.token_to_id(token)
         except UnicodeEncodeError:
             return None
 
@@ -332,7 +336,7 @@ def _other_pieces(backend: tokenizers.Tokenizer, special: Collection[str]) -> Be
 class _Pieces(dict[int, bytes]):
     """Bytes of tokens, computed on first use. An id outside the vocabulary gives no bytes and is not cached."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool = False, space: str = " ") -> None:
+    def __init__(self, backend: tokenizers.Tokenizer | TokenList, byte_level: bool = False, space: str = " ") -> None:
         super().__init__()
         self._backend = backend
         self._byte_of = _byte_level_alphabet() if byte_level else None
@@ -373,7 +377,7 @@ def byte_level(text: bytes) -> str:
     return text.decode("latin-1").translate(_BYTE_LEVEL)
 
 
-def _fixed_pieces(backend: tokenizers.Tokenizer) -> tuple[_Pieces | None, bool]:
+def _fixed_pieces(backend: tokenizers.Tokenizer | TokenList) -> tuple[_Pieces | None, bool]:
     """(bytes of each token or None when they depend on their place, whether the first space of a text is dropped)."""
     if backend.decoder is None:
         return None, False

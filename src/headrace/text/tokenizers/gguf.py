@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,15 @@ from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.gguf_names import end_ids
 from headrace.errors import ModelError
 from headrace.text.tokenizers.base import Tokenizer, byte_level, frame_texts
-from headrace.text.tokenizers.pieces import BestPieces, Charsmap, Cutter, Span, TextFinder, passing_over
+from headrace.text.tokenizers.pieces import (
+    BestPieces,
+    Charsmap,
+    Cutter,
+    Span,
+    TextFinder,
+    TokenList,
+    passing_over,
+)
 
 # token types of GGUF
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -95,42 +103,55 @@ _KINDS: dict[str, _Kind] = {
 
 
 def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
-    """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported. encodes: without, merges are left out."""
+    """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported. encodes: see `load_tokenizer`."""
     kind = file.require("tokenizer.ggml.model")
-    tokens: list[str] = _unique(file.listed("tokenizer.ggml.tokens", str))
-    types = [_NORMAL] * len(tokens)
+    stored = file.strings("tokenizer.ggml.tokens")
+    types = [_NORMAL] * len(stored)
     if file.get("tokenizer.ggml.token_type"):
-        types = file.listed("tokenizer.ggml.token_type", int)
-    if len(types) != len(tokens):
-        raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(types)} token types")
+        types = file.integers("tokenizer.ggml.token_type").tolist()
+    if len(types) != len(stored):
+        raise ModelError(f"{file.path.name}: {len(stored)} tokens but {len(types)} token types")
+    if kind == "bert":
+        return _word_piece(file, _unique(list(stored)), types)
+    is_list = not encodes and kind in _DECODERS
+    tokens: Sequence[str] = stored if is_list else _unique(list(stored))
+    if kind == "rwkv":
+        tokens = _unique(_byte_level(tokens, types))
+    ends = set(end_ids(file))  # some files have them as user-defined
+    added = {
+        index: AddedToken(tokens[index], normalized=False, special=entry in (_CONTROL, _UNKNOWN) or index in ends)
+        for index, entry in enumerate(types)
+        if entry in _SPECIAL and tokens[index]
+    }
+    if is_list:
+        return _with_facts(file, kind, TokenList(stored, added, _DECODERS[kind](file)), tokens)
     if kind == "gpt2":
-        backend = _byte_level_bpe(file, tokens, encodes)
+        backend = _byte_level_bpe(file, tokens)
     elif kind == "llama":
-        backend = _sentencepiece_bpe(file, tokens, types, encodes)
+        backend = _sentencepiece_bpe(file, tokens, types)
     elif kind == "gemma4":
-        backend = _byte_fallback_bpe(file, tokens, encodes)
+        backend = _byte_fallback_bpe(file, tokens)
     elif kind == "t5":
         backend = _unigram(file, tokens, types, encodes)
     elif kind == "rwkv":
-        tokens = _unique(_byte_level(tokens, types))
         backend = _longest_pieces(file, tokens, types)
     elif kind == "plamo2":
         backend = _plamo(file, tokens, types)
-    elif kind == "bert":
-        return _word_piece(file, tokens, types)
     else:
         raise ModelError(
             f"{file.path.name}: tokenizer kind {kind!r:.80} is not supported; known: "
             "bert, gemma4, gpt2, llama, plamo2, rwkv, t5"
         )
-    ends = set(end_ids(file))  # some files have them as user-defined
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False, special=entry in (_CONTROL, _UNKNOWN) or index in ends)
-            for index, (token, entry) in enumerate(zip(tokens, types, strict=True))
-            if entry in _SPECIAL and token
-        ]
-    )
+    if kind in _DECODERS:
+        backend.decoder = _DECODERS[kind](file)
+    backend.add_tokens(list(added.values()))
+    return _with_facts(file, kind, backend, tokens)
+
+
+def _with_facts(
+    file: GgufFile, kind: str, backend: tokenizers.Tokenizer | TokenList, tokens: Sequence[str]
+) -> Tokenizer:
+    """What else the metadata say of a tokenizer of this kind, whose tokens have these names."""
     bos, eos = _gguf_id(file, tokens, "bos"), _gguf_id(file, tokens, "eos")
     add_bos = file.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
@@ -138,7 +159,8 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
     add_eos = file.get("tokenizer.ggml.add_eos_token", kind == "t5")
     if kind in ("rwkv", "plamo2"):  # llama.cpp adds neither, whatever the file says
         add_bos = add_eos = False
-    if (add_bos and bos is not None) or (add_eos and eos is not None):
+    frames = (add_bos and bos is not None) or (add_eos and eos is not None)
+    if frames and isinstance(backend, tokenizers.Tokenizer):
         frame_texts(backend, bos if add_bos else None, eos if add_eos else None)
     template = file.get("tokenizer.chat_template")
     return Tokenizer(
@@ -156,6 +178,21 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
     )
 
 
+def _sentencepiece_decoder(file: GgufFile) -> decoders.Decoder:
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.model") == "llama" and file.get("tokenizer.ggml.add_space_prefix", True):
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
+
+
+_DECODERS: dict[object, Callable[[GgufFile], decoders.Decoder]] = {
+    "gpt2": lambda file: decoders.ByteLevel(),
+    "llama": _sentencepiece_decoder,
+    "gemma4": _sentencepiece_decoder,
+}
+"""Of the kinds of tokenizers whose tokens stand for the same bytes everywhere."""
+
+
 def _unique(tokens: list[str]) -> list[str]:
     """Names for entries that repeat (padding, or bytes that are no text): the first keeps its own, and every id exists."""
     if len(set(tokens)) == len(tokens):
@@ -169,7 +206,7 @@ def _unique(tokens: list[str]) -> list[str]:
     return unique
 
 
-def _gguf_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
+def _gguf_id(file: GgufFile, tokens: Sequence[str], name: str) -> int | None:
     index = file.get(f"tokenizer.ggml.{name}_token_id")
     if index is None:
         return None
@@ -178,7 +215,7 @@ def _gguf_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
     return index
 
 
-def _fill_in_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+def _fill_in_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
     """The tokens before the parts of a text whose middle is wanted, if the metadata names them; converters write -1 for a token that is missing."""
     found: dict[str, str] = {}
     for role, keys in (
@@ -201,11 +238,11 @@ def _kind_of(file: GgufFile) -> _Kind:
     return _KINDS[name]
 
 
-def _byte_level_bpe(file: GgufFile, tokens: list[str], encodes: bool) -> tokenizers.Tokenizer:
+def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     """GPT-2's byte pairs with the merges of the file."""
     kind = _kind_of(file)
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges(file, vocab) if encodes else []
+    merges = _merges(file, vocab)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
@@ -214,7 +251,6 @@ def _byte_level_bpe(file: GgufFile, tokens: list[str], encodes: bool) -> tokeniz
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    backend.decoder = decoders.ByteLevel()
     return backend
 
 
@@ -233,22 +269,21 @@ def _merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _byte_fallback_bpe(file: GgufFile, tokens: list[str], encodes: bool) -> tokenizers.Tokenizer:
+def _byte_fallback_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     """Gemma 4's: merges over characters, runs of newlines apart, and bytes for what is no token."""
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = _gguf_id(file, tokens, "unknown")
     unk_token = None if unknown is None else tokens[unknown]
-    merges = _merges(file, vocab) if encodes else []
+    merges = _merges(file, vocab)
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     )
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("\\n+"), behavior="isolated")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 
-def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int], encodes: bool) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(file: GgufFile, tokens: Sequence[str], types: list[int]) -> tokenizers.Tokenizer:
     """Sentencepiece BPE, which joins the two neighbours whose union scores best.
 
     A merge list in order of score does the same: every way to cut a piece in two pieces of the vocabulary is a merge, and
@@ -262,7 +297,7 @@ def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int], enco
         key=lambda index: -scores[index],
     )
     merges = []
-    for index in ranked if encodes else ():
+    for index in ranked:
         token = tokens[index]
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
@@ -280,21 +315,17 @@ def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int], enco
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
     return backend
 
 
-def _scores(file: GgufFile, tokens: list[str]) -> list[float]:
+def _scores(file: GgufFile, tokens: Sequence[str]) -> list[float]:
     scores = file.listed("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(scores)} scores")
     return scores
 
 
-def _unigram(file: GgufFile, tokens: list[str], types: list[int], encodes: bool) -> tokenizers.Tokenizer:
+def _unigram(file: GgufFile, tokens: Sequence[str], types: list[int], encodes: bool) -> tokenizers.Tokenizer:
     """Sentencepiece's unigram model, as `llm_tokenizer_ugm` in llama.cpp (src/llama-vocab.cpp) has it.
 
     The library finds every token in a text; llama.cpp does not look for special tokens.
@@ -358,7 +389,7 @@ _RWKV_ESCAPE = re.compile(rb"\\(x[0-9a-f]{2}|.)", re.DOTALL)
 _RWKV_CHARS = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
-def _byte_level(tokens: list[str], types: list[int]) -> list[str]:
+def _byte_level(tokens: Sequence[str], types: list[int]) -> list[str]:
     """Tokens of RWKV, which are the insides of Python's literals of bytes, in the alphabet of byte-level BPE; special tokens as they are."""
 
     def byte(escape: re.Match[bytes]) -> bytes:
@@ -370,7 +401,7 @@ def _byte_level(tokens: list[str], types: list[int]) -> list[str]:
     ]
 
 
-def _longest_pieces(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _longest_pieces(file: GgufFile, tokens: Sequence[str], types: list[int]) -> tokenizers.Tokenizer:
     """RWKV's: at each place the longest token (`llm_tokenizer_rwkv` in llama.cpp, and TRIE_TOKENIZER in https://github.com/BlinkDL/RWKV-LM)."""
     pieces = [token for token, kind in zip(tokens, types, strict=True) if kind not in _SPECIAL]
     if not set(pieces) >= set(pre_tokenizers.ByteLevel.alphabet()):
@@ -391,7 +422,7 @@ def _longest_pieces(file: GgufFile, tokens: list[str], types: list[int]) -> toke
 _PLAMO_UNKNOWN = -10_000_000
 
 
-def _plamo(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _plamo(file: GgufFile, tokens: Sequence[str], types: list[int]) -> tokenizers.Tokenizer:
     """PLaMo 2's: the best pieces, their scores rounded to four places, found from the end of the text; bytes for a character that is no piece
     (`llm_tokenizer_plamo2` in llama.cpp)."""
     scores = _scores(file, tokens)

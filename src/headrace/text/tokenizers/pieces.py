@@ -8,11 +8,14 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from math import inf
 
-from tokenizers import NormalizedString, PreTokenizedString, normalizers, pre_tokenizers
+from tokenizers import AddedToken, NormalizedString, PreTokenizedString, decoders, normalizers, pre_tokenizers
+
+from headrace.checkpoint.gguf import Strings
 
 Span = tuple[int, int]
 _SLICES = 32
@@ -47,6 +50,28 @@ class TextFinder:
                     at = start + len(found_text)
                     yield start, at
                     break
+
+
+@dataclass(frozen=True, slots=True)
+class TokenList:
+    """What finds and decodes tokens of a `tokenizers.Tokenizer`, in its words: a tenth of its memory and time, since the texts stay as they are
+    stored. added: by id."""
+
+    tokens: Strings
+    added: dict[int, AddedToken]
+    decoder: decoders.Decoder
+
+    def get_vocab_size(self, with_added_tokens: bool = True) -> int:
+        return len(self.tokens)
+
+    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self.added
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.tokens[token_id] if 0 <= token_id < len(self.tokens) else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.tokens.find(token)
 
 
 class Cutter:
