@@ -12,10 +12,11 @@ def pause() -> None:
 
 
 def settle() -> None:
-    """Collect once what the start has left, exclude what remains from later collections, and collect again from now on."""
+    """Collect once what the start has left, give its memory back, exclude what remains from later collections, and collect again from now on."""
     gc.collect()
     gc.freeze()
     gc.enable()
+    give_back_free_memory()
 
 
 def freeze() -> int:

@@ -2,8 +2,11 @@
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -221,7 +224,6 @@ def test_a_model_whose_output_cannot_follow_a_grammar_refuses_all(make):
         raise ConfigError("this model's tokenizer has no fixed bytes per token")
 
     compiler = make(make_vocabulary=no_vocabulary)
-    compiler.prepare()
     for field in ("regex", "ebnf"):
         refused = error(compiler.compile(spec("a", field)))
         assert isinstance(refused, RequestError)
@@ -261,19 +263,37 @@ def test_nothing_is_made_before_the_first_grammar():
     compiler = GrammarCompiler(vocabulary, num_children=1, limit_s=60)
     assert made == []
     assert compiler.stats().num_compiled == 0
-    compiler.prepare()
-    assert made == [True]
-    assert compiler._tools.pool.pids == []
-    result(compiler.compile(spec("a")))
+    for text in ("a", "b"):
+        result(compiler.compile(spec(text)))
     assert made == [True]
     compiler.close()
+
+
+def test_the_tokens_are_made_while_a_child_tries_the_grammar(make):
+    begun: SimpleQueue[tuple[Future, Callable[[], object]]] = SimpleQueue()
+
+    def begin(work):
+        future = Future()
+        begun.put((future, work))
+        return future
+
+    compiler = make(program=(sys.executable, "-c", STUB), begin=begin)
+    compiled = compiler.compile(spec("a"))
+    vocabulary, make_vocabulary = begun.get(timeout=60)
+    vocabulary.set_result(make_vocabulary())
+    tokens, make_tokens = begun.get(timeout=60)
+    while compiler._tools is None or not compiler._tools.pool.pids:
+        time.sleep(0.01)
+    assert not compiled.done()
+    tokens.set_result(make_tokens())
+    assert result(compiled)
 
 
 def test_nothing_is_made_for_a_compiler_that_is_closed():
     made = []
     compiler = GrammarCompiler(lambda: made.append(True) or BYTES, num_children=1)
     compiler.close()
-    compiler.prepare()
+    assert isinstance(error(compiler.compile(spec("a"))), ExecutionError)
     assert made == []
 
 

@@ -130,8 +130,8 @@ class OddTokens:
     vocab_size = 5
     special_ids = frozenset({4})
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return [b"a", b"\xff", b"\xff[0]", b"", b"<end>"][token_id]
+    def vocabulary_bytes(self) -> list[bytes]:
+        return [b"a", b"\xff", b"\xff[0]", b"", b"<end>"]
 
 
 def test_ids_without_text_are_never_allowed():

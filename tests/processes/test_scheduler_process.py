@@ -1,16 +1,13 @@
 """What a scheduler process makes of the options: its limits, and a replica's share of the machine."""
 
 import math
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from headrace.api.engine import Engine
 from headrace.config.server_args import ServerArgs
-from headrace.grammar.compiler import GrammarCompiler
 from headrace.messages.control import ReadyInfo
 from headrace.processes.model_files import EndTokens, tokens_of
 from headrace.processes.scheduler_process import scheduler_config
@@ -80,20 +77,3 @@ def test_cores_and_memory_are_divided_and_there_is_a_thread_at_least():
     assert share_of_machine(ServerArgs(dp_size=4, device="cpu", num_threads=2)).num_threads == 1
     alone = ServerArgs(num_threads=9)
     assert share_of_machine(alone) is alone
-
-
-def test_requests_are_served_before_there_is_all_that_grammars_need(monkeypatch: pytest.MonkeyPatch):
-    served, prepared, prepare = threading.Event(), threading.Event(), GrammarCompiler.prepare
-
-    def late(self: GrammarCompiler) -> None:
-        assert served.wait(60), "the start has waited for it"
-        prepare(self)
-        prepared.set()
-
-    monkeypatch.setattr(GrammarCompiler, "prepare", late)
-    with Engine("smollm2", single_process=True, num_threads=1, max_total_tokens=256, log_level="error") as engine:
-        engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
-        served.set()
-        assert prepared.wait(60)
-        reply = engine.generate(prompt="1 + 1 =", sampling_params={"max_new_tokens": 4, "regex": "[0-9]{3}"})
-        assert reply["text"].isdigit()

@@ -148,8 +148,6 @@ class FakeGrammars:
         self.started.append((spec, Future()))
         return self.started[-1][1]
 
-    def prepare(self) -> None: ...
-
     def stats(self) -> GrammarStats:
         return GrammarStats(num_compiled=sum(future.done() for _, future in self.started))
 

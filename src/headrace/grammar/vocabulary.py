@@ -37,8 +37,8 @@ class TokenSource(Protocol):
     vocab_size: int
     special_ids: frozenset[int]
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; only if `fixed_bytes`."""
+    def vocabulary_bytes(self) -> list[bytes]:
+        """The bytes of each token below `vocab_size`; only if `fixed_bytes`."""
         ...
 
 
@@ -66,7 +66,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
         eos = sorted({index for index in eos_ids if 0 <= index < vocab_size})
         if not eos:
             raise ConfigError("this model has no end-of-sequence token, so its output cannot follow a grammar")
-        tokens = [tokenizer.token_bytes(index) for index in range(min(vocab_size, tokenizer.vocab_size))]
+        tokens = tokenizer.vocabulary_bytes()[:vocab_size]
         special = sorted({index for index in tokenizer.special_ids if index < vocab_size}.union(eos))
         # The tokenizer's ids end below `vocab_size`, or the eos above them has no text.
         tokens += [b""] * (vocab_size - len(tokens))

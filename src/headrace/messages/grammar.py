@@ -81,10 +81,6 @@ class Grammars(Protocol):
         """Begin to compile; returns at once. The result raises RequestError for a grammar that is refused, with the reason, and
         ExecutionError if it could not be tried."""
 
-    def prepare(self) -> None:
-        """Make what the first grammar needs: microseconds per token of the vocabulary, half of them while no other thread may run. For the first
-        moments of serving."""
-
     def stats(self) -> GrammarStats:
         """Counts since the start. Never waits for a grammar."""
 

@@ -134,7 +134,6 @@ def run_scheduler(
         )
         watchdog.start()
         on_ready(ready)
-        run_in_lasting_thread(grammars.prepare)  # a grammar that comes before its end waits for it
         if not args.single_process:
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()
@@ -162,6 +161,7 @@ def _grammars(files: ModelFiles, tokenizer: "Callable[[], Tokenizer]") -> "Gramm
     return GrammarCompiler(
         lambda: Vocabulary.of(tokenizer(), files.config.vocab_size, files.end_tokens.eos | files.end_tokens.turn),
         tokenize=lambda text: encoder().encode(text, add_special_tokens=False),
+        begin=run_in_lasting_thread,
     )
 
 

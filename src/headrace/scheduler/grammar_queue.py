@@ -53,9 +53,6 @@ class _NoGrammars:
         refused.set_exception(RequestError(f"{spec.field}: this server does not constrain outputs", spec.field))
         return refused
 
-    def prepare(self) -> None:
-        pass
-
     def stats(self) -> GrammarStats:
         return GrammarStats()
 

@@ -224,6 +224,11 @@ class Tokenizer:
         assert self._pieces is not None, "tokens of this tokenizer have no fixed bytes"
         return self._pieces[token_id]
 
+    def vocabulary_bytes(self) -> list[bytes]:
+        """`token_bytes` of every id, of which none stays in memory."""
+        assert self._pieces is not None, "tokens of this tokenizer have no fixed bytes"
+        return list(map(self._pieces.read, range(self.vocab_size)))
+
     def _runs(self, ids: Sequence[int]) -> Iterator[list[int]]:
         """Cut before and after every special token."""
         run: list[int] = []
@@ -339,23 +344,26 @@ class _Pieces(dict[int, bytes]):
     def __init__(self, backend: tokenizers.Tokenizer | TokenList, byte_level: bool = False, space: str = " ") -> None:
         super().__init__()
         self._backend = backend
-        self._byte_of = _byte_level_alphabet() if byte_level else None
+        self._byte_level = byte_level
         self._space = space
 
     def __missing__(self, token_id: int) -> bytes:
+        piece = self.read(token_id)
+        if piece:
+            self[token_id] = piece
+        return piece
+
+    def read(self, token_id: int) -> bytes:
+        """As the dictionary, which does not keep it."""
         token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""
-        piece = self[token_id] = self._bytes(token)
-        return piece
-
-    def _bytes(self, token: str) -> bytes:
-        if self._byte_of is None:
+        if not self._byte_level:
             byte = _BYTE_PIECE.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace(self._space, " ").encode()
         try:
-            return bytes([self._byte_of[char] for char in token])
-        except KeyError:
+            return token.translate(_BYTES).encode("latin-1")
+        except UnicodeEncodeError:
             return token.encode()
 
 
@@ -370,6 +378,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_LEVEL = {byte: char for char, byte in _byte_level_alphabet().items()}
+_BYTES = dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in _byte_level_alphabet().items()}
+"""Characters as the bytes that they stand for, in Latin-1; others become what has no place in it."""
 
 
 def byte_level(text: bytes) -> str:

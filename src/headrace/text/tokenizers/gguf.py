@@ -107,8 +107,8 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
     kind = file.require("tokenizer.ggml.model")
     stored = file.strings("tokenizer.ggml.tokens")
     types = [_NORMAL] * len(stored)
-    if file.get("tokenizer.ggml.token_type"):
-        types = file.integers("tokenizer.ggml.token_type").tolist()
+    if "tokenizer.ggml.token_type" in file:
+        types = file.integers("tokenizer.ggml.token_type").tolist() or types
     if len(types) != len(stored):
         raise ModelError(f"{file.path.name}: {len(stored)} tokens but {len(types)} token types")
     if kind == "bert":
@@ -255,7 +255,7 @@ def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokeniz
 
 
 def _merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    stated = file.listed("tokenizer.ggml.merges", str)
+    stated = list(file.strings("tokenizer.ggml.merges"))
     # A token may begin with a space.
     merges = [(merge[:cut], merge[cut + 1 :]) for merge in stated for cut in (merge.find(" ", 1),)]
     # The library aborts on a merge of others instead of raising.
