@@ -1,10 +1,11 @@
-"""Files of GGUF types that SmolLM2's sizes cannot have, served beside llama.cpp: the same greedy text, and the speed of one stream and of eight.
+"""GGUF files served beside llama.cpp, in turns: the same greedy text, and the speed of 1, 8 and 32 streams and of prompts of 700 and 2,048 tokens.
 
-    .venv/bin/python -m bench.gguf_types --llama-cpp FOLDER --work FOLDER [--types Q4_K_M,MXFP4] [--output FILE]
+    .venv/bin/python -m bench.gguf_types --llama-cpp FOLDER --work FOLDER [--types Q4_K_M,MXFP4 | --files A.gguf,smollm2] [--output FILE]
 
-A random Llama of 1,024 columns with SmolLM2's tokenizer is made in bfloat16, and quantised by llama.cpp's `llama-quantize`. Where the texts part, the
-two likeliest tokens of the dequantised weights in float32 must be near, or ours the likeliest, else the row says no. A row has the types inside, and
-fails if the one that is asked for is not that of most matrices.
+For types that SmolLM2's sizes cannot have, a random Llama of 1,024 columns with its tokenizer is made in bfloat16, and quantised by llama.cpp's
+`llama-quantize`. Where the texts part, the two likeliest tokens of the dequantised weights in float32 must be near, or ours the likeliest, else the
+row says no. A row has the types inside, and fails if the one that is asked for is not that of most matrices. "headrace" drafts no tokens, as
+llama.cpp's server drafts none; "defaults" is without options.
 """
 
 import json
@@ -35,7 +36,11 @@ NEAR = 0.1
 """Of two logits: either token is right."""
 TOKENS = 64
 TEXTS = 10
-TURNS = 3
+SLOTS = 32
+SLOT_TOKENS = 2304
+WORKLOADS = [("streams", streams) for streams in (1, 8, SLOTS)] + [("prompt", length) for length in (700, 2048)]
+Prompt = str | list[int]
+Ask = Callable[[str, Prompt, int], list[int]]
 FLOAT32: dict[str, Any] = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "float32"}
 
 
@@ -105,18 +110,19 @@ def post(url: str, body: dict[str, Any]) -> Any:
         return json.load(reply)
 
 
-def theirs(url: str, prompt: str, tokens: int) -> list[int]:
+def theirs(url: str, prompt: Prompt, tokens: int) -> list[int]:
     """llama.cpp's greedy ids."""
     body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "return_tokens": True}
     return list(post(f"{url}/completion", body | {"cache_prompt": False})["tokens"])
 
 
-def ours(url: str, prompt: str, tokens: int) -> list[int]:
+def ours(url: str, prompt: Prompt, tokens: int) -> list[int]:
     sampling = {"max_new_tokens": tokens, "temperature": 0, "repetition_penalty": 1.0, "ignore_eos": True}
-    return list(post(f"{url}/generate", {"text": prompt, "sampling_params": sampling})["output_ids"])
+    name = "text" if isinstance(prompt, str) else "input_ids"
+    return list(post(f"{url}/generate", {name: prompt, "sampling_params": sampling})["output_ids"])
 
 
-def speed(ask: Callable[[str, str, int], list[int]], url: str, streams: int, turn: int) -> float:
+def speed(ask: Ask, url: str, streams: int, turn: int) -> float:
     """Output tokens a second of so many streams."""
     prompts = [f"{turn} {stream} {PROMPTS[stream % len(PROMPTS)]}" for stream in range(streams)]
     threads = [threading.Thread(target=ask, args=(url, prompt, TOKENS)) for prompt in prompts]
@@ -126,6 +132,14 @@ def speed(ask: Callable[[str, str, int], list[int]], url: str, streams: int, tur
     for thread in threads:
         thread.join()
     return streams * TOKENS / (time.perf_counter() - begin)
+
+
+def prompt_speed(ask: Ask, url: str, length: int, turn: int) -> float:
+    """Prompt tokens a second of one prompt of so many tokens, until its first output."""
+    ids = np.random.default_rng((length, turn)).integers(1000, 20000, length).tolist()
+    begin = time.perf_counter()
+    ask(url, ids, 1)
+    return length / (time.perf_counter() - begin)
 
 
 def judged(file: Path, partings: Sequence[tuple[str, list[int], int]]) -> list[dict[str, Any]]:
@@ -145,30 +159,29 @@ def judged(file: Path, partings: Sequence[tuple[str, list[int], int]]) -> list[d
     ]
 
 
-def compare(file: Path, kind: str, llama_server: Path, work: Path) -> dict[str, Any]:
+def compare(file: Path, llama_server: Path, work: Path, turns: int) -> dict[str, Any]:
     """A row of the report."""
-    types = types_of(file)
-    ports = free_port(), free_port()
-    llama = [
-        str(llama_server),
+    ports = [free_port() for _ in range(3)]
+    llama = f"{llama_server} -m {file} --host 127.0.0.1 --port {ports[0]} -np {SLOTS} -c {SLOTS * SLOT_TOKENS} --no-kv-unified -fa on --no-ui"
+    own = [
+        sys.executable,
         "-m",
+        "headrace.cli",
+        "serve",
         str(file),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(ports[0]),
-        "-c",
-        "8192",
-        "-np",
-        "8",
+        "--log-level",
+        "warning",
+        "--max-total-tokens",
+        str(SLOTS * SLOT_TOKENS),
     ]
-    own = [sys.executable, "-m", "headrace.cli", "serve", str(file), "--port", str(ports[1]), "--log-level", "warning"]
     with (
-        ServerProcess("llama-server", llama, ports[0], work / "llama.log") as peer,
-        ServerProcess("headrace", [*own, "--speculative-algorithm", "off"], ports[1], work / "headrace.log") as server,
-    ):
+        ServerProcess("llama-server", llama.split(), ports[0], work / "llama.log") as peer,
+        ServerProcess("headrace", [*own, "--port", str(ports[1]), "--speculative-algorithm", "off"], ports[1], work / "off.log") as server,
+        ServerProcess("defaults", [*own, "--port", str(ports[2])], ports[2], work / "defaults.log") as default,
+    ):  # fmt: skip
         peer.wait_until_ready()
         server.wait_until_ready("/ready")
+        default.wait_until_ready("/ready")
         partings, same = [], 0
         for prompt in PROMPTS[:TEXTS]:
             a, b = theirs(peer.url, prompt, TOKENS), ours(server.url, prompt, TOKENS)
@@ -176,24 +189,28 @@ def compare(file: Path, kind: str, llama_server: Path, work: Path) -> dict[str, 
             same += at is None
             if at is not None:
                 partings.append((prompt, a[:at], b[at]))
-        speeds: dict[str, list[float]] = {}
-        for turn in range(TURNS):
-            for streams in (1, 8):
-                for name, ask, url in (("llama.cpp", theirs, peer.url), ("headrace", ours, server.url)):
-                    speeds.setdefault(f"{name}, {streams} streams", []).append(speed(ask, url, streams, turn))
-    medians = {name: round(median(values), 1) for name, values in speeds.items()}
+        figures: dict[str, dict[str, list[float]]] = {}
+        for turn in range(turns):
+            for kind, size in WORKLOADS:
+                measure = speed if kind == "streams" else prompt_speed
+                for one, ask in ((peer, theirs), (server, ours), (default, ours)):
+                    figures.setdefault(f"{kind} {size}", {}).setdefault(one.name, []).append(
+                        round(measure(ask, one.url, size, turn), 1)
+                    )
     found = judged(file, partings)
-    base = "Q" + kind.split("_")[0].removeprefix("Q") + "_K" if kind.endswith("_K_M") else kind
     return {
-        "type": kind,
-        "matrices": dict(types),
-        "is_that_type": types.most_common(1)[0][0] == base,
+        "matrices": dict(types_of(file)),
         "texts": TEXTS,
         "same_text": same,
         "where_they_part": found,
         "all_right": all(one["gap"] <= NEAR or one["ours_is_likeliest"] for one in found),
-        "output_tok_s": medians,
-        "ratios": {n: round(medians[f"headrace, {n} streams"] / medians[f"llama.cpp, {n} streams"], 2) for n in (1, 8)},
+        "tok_s": figures,
+        "over_llama_cpp": {
+            workload: {
+                name: round(median(by[name]) / median(by["llama-server"]), 2) for name in ("headrace", "defaults")
+            }
+            for workload, by in figures.items()
+        },
     }
 
 
@@ -203,18 +220,28 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path, required=True, help="folder with llama-quantize and llama-server")
     parser.add_argument("--work", type=Path, required=True, help="folder for the files, which are kept (about 2 GB)")
     parser.add_argument("--types", type=words, default=TYPES)
+    parser.add_argument("--files", type=words, default=(), help="these instead of files of types")
+    parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     source = options.work / "bf16.gguf"
-    if not source.exists():
+    if not source.exists() and not options.files:
         save_random(source)
     rows = []
+    server = options.llama_cpp / "llama-server"
     with refusals():
-        for kind in track(options.types, description="types"):
+        for name in track(options.files, description="files") if options.files else ():
+            row = compare(Path(resolve_model(name)), server, options.work, options.turns)
+            rows.append({"file": Path(name).name, **row})
+        for kind in () if options.files else track(options.types, description="types"):
             file = quantise(options.llama_cpp / "llama-quantize", source, kind)
-            rows.append(compare(file, kind, options.llama_cpp / "llama-server", options.work))
+            base = "Q" + kind.split("_")[0].removeprefix("Q") + "_K" if kind.endswith("_K_M") else kind
+            is_that_type = types_of(file).most_common(1)[0][0] == base
+            rows.append(
+                {"type": kind, "is_that_type": is_that_type, **compare(file, server, options.work, options.turns)}
+            )
     write_report({"files": rows}, options.output)
-    if not all(row["is_that_type"] and row["all_right"] for row in rows):
+    if not all(row.get("is_that_type", True) and row["all_right"] for row in rows):
         sys.exit("error: a text parts where one token is clearly the likeliest, or a file is not of its type")
 
 
