@@ -35,7 +35,6 @@ HIDDEN, FEED_FORWARD, LAYERS, HEADS, KV_HEADS = 1024, 2816, 8, 16, 4
 NEAR = 0.1
 """Of two logits: either token is right."""
 TOKENS = 64
-TEXTS = 10
 SLOTS = 32
 SLOT_TOKENS = 2304
 WORKLOADS = [("streams", streams) for streams in (1, 8, SLOTS)] + [("prompt", length) for length in (700, 2048)]
@@ -159,7 +158,7 @@ def judged(file: Path, partings: Sequence[tuple[str, list[int], int]]) -> list[d
     ]
 
 
-def compare(file: Path, llama_server: Path, work: Path, turns: int) -> dict[str, Any]:
+def compare(file: Path, llama_server: Path, work: Path, texts: int, turns: int) -> dict[str, Any]:
     """A row of the report."""
     ports = [free_port() for _ in range(3)]
     llama = f"{llama_server} -m {file} --host 127.0.0.1 --port {ports[0]} -np {SLOTS} -c {SLOTS * SLOT_TOKENS} --no-kv-unified -fa on --no-ui"
@@ -183,7 +182,7 @@ def compare(file: Path, llama_server: Path, work: Path, turns: int) -> dict[str,
         server.wait_until_ready("/ready")
         default.wait_until_ready("/ready")
         partings, same = [], 0
-        for prompt in PROMPTS[:TEXTS]:
+        for prompt in PROMPTS[:texts]:
             a, b = theirs(peer.url, prompt, TOKENS), ours(server.url, prompt, TOKENS)
             at = next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
             same += at is None
@@ -200,7 +199,7 @@ def compare(file: Path, llama_server: Path, work: Path, turns: int) -> dict[str,
     found = judged(file, partings)
     return {
         "matrices": dict(types_of(file)),
-        "texts": TEXTS,
+        "texts": texts,
         "same_text": same,
         "where_they_part": found,
         "all_right": all(one["gap"] <= NEAR or one["ours_is_likeliest"] for one in found),
@@ -221,7 +220,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the files, which are kept (about 2 GB)")
     parser.add_argument("--types", type=words, default=TYPES)
     parser.add_argument("--files", type=words, default=(), help="these instead of files of types")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--texts", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=3, help="0: texts alone")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     source = options.work / "bf16.gguf"
@@ -231,14 +231,18 @@ def main() -> None:
     server = options.llama_cpp / "llama-server"
     with refusals():
         for name in track(options.files, description="files") if options.files else ():
-            row = compare(Path(resolve_model(name)), server, options.work, options.turns)
+            row = compare(Path(resolve_model(name)), server, options.work, options.texts, options.turns)
             rows.append({"file": Path(name).name, **row})
         for kind in () if options.files else track(options.types, description="types"):
             file = quantise(options.llama_cpp / "llama-quantize", source, kind)
             base = "Q" + kind.split("_")[0].removeprefix("Q") + "_K" if kind.endswith("_K_M") else kind
             is_that_type = types_of(file).most_common(1)[0][0] == base
             rows.append(
-                {"type": kind, "is_that_type": is_that_type, **compare(file, server, options.work, options.turns)}
+                {
+                    "type": kind,
+                    "is_that_type": is_that_type,
+                    **compare(file, server, options.work, options.texts, options.turns),
+                }
             )
     write_report({"files": rows}, options.output)
     if not all(row.get("is_that_type", True) and row["all_right"] for row in rows):
