@@ -2,8 +2,8 @@
 
 Read first: base.py (`Checkpoint`), source.py (what a path is), model_config.py (`ModelConfig`).
 
-- Formats: huggingface.py, safetensors_file.py (folders), gguf.py (the file), gguf_names.py (its config), gguf_tensors.py,
-  gguf_checkpoint.py (as a checkpoint), gguf_mmproj.py (the vision encoder in another file), lora.py (peft's adapters)
+- Formats: huggingface.py, safetensors_file.py (folders), gguf.py (the file), gguf_strings.py, gguf_names.py (its config),
+  gguf_tensors.py, gguf_checkpoint.py (as a checkpoint), gguf_mmproj.py (the vision encoder in another file), lora.py (peft's adapters)
 - config.json: config_keys.py, layer_config.py (windows, rotation), media_config.py (vision and audio encoders), sampling_defaults.py,
   pooling.py (what becomes of hidden states; modules.json)
 - Families: family.py (what each says of itself), projector.py (of its vision encoder in a GGUF file), media_tokens.py (what stands for

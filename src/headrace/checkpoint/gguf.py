@@ -11,17 +11,17 @@ import mmap
 import os
 import struct
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.checkpoint.files import first_part, gguf_parts, is_mmproj, map_regular, open_regular
+from headrace.checkpoint.gguf_strings import Strings, text_of
 from headrace.errors import ModelError
 
 T = TypeVar("T")
@@ -99,47 +99,6 @@ class _Array:
     count: int
     offset: int
     starts: "array[int]"
-
-
-class Strings(Sequence[str]):
-    """The strings of a metadata array, each decoded when it is asked for. They are a copy, 8 bytes and its text for each: the file may change."""
-
-    def __init__(self, data: bytes, starts: "array[int]") -> None:
-        """starts: as of `_Array`; data begins with the first."""
-        self._data, self._starts = data, starts
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    @overload
-    def __getitem__(self, at: int) -> str: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[str]: ...
-    def __getitem__(self, at: int | slice) -> str | list[str]:
-        if isinstance(at, slice):
-            return [self[index] for index in range(*at.indices(len(self)))]
-        if not 0 <= at < len(self):
-            raise IndexError(at)
-        first, begin, end = self._starts[0], self._starts[at], self._starts[at + 1]
-        return _text(self._data[begin + 8 - first : end - first])
-
-    def __iter__(self) -> Iterator[str]:
-        data, first = self._data, self._starts[0]
-        return (_text(data[begin + 8 - first : end - first]) for begin, end in pairwise(self._starts))
-
-    def find(self, text: str) -> int | None:
-        """The place of the first that is `text`."""
-        wanted = text.encode()
-        wanted, first = struct.pack("<Q", len(wanted)) + wanted, self._starts[0]
-        at = self._data.find(wanted)
-        while at >= 0 and self._starts[index := bisect_left(self._starts, first + at)] != first + at:
-            at = self._data.find(wanted, at + 1)
-        return index if at >= 0 else None
-
-
-def _text(data: bytes) -> str:
-    """Vocabularies sometimes contain invalid bytes: such a piece can never match text, but it must keep its id."""
-    return data.decode(errors="replace")
 
 
 class GgufFile:
@@ -391,7 +350,7 @@ class GgufFile:
             self._cursor = stored.offset
             return [self._decode_array(self._skip_array("", 0)) for _ in range(stored.count)]
         data = self._map
-        return [_text(data[begin + 8 : end]) for begin, end in pairwise(stored.starts)]
+        return [text_of(data[begin + 8 : end]) for begin, end in pairwise(stored.starts)]
 
     def _numbers(self, stored: _Array) -> npt.NDArray[Any]:
         return np.frombuffer(self._map, dtype="<" + _SCALARS[stored.kind], count=stored.count, offset=stored.offset)

@@ -15,7 +15,7 @@ from math import inf
 
 from tokenizers import AddedToken, NormalizedString, PreTokenizedString, decoders, normalizers, pre_tokenizers
 
-from headrace.checkpoint.gguf import Strings
+from headrace.checkpoint.gguf_strings import Strings
 
 Span = tuple[int, int]
 _SLICES = 32
