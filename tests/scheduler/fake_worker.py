@@ -500,6 +500,7 @@ class Rig:
         whole_images: bool = False,
         tier: Callable[["FakeWorker"], DiskTier] | None = None,
         kv_on_update: str = "flush",
+        pin_share: float = 0.25,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -536,6 +537,7 @@ class Rig:
             encoder_slices=encoder_slices,
             whole_images=whole_images,
             kv_on_update=kv_on_update,
+            pin_share=pin_share,
         )
         self.worker.mixes = kv_on_update == "keep"
         self.worker.encoder.num_slices = encoder_slices
@@ -638,7 +640,7 @@ class Rig:
 
     def check_idle(self) -> None:
         pool = self.kv.state()
-        assert pool.free_tokens + pool.evictable_tokens == pool.total_tokens
+        assert pool.free_tokens + pool.evictable_tokens + self.state.pins.num_tokens == pool.total_tokens
         assert pool.request_slots_free == pool.request_slots_total
         assert self.state.counters.memory_repairs == 0
         assert len(self.state.groups) == 0

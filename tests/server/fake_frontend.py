@@ -152,6 +152,28 @@ class FakeExperts:
         return {"is_recording": self.is_recording, "layers": {"0": [1, 2]}}
 
 
+class FakePins:
+    """Remembers what was asked; there is one pin."""
+
+    ID = "pin_0123456789abcdef01234567"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[GenerateReqInput, float, Any]] = []
+        self.is_held = True
+
+    async def pin(self, obj: GenerateReqInput, ttl_s: float, caller: Any = None) -> dict[str, Any]:
+        self.asked.append((obj, ttl_s, caller))
+        return {"id": self.ID, "object": "cache.pin", "tokens": 16, "cached_tokens": 0, "expires_at": 1}
+
+    async def unpin(self, pin_id: str, caller: Any = None) -> None:
+        if pin_id != self.ID:
+            raise NotFoundError("there is no such pin", "id", "pin_not_found")
+        self.is_held = False
+
+    async def cache(self, caller: Any = None) -> dict[str, Any]:
+        return {"object": "cache", "memory": {"tokens": 16}, "disk": None, "pins": [{"id": self.ID}] * self.is_held}
+
+
 class FakeAdapters:
     """Names, and what was loaded."""
 
@@ -198,6 +220,8 @@ class FakeFrontend:
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []
         self.adapters = FakeAdapters()
+        self.pins = FakePins()
+        self.asked_pins: list[Any] = []
         self.faults: list[FaultReq] = []
         self.started = threading.Event()
         self.closed_early = threading.Event()
@@ -228,6 +252,7 @@ class FakeFrontend:
         default_max_new_tokens: int = 128,
         in_chat: bool = False,
         caller: Any = None,
+        pins: Any = (),
     ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
             self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=self.context_length,
@@ -237,6 +262,7 @@ class FakeFrontend:
         self.calls.append(obj)
         self.callers.append(caller)
         self.in_chats.append(in_chat)
+        self.asked_pins.append(pins)
         script = self.script
         samples = []
         for prompt in call.prompts:

@@ -58,6 +58,7 @@ from headrace.messages.operations import (
     StartProfileBody,
 )
 from headrace.messages.packing import safetensors_parts
+from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import (
     CancelUpdate,
     ContinueGeneration,
@@ -202,6 +203,33 @@ class Methods(ABC):
             lambda manager: manager.close_session(session_id),
             lambda http: http.tell("/close_session", session_id=session_id),
         )
+
+    def pin_prompt(
+        self,
+        text: str | None = None,
+        input_ids: list[int] | None = None,
+        ttl: float = 300.0,
+        cache_salt: str | None = None,
+        lora_path: str | None = None,
+    ) -> dict[str, Any]:
+        """Compute a prompt and keep it cached for `ttl` seconds. Returns what `/v1/cache/pin` replies. Raises RequestError, CapacityError."""
+        ids: list[int | list[int]] | None = None if input_ids is None else list(input_ids)
+        call = GenerateReqInput(text=text, input_ids=ids, cache_salt=cache_salt, lora_path=lora_path)
+        given = {"prompt": text, "input_ids": ids, "ttl": ttl, "cache_salt": cache_salt, "lora_path": lora_path}
+        return self._wait(
+            lambda manager: manager.pins.pin(call, ttl, _ADMIN),
+            lambda http: dict(http.ask("/v1/cache/pin", **without_none(given))),
+        )
+
+    def unpin_prompt(self, pin_id: str) -> None:
+        """Let go of a pinned prompt. Raises NotFoundError."""
+        self._wait(
+            lambda manager: manager.pins.unpin(pin_id, _ADMIN), lambda http: http.tell("/v1/cache/unpin", id=pin_id)
+        )
+
+    def cached(self) -> dict[str, Any]:
+        """What is cached, by tier, and the pins; of a server, those of its key."""
+        return self._wait(lambda manager: manager.pins.cache(_ADMIN), lambda http: dict(http.get("/v1/cache")))
 
     def explain_request(self, rid: str) -> list[dict[str, Any]]:
         """Timelines of the samples of a recent request. Raises NotFoundError."""

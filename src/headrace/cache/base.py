@@ -94,6 +94,9 @@ class PrefixCache(Protocol):
     def explain(self, tokens: bytes, namespace: str, limit: int) -> CacheMiss | None:
         """Why no more of tokens[:limit] is cached; None if all whole pages are. Changes nothing."""
 
+    def num_pages_of(self, owner: str | None) -> int:
+        """Number of cached pages of an API key (`namespaces.owner_of`); None: of those without one."""
+
     @property
     def num_nodes(self) -> int:
         """Number of nodes of the tree."""
@@ -166,6 +169,9 @@ class ChunkCache:
 
     def explain(self, tokens: bytes, namespace: str, limit: int) -> CacheMiss | None:
         return None
+
+    def num_pages_of(self, owner: str | None) -> int:
+        return 0
 
     def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
         return []

@@ -91,7 +91,7 @@ def private_folder(path: Path) -> Path:
 class PageFiles:
     """The files of one fingerprint below a folder. limit_bytes: of all files in the folder, those of other fingerprints too.
 
-    num_damaged: files that were removed because of what was in them.
+    num_damaged: files that were removed because of what was in them. num_bytes: of all files in the folder, as far as is known.
     """
 
     def __init__(self, folder: Path, fingerprint: str, page_size: int, page_bytes: int, limit_bytes: int) -> None:
@@ -101,7 +101,7 @@ class PageFiles:
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._limit_bytes = limit_bytes
-        self._num_bytes = sum(size for _, size, _ in self._all())
+        self.num_bytes = sum(size for _, size, _ in self._all())
         self._numbers = itertools.count()
         self.num_damaged = 0
 
@@ -187,8 +187,8 @@ class PageFiles:
             unfinished.rename(path)
         finally:
             unfinished.unlink(missing_ok=True)
-        self._num_bytes += data_start + count * self._page_bytes
-        if self._num_bytes > self._limit_bytes:
+        self.num_bytes += data_start + count * self._page_bytes
+        if self.num_bytes > self._limit_bytes:
             self._prune()
 
     def forget(self) -> None:
@@ -197,7 +197,7 @@ class PageFiles:
             if self._own in path.parents:
                 with contextlib.suppress(OSError):
                     path.unlink()
-                    self._num_bytes -= size
+                    self.num_bytes -= size
 
     # -- inside
 
@@ -264,13 +264,13 @@ class PageFiles:
         with (self._folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             files = sorted(self._all(), key=lambda file: file[2])
-            self._num_bytes = sum(size for _, size, _ in files)
+            self.num_bytes = sum(size for _, size, _ in files)
             for path, size, _ in files:
-                if self._num_bytes <= _KEPT_AFTER_PRUNING * self._limit_bytes:
+                if self.num_bytes <= _KEPT_AFTER_PRUNING * self._limit_bytes:
                     break
                 with contextlib.suppress(OSError):
                     path.unlink()
-                    self._num_bytes -= size
+                    self.num_bytes -= size
 
 
 def _crc(page: memoryview, key: bytes) -> int:

@@ -5,7 +5,7 @@ Keys are compared page by page: an edge always holds whole pages, and two edges 
 Every namespace (adapter, cache salt, extra key) has its own root, so nothing is shared between namespaces.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import islice
 
 from headrace.cache.base import CacheObserver, Insertion, Lease, PrefixMatch
@@ -17,14 +17,15 @@ TOKEN_BYTES = 4
 
 
 class _Node(Lease):
-    """A node with the tokens and pages of the edge that leads to it. As a `Lease` it pins itself and its ancestors."""
+    """A node with the tokens and pages of the edge that leads to it. As a `Lease` it pins itself and its ancestors. owner: of its namespace."""
 
-    __slots__ = ("children", "key", "leases", "newer", "older", "pages", "parent")
+    __slots__ = ("children", "key", "leases", "newer", "older", "owner", "pages", "parent")
 
     def __init__(self, key: bytes, pages: list[int], parent: "_Node | None") -> None:
         self.key = key
         self.pages = pages
         self.parent = parent
+        self.owner: str | None = None if parent is None else parent.owner
         self.children: dict[bytes, _Node] = {}
         self.leases = 0
         self.older: _Node | None = None  # neighbours in `_Released`
@@ -37,6 +38,7 @@ class _Root(_Node):
     def __init__(self, namespace: str) -> None:
         super().__init__(b"", [], None)
         self.namespace = namespace
+        self.owner = namespaces.owner_of(namespace)
 
 
 class _Released:
@@ -111,6 +113,7 @@ class RadixCache:
         self._num_nodes = 0
         self._evictable = 0
         self._leased = 0
+        self._pages_of: Counter[str | None] = Counter()
 
     @property
     def num_evictable_pages(self) -> int:
@@ -162,6 +165,7 @@ class RadixCache:
             self._memory.add(namespace, tokens[: pos + self._page_bytes])
             node.children[leaf.key[: self._page_bytes]] = leaf
             self._evictable += len(taken)
+            self._pages_of[leaf.owner] += len(taken)
             self._num_nodes += 1
             if self._observer is not None:
                 self._observer.stored(leaf.key, taken, node.pages[-1] if node.pages else None, namespace)
@@ -196,8 +200,11 @@ class RadixCache:
             self._num_nodes -= 1
             freed += node.pages
             self._evictable -= len(node.pages)
+            self._pages_of[node.owner] -= len(node.pages)
             if isinstance(parent, _Root) and not parent.children:
                 del self._roots[parent.namespace]
+                if not self._pages_of[node.owner]:
+                    del self._pages_of[node.owner]
         if self._observer is not None and freed:
             self._observer.removed(freed)
         return freed
@@ -209,10 +216,14 @@ class RadixCache:
         self._released = _Released()
         self._num_nodes = 0
         self._evictable = 0
+        self._pages_of.clear()
         self._memory.flushed(why)
         if self._observer is not None:
             self._observer.cleared()
         return freed
+
+    def num_pages_of(self, owner: str | None) -> int:
+        return self._pages_of[owner]
 
     @property
     def num_nodes(self) -> int:

@@ -96,6 +96,11 @@ class DiskTier:
         return self._num_damaged_before + (files.num_damaged if files is not None else 0)
 
     @property
+    def num_bytes(self) -> int:
+        """Of all files of the folder, as far as is known."""
+        return self._files.num_bytes if self._files is not None else 0
+
+    @property
     def opens_in_s(self) -> float:
         """How long it should take until the weights' fingerprint is known: 0 if it is, infinite if nothing can be kept."""
         if self._files is not None:

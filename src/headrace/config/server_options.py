@@ -406,6 +406,11 @@ class ServerOptions:
     kv_cache_disk_size: int = _memory(
         16 << 30, "Most bytes that --kv-cache-dir takes; what was not used for longest goes first.", POSITIVE
     )
+    kv_pin_share: float = _memory(
+        0.25,
+        "Of the KV cache, what pinned prefixes hold at most; 0: nothing may be pinned. See docs/kv-cache.md.",
+        Bounds(least=0.0, most=0.9),
+    )
     kv_cache_persist_tenants: bool = _memory(
         False, "Keep also the KV of requests with a cache_salt or a key of --api-key-file below --kv-cache-dir."
     )

@@ -51,7 +51,7 @@ RETRY_S = 0.02
 class Control:
     """to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works.
 
-    own: set by the owner; the operations of this process.
+    own: set by the owner; the operations of this process. on_flushed: called after the cache of a replica was emptied.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Control:
         self._to_detokenizer = to_detokenizer
         self._faults_allowed = faults_allowed
         self.own: MainOperations
+        self.on_flushed: Callable[[], None] = lambda: None
         self._lasting: dict[str, bytes] = {}
 
     async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
@@ -123,6 +124,8 @@ class Control:
 
     async def _flush_now(self) -> Outcome:
         replies = list((await FLUSH_CACHE.ask(self, Nothing())).values())
+        if any(reply.success for reply in replies):
+            self.on_flushed()
         return next((reply for reply in replies if not reply.success), replies[0])
 
 

@@ -26,6 +26,7 @@ from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
 from headrace.frontend.engine_parts import DETOKENIZER, EngineParts, Health, Heartbeats
 from headrace.frontend.media import NO_MEDIA, PromptMedia
 from headrace.frontend.outputs import Endings, Outputs
+from headrace.frontend.pins import PinAsk, Pins
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
@@ -42,8 +43,8 @@ from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
 from headrace.messages.operations import OperationReply
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
-from headrace.messages.requests import CallInput, EmbeddingReqInput, TokenizedGenerateReqInput
-from headrace.messages.weights import LoraReply, WeightOpReply
+from headrace.messages.requests import CallInput, EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
+from headrace.messages.weights import LoraReply, WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 from headrace.metrics.spans import Spans
@@ -147,12 +148,21 @@ class TokenizerManager:
             request_log,
         )
         self.control.own = MainOperations(self.experts, self.settings, self.records)
+        self.pins = Pins(
+            args,
+            ready,
+            self.control,
+            self.generate_request,
+            lambda: [replica.index for replica in self.link.replicas_up()],
+            clock,
+        )
+        self.control.on_flushed = self.pins.sync_soon
         self.weights = WeightControl(
             self.link,
             check,
             self.aborts.abort_all,
             ready.fingerprint,
-            self.records.note_operation,
+            self._note_operation,
             drains=args.kv_on_update == "flush",
         )
         self.adapters = Adapters(args.max_loras, lora_paths(args), self.engine_loop, self.link, ready.lora_fingerprints)
@@ -191,6 +201,7 @@ class TokenizerManager:
                 self.control.tell_scheduler,
                 self.experts.tell_scheduler,
                 self.adapters.tell_scheduler,
+                self.pins.tell_scheduler,
             ],
         )
         self._register_handlers()
@@ -225,6 +236,7 @@ class TokenizerManager:
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         in_chat: bool = False,
         caller: Caller = ANONYMOUS,
+        pins: Sequence[PinAsk] = (),
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Carry out one call. Yields updates of its samples; each input of an `EmbeddingReqInput` is a sample with one update.
 
@@ -233,7 +245,7 @@ class TokenizerManager:
         unfinished samples.
 
         default_max_new_tokens: for prompts that give no limit; never more than the context has room for. in_chat: see `SampleTask`.
-        caller: whose limits apply.
+        caller: whose limits apply. pins: of its prompt, which is one.
         Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
         """
@@ -246,9 +258,11 @@ class TokenizerManager:
         try:
             self.records.begin(state, caller.traceparent)
             requests = await self.prompt_tokenizer.tokenize(call, obj, state, default_max_new_tokens, in_chat)
+            self.pins.check(requests[0].content, pins, caller)
             self._send(state, requests)
             if not obj.stream:
                 await self._wait_for_all(state, is_disconnected)
+                await self._pin(obj, state, pins, caller)
                 for sample in state.samples:
                     yield sample.update()
                 return
@@ -259,6 +273,8 @@ class TokenizerManager:
                     left -= 1
                     if not state.is_list and sample.failed is not None and not sample.output_ids:
                         raise sample.failed
+                    if not left:
+                        await self._pin(obj, state, pins, caller)
                 yield sample.update()
         finally:
             self._release(state)
@@ -330,6 +346,15 @@ class TokenizerManager:
                 if sample.replica == NOWHERE:
                     sample.request, sample.sent_s = None, 0.0
             raise
+
+    async def _pin(self, obj: CallInput, state: CallState, pins: Sequence[PinAsk], caller: Caller) -> None:
+        request = state.samples[0].request
+        if pins and request is not None and isinstance(obj, GenerateReqInput):
+            await self.pins.hold(obj, request, pins, caller)
+
+    def _note_operation(self, operation: WeightOperation) -> None:
+        self.records.note_operation(operation)
+        self.pins.sync_soon()
 
     async def _wait_for_all(self, state: CallState, is_disconnected: IsDisconnected | None) -> None:
         """Wait until every sample has ended. Raises the first failure if all have failed."""

@@ -53,6 +53,16 @@ class TierStats(msgspec.Struct, frozen=True, gc=False):
     damaged: int = 0
 
 
+class PinStats(msgspec.Struct, frozen=True, gc=False):
+    """Pinned prefixes: how many, the tokens of the tree that they hold, and how many owners they have. released: those that gave way to a request
+    that was alone, since start."""
+
+    count: int = 0
+    tokens: int = 0
+    owners: int = 0
+    released: int = 0
+
+
 class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start, and current gauges; `gen_throughput` is in tokens per second over the last interval.
 
@@ -61,8 +71,8 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
     masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them. tier: of --kv-cache-dir.
-    encodings: what was done for media. speculation: what draft tokens have brought. paused: the pause mode, empty while generation
-    runs. released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
+    pins: of the prefix cache. encodings: what was done for media. speculation: what draft tokens have brought. paused: the pause mode, empty while
+    generation runs. released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
     pool: PoolState
@@ -95,6 +105,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     grammars: GrammarStats = GrammarStats()
     encodings: EncodingStats = EncodingStats()
     tier: TierStats = TierStats()
+    pins: PinStats = PinStats()
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"
@@ -263,6 +274,18 @@ class CacheTree(msgspec.Struct, frozen=True):
     num_nodes: int
     num_tokens: int
     nodes: list[CacheNode]
+
+
+class CacheUse(msgspec.Struct, frozen=True):
+    """What a replica has cached. tokens: in its tree, of who asks. pinned: tokens of each pin of who asks, by its id. disk: of --kv-cache-dir, None
+    without; disk_bytes: what all its files take."""
+
+    replica: int = msgspec.field(name="dp_rank")
+    pool: PoolState
+    tokens: int
+    pinned: dict[str, int]
+    disk: TierStats | None = None
+    disk_bytes: int = 0
 
 
 class ExpertCountsReq(msgspec.Struct, frozen=True, gc=False):

@@ -30,6 +30,7 @@ from headrace.log import get_logger
 from headrace.messages.bodies import field_error
 from headrace.messages.control import (
     CacheTree,
+    CacheUse,
     ExpertCountsReply,
     ExpertCountsReq,
     HealthCheckReply,
@@ -241,6 +242,32 @@ class SlowDownBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forward_sleep_time: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
 
 
+class PinReq(msgspec.Struct, frozen=True, gc=False):
+    """Keep what the tree has of a prefix until `until_s` (time.monotonic). id: of the pin; one that is known is set anew. owner: whose it is, with
+    his share of what all pins may hold. tokens: as `PromptContent.cache_key` has them. The reply: the tokens that are kept."""
+
+    id: str
+    owner: str
+    share: float
+    tokens: bytes
+    namespace: str
+    until_s: float
+
+
+class UnpinReq(msgspec.Struct, frozen=True, gc=False):
+    """Let go of a pin. An unknown one is harmless."""
+
+    id: str
+
+
+class CacheUseReq(msgspec.Struct, frozen=True, gc=False):
+    """owner: of pins; None = all of them. key_name: whose tokens to count, None = of those without a key. everything: of all."""
+
+    owner: str | None = None
+    key_name: str | None = None
+    everything: bool = False
+
+
 class RankInfo(msgspec.Struct, frozen=True, gc=False):
     """A rank. resident_bytes: of its process, on the host. weight_bytes, kv_bytes: its part of the weights and of the KV cache."""
 
@@ -279,6 +306,9 @@ COUNT_EXPERTS = Operation("count_experts", ExpertCountsReq, ExpertCountsReply, t
 CACHE_TREE = Operation(
     "cache_tree", CacheTreeQuery, CacheTree, route=Route("/cache_tree", "The tree of cached prefixes", "GET")
 )
+PIN = Operation("pin", PinReq, int)
+UNPIN = Operation("unpin", UnpinReq, bool)
+CACHE_USE = Operation("cache_use", CacheUseReq, CacheUse)
 START_PROFILE = Operation(
     "start_profile",
     StartProfileBody,

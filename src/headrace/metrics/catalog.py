@@ -136,6 +136,10 @@ class Metrics:
         counter("kv_tier_loaded_tokens", "Tokens whose KV was copied from there.", lambda s: s.tier.loaded_tokens)
         counter("kv_tier_dropped", "Prefixes not stored for want of room or time.", lambda s: s.tier.dropped)
         counter("kv_tier_damaged_files", "Files removed because of what was in them.", lambda s: s.tier.damaged)
+        gauge("kv_pins", "Pinned prefixes.", lambda s: s.pins.count)
+        gauge("kv_pinned_tokens", "Tokens of the prefix cache that pins hold.", lambda s: s.pins.tokens)
+        gauge("kv_pin_owners", "Keys that have pins.", lambda s: s.pins.owners)
+        counter("kv_pins_released", "Pins that gave way to a request that was alone.", lambda s: s.pins.released)
         counter("media_encoded", "Media items that were encoded.", lambda s: s.encodings.num_encoded)
         counter("media_encoding_failures", "Media items that could not be encoded.", lambda s: s.encodings.num_failed)
         found = "Media items whose encoder output was cached."

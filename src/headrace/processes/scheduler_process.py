@@ -257,6 +257,7 @@ def scheduler_config(
         persists_tenants=args.kv_cache_persist_tenants,
         unknown_token_s=_token_s(args, ready),
         kv_on_update=args.kv_on_update,
+        pin_share=args.kv_pin_share,
     )
 
 

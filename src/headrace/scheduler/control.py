@@ -10,6 +10,7 @@ from headrace.messages.channel import Receiver
 from headrace.messages.control import (
     AbortReq,
     CacheTree,
+    CacheUse,
     ExpertCountsReply,
     ExpertCountsReq,
     HealthCheckReply,
@@ -21,11 +22,14 @@ from headrace.messages.control import (
 from headrace.messages.operations import (
     OPERATIONS,
     CacheTreeQuery,
+    CacheUseReq,
     Nothing,
     OperationReply,
     OperationReq,
+    PinReq,
     SlowDownBody,
     StartProfileBody,
+    UnpinReq,
     answered,
     fault_of,
 )
@@ -136,6 +140,23 @@ class Operations:
         nodes = kv.outline(request.max_depth, request.max_nodes)
         return CacheTree(self._state.config.replica, kv.num_nodes, kv.num_cached_tokens, nodes)
 
+    def cache_use(self, request: CacheUseReq) -> CacheUse:
+        kv, tier = self._state.kv, self._state.tier
+        return CacheUse(
+            self._state.config.replica,
+            kv.state(),
+            kv.num_cached_tokens if request.everything else kv.tokens_of(request.key_name),
+            self._state.pins.held(request.owner),
+            None if tier is None else tier.stats(),
+            0 if tier is None else tier.tier.num_bytes,
+        )
+
+    def pin(self, request: PinReq) -> int:
+        return self._state.pins.hold(request)
+
+    def unpin(self, request: UnpinReq) -> bool:
+        return self._state.pins.let_go(request.id)
+
     def slow_down(self, request: SlowDownBody) -> str:
         self.sleep_s = request.forward_sleep_time or 0.0
         return f"the scheduler sleeps {self.sleep_s:g} s after each step" if self.sleep_s else "full speed"
@@ -172,6 +193,7 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
         grammars=state.compiling.stats(),
         encodings=state.encodings.stats,
         tier=TierStats() if state.tier is None else state.tier.stats(),
+        pins=state.pins.stats(),
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
         paused=state.gate.pause or "",
         released=tuple(sorted(state.gate.released)),
@@ -182,11 +204,15 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
 
 
 def self_check(state: SchedulerState, log: Callable[[str], None]) -> None:
-    """At idle every page must be free or evictable. If not, log it, count it, and reset the pool."""
+    """At idle every page must be free, evictable or pinned. If not, log it, count it, and reset the pool."""
     pool = state.kv.state()
     if pool.consistent and state.tier is not None and state.tier.is_busy:
         return  # it still holds pages
-    if pool.consistent and pool.leased_tokens == 0 and pool.request_slots_free == pool.request_slots_total:
+    if (
+        pool.consistent
+        and pool.leased_tokens == state.pins.num_tokens
+        and pool.request_slots_free == pool.request_slots_total
+    ):
         return
     log(f"memory accounting is inconsistent at idle, resetting the pool: {pool}")
     state.counters.memory_repairs += 1

@@ -89,6 +89,7 @@ class KVManager:
     num_left: how many rows requests have left so far. on_insert: called with the part, tokens and namespace of a prefix that the cache did not have
     as a whole before. on_short: called where pages are missing, and before all of them are taken back: lets go of what no step needs.
     weights: those of the steps.
+    on_flush: called before all are taken back: lets go of what is pinned.
     """
 
     def __init__(self, parts: Sequence[KvPart], max_seqs: int) -> None:
@@ -101,6 +102,7 @@ class KVManager:
         self.weights = Weights()
         self.on_insert: Callable[[int, bytes, str], None] = lambda part, tokens, namespace: None
         self.on_short: Callable[[], None] = lambda: None
+        self.on_flush: Callable[[], None] = lambda: None
 
     @property
     def total_tokens(self) -> int:
@@ -218,12 +220,14 @@ class KVManager:
     def flush(self, why: MissReason = "flushed") -> None:
         """Empty the cache. No request may hold a lease. why: what later requests are told that miss it."""
         self.on_short()
+        self.on_flush()
         for part in self.parts:
             part.flush(why)
 
     def repair(self) -> None:
         """Reset to an empty pool; only while no request is admitted."""
         self.on_short()
+        self.on_flush()
         for part in self.parts:
             part.repair()
         self._free_seqs = list(range(self.max_seqs - 1, -1, -1))
@@ -239,6 +243,10 @@ class KVManager:
             request_slots_free=len(self._free_seqs),
             consistent=all(part.is_consistent for part in parts),
         )
+
+    def tokens_of(self, owner: str | None) -> int:
+        """Cached tokens of an API key; None: of those without one."""
+        return sum(part.cache.num_pages_of(owner) for part in self.parts) * self.page_size
 
     @property
     def num_nodes(self) -> int:

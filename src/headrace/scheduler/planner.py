@@ -319,7 +319,8 @@ def _admit(
         is_whole = whole_prompts and not batch.rows
         count = num_wanted if is_whole else prompts.allows(match.num_tokens, num_wanted)
         count = _whole_images(state, batch, req, match.num_tokens, count)
-        fits = needed <= room or all(other.part != part for other in state.running)
+        is_alone = all(other.part != part for other in state.running)
+        fits = needed <= room or is_alone
         may_cut = not whole_prompts and not (cuts_one and prompts.num_taken)
         if not fits or not count or (count < num_wanted and not may_cut):
             kv.unpin(match, part)
@@ -328,7 +329,10 @@ def _admit(
             kv.unpin(match, part)
             continue
         kv.admit(req, match, part)
-        if not kv.grow(req, req.num_scheduled + count):
+        grown = kv.grow(req, req.num_scheduled + count)
+        while not grown and is_alone and state.pins.give_way(part):
+            grown = kv.grow(req, req.num_scheduled + count)
+        if not grown:
             req.keep_kv = True
             kv.release(req)
             state.encodings.release(req)
@@ -365,7 +369,7 @@ def _choose_part(state: SchedulerState, req: Req, reserved: Sequence[int], full:
     siblings = {other.part for other in state.running if group and other.asked.group == group}
 
     def worth(part: int) -> tuple[bool, bool, int, int]:
-        load = kv.leased_tokens(part) + reserved[part]
+        load = max(0, kv.leased_tokens(part) - state.pins.tokens_in(part)) + reserved[part]
         # At worst nobody else holds the prefix, and it cannot be evicted to make room.
         room = kv.available_tokens(part) - reserved[part] - cached[part]
         fits = not load or expected_tokens(state, req, cached[part]) <= room

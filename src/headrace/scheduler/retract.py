@@ -40,10 +40,12 @@ def make_room(state: SchedulerState, wanting: Req) -> bool:
     """Retract one request to free pages for `wanting`. No step in flight may use a request of its part of the KV cache.
 
     The victim is the least important running request of the part (lowest priority, then latest arrival), so that the oldest always
-    progresses. It may be `wanting` itself; if that is alone, it can never fit and ends here.
+    progresses. It may be `wanting` itself; if that is alone, pins give way to it, one at a time, and without any it can never fit and ends here.
     Returns False when `wanting` was retracted or has ended.
     """
     candidates = [req for req in state.running if req.finish is None and req.seq >= 0 and req.part == wanting.part]
+    if len(candidates) == 1 and state.pins.give_way(wanting.part):
+        return True
     if len(candidates) == 1:
         total = state.kv.part_tokens
         wanting.finish = FinishReason(

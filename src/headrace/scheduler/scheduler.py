@@ -198,6 +198,7 @@ class Scheduler:
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
             self._send(control.expire(state, now))
+            state.pins.expire(now)
         if ended := self._weights.advance(now):
             self._send(ended)
 

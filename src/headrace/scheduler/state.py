@@ -18,6 +18,7 @@ from headrace.scheduler.encodings import Encodings
 from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.grammar_queue import GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.pins import Pins
 from headrace.scheduler.request import Req, SampleGroups
 from headrace.scheduler.step_cost import StepCost, StepWork
 from headrace.scheduler.tier_queue import TierQueue
@@ -139,7 +140,7 @@ class SchedulerConfig:
     prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing. whole_images: no image may be cut, because its
-    tokens see each other. persists_tenants, unknown_token_s: see `TierQueue`.
+    tokens see each other. persists_tenants, unknown_token_s: see `TierQueue`. pin_share: see `Pins`.
     kv_on_update: what becomes of KV when the weights change; "flush": requests that have begun end before that, else they go on, with KV that is
     computed again ("recompute") or the one they have ("keep").
     """
@@ -171,6 +172,7 @@ class SchedulerConfig:
     persists_tenants: bool = False
     unknown_token_s: float = 1e-4
     kv_on_update: Literal["flush", "recompute", "keep"] = "flush"
+    pin_share: float = 0.25
     turn_end_ids: frozenset[int] = frozenset()
 
     def eos_of(self, task: EngineTask) -> frozenset[int]:
@@ -251,6 +253,10 @@ class SchedulerState:
     next_step: int = 0
     source: int = 0
     tier: TierQueue | None = None
+    pins: Pins = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pins = Pins(self.kv, self.config.pin_share)
 
     @property
     def weight_version(self) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -19,6 +19,7 @@ from headrace.errors import HeadraceError
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.control import Control
 from headrace.frontend.front_door import WireCaller, remote_method
+from headrace.frontend.pins import PinAsk, Pins
 from headrace.frontend.records import Records
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_update import SampleUpdate
@@ -50,11 +51,12 @@ class RequestFrontend(Protocol):
         default_max_new_tokens: int = ...,
         in_chat: bool = ...,
         caller: Caller = ...,
+        pins: Sequence[PinAsk] = ...,
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Yields the new output of the samples of one call. Without `stream`, one update per sample in prompt-major order, once all have ended.
 
         default_max_new_tokens: used if the request sets none; limited to the room in the context. in_chat: the prompt is a rendered chat.
-        caller: its limits apply. Closing the generator early aborts what is unfinished.
+        caller: its limits apply. pins: of the call's prompt. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """
 
@@ -93,6 +95,10 @@ class RequestFrontend(Protocol):
         """Caches, counters and profiles of the schedulers."""
 
     @property
+    def pins(self) -> Pins:
+        """Pinned prefixes, and what is cached."""
+
+    @property
     def records(self) -> Records:
         """Timelines and dumps of recent requests."""
 
@@ -115,6 +121,7 @@ class RequestFrontend(Protocol):
 PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
     "adapters": (Adapters.load, Adapters.unload),
     "control": (Control.ask, Control.flush_cache, Control.internal_states, Control.inject_fault),
+    "pins": (Pins.pin, Pins.unpin, Pins.cache),
     "records": (Records.timelines, Records.latest),
     "settings": (RuntimeSettings.changed_options,),
     "weights": (WeightControl.operate,),

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.messages.control import Outcome
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
-from headrace.server import control, native
+from headrace.server import cache, control, native
 from headrace.server.anthropic.messages import AnthropicErrorReply, MessagesServing
 from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from headrace.server.context import ServingContext
@@ -40,6 +40,7 @@ from headrace.server.weights import weight_routes
 _QUESTION = "Name the capital of France."
 _ANSWER = "Paris is the capital of France."
 _BEGINNING = "The capital of France is"
+_TEXT = "You answer questions about the rules of chess. " * 4
 _ASKED = [{"role": "user", "content": _QUESTION}]
 _FOUND = [_ANSWER, "Berlin is the capital of Germany."]
 _CITY: Mapping[str, Any] = {
@@ -153,6 +154,11 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
     chats = {"A conversation": {"messages": _ASKED}}
     ids = {"Token ids": {"tokens": [72, 105]}}
     session = {"A name of your own": {"session_id": "s1"}}
+    pins: Examples = {
+        "A text": {"prompt": _TEXT, "ttl": 600},
+        "A conversation": {"messages": [{"role": "system", "content": _TEXT}]},
+    }
+    unpinned = {"By its id": {"id": "pin_0123456789abcdef01234567"}}
     row = partial(RouteSpec, with_replicas=True)
     # fmt: off
     return [
@@ -163,6 +169,9 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
         row("/apply-template", POST, "user", apply_template, "llama.cpp: the text of a prompt", ChatCompletionRequest, examples=chats),
         row("/v1/tokenize", POST, "user", tokenize, "Alias of /tokenize", TokenizeBody, examples=prompts),
         row("/v1/detokenize", POST, "user", detokenize, "Alias of /detokenize", DetokenizeBody, examples=ids),
+        RouteSpec("/v1/cache/pin", POST, "user", cache.pin, "Compute a prompt and keep it cached", cache.PinBody, generates=True, examples=pins),
+        RouteSpec("/v1/cache/unpin", POST, "user", cache.unpin, "Keep it no longer", cache.UnpinBody, examples=unpinned),
+        RouteSpec("/v1/cache", GET, "user", cache.cached, "What is cached, by tier, and the pins"),
         RouteSpec("/open_session", POST, "user", native.open_session, "Open a session", native.OpenSessionBody, generates=True, examples=session),
         RouteSpec("/close_session", POST, "user", native.close_session, "Forget a session", native.CloseSessionBody, examples=session),
     ]

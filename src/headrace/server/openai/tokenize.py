@@ -52,7 +52,7 @@ async def tokenize(exchange: Exchange) -> None:
     if isinstance(body.prompt, list):
         _check_count(context, "prompt", "texts", len(body.prompt))
     if body.messages is not None:
-        chat = await context.in_text_thread(lambda: chat_prompt(context, _conversation(context, body)))
+        chat = await context.in_text_thread(lambda: chat_prompt(context, conversation_to_tokenize(context, body)))
         tokens = [await chat.ids_with_media(context, exchange)]
     else:
         tokens = await context.in_text_thread(lambda: _tokens(context, body))
@@ -79,7 +79,8 @@ def _reply(tokens: list[list[int]], length: int, is_list: bool) -> bytes:
     return encode_json(fields)
 
 
-def _conversation(context: ServingContext, body: TokenizeBody) -> Conversation:
+def conversation_to_tokenize(context: ServingContext, body: TokenizeBody) -> Conversation:
+    """That of a body with messages. Raises RequestError."""
     assert body.messages is not None, "the body has them"
     chat = ChatCompletionRequest(
         model=context.model.name,
