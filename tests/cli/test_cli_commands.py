@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from headrace.benchmark.machine import NumaNode
+from headrace.cache.page_files import PageFiles
 from headrace.cli.app import main
 from headrace.cli.arguments import OTHER_COMMANDS, with_model
 from headrace.cli.running_servers import address, is_server
@@ -450,3 +451,19 @@ def test_a_server_starts_as_sglang_s_does():
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("headrace: --swap-space 4 is not possible here")
+
+
+def test_cache_kv_lists_and_clears_a_folder(tmp_path, capsys):
+    files = PageFiles(tmp_path, "weights", 4, 32, 1 << 20)
+    tokens = bytes(16 * 4)
+    files.write(files.keys("", tokens), tokens, 0, [memoryview(bytes(4 * 32))])
+    (tmp_path / "notes.txt").write_text("not a page")
+
+    def said(command: str) -> str:
+        assert run("cache", "kv", command, str(tmp_path)) == 0
+        return capsys.readouterr().out
+
+    assert said("list").count("4.2 kB") == 2
+    assert "freed 4.2 kB" in said("clear")
+    assert said("list").startswith("0 bytes in")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from reliability_harness import ADMIN_KEY, START_S, USER_KEY, Server, greedy, wait_until
 
-PROMPT = "The rules of this house are many. " * 12
+PROMPT = "The rules of this house are many. " * 8
 KEYS = ("secret-a", "secret-b", USER_KEY, ADMIN_KEY)
 
 
@@ -16,7 +16,7 @@ KEYS = ("secret-a", "secret-b", USER_KEY, ADMIN_KEY)
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     keys.write_text(json.dumps({"keys": [{"name": name, "key": f"secret-{name}"} for name in "ab"]}))
-    with Server(tiny_model, ["--api-key-file", str(keys)], keys=True) as server:
+    with Server(tiny_model, ["--api-key-file", str(keys), "--kv-pin-share", "0.6"], keys=True) as server:
         yield server.wait_started()
 
 
@@ -52,10 +52,10 @@ def test_a_key_sees_and_lets_go_of_its_own_pins_only(clients: list[httpx.Client]
     a, b, user, admin = clients
     made = pin(a)
     assert made["cached_tokens"] == 0
-    assert made["tokens"] > 300
+    assert made["tokens"] > 200
     again = pin(a, ttl=600)
     assert again["id"] == made["id"]
-    assert again["cached_tokens"] > 300, "pinning again computes nothing"
+    assert again["cached_tokens"] > 200, "pinning again computes nothing"
     assert again["expires_at"] > made["expires_at"] + 200
     other = pin(b)
     assert other["cached_tokens"] == 0, "another key shares nothing"
@@ -101,7 +101,7 @@ def test_pins_are_made_again_after_a_death_of_the_scheduler_unless_they_were_flu
 
     def crash(rid: str) -> None:
         server.inject("forward", "crash", rid)
-        assert a.post("/generate", json={"text": "x", "rid": rid, "sampling_params": greedy(4)}).status_code == 500
+        assert admin.post("/generate", json={"text": "x", "rid": rid, "sampling_params": greedy(4)}).status_code == 500
         wait_until(lambda: a.get("/v1/cache").status_code == 200, "it serves again", START_S)
 
     crash("first")

@@ -65,3 +65,52 @@ async def test_a_pin_is_let_go_by_its_id(client, frontend):
         assert (await client.post("/v1/cache/unpin", json=body)).status_code == 400
     assert (await client.post("/v1/cache/unpin", json={"id": FakePins.ID})).json()["success"]
     assert (await client.get("/v1/cache")).json()["pins"] == []
+
+
+def marked(**mark):
+    return {"type": "text", "text": "You know the rules of chess. " * 4, "cache_control": {"type": "ephemeral", **mark}}
+
+
+async def test_marks_of_anthropic_s_messages_become_pins_if_the_server_says_so(frontend):
+    question = {"role": "user", "content": [{"type": "text", "text": "Which is the strongest piece?"}]}
+    body = {"model": "", "max_tokens": 4, "system": [marked(ttl="1h")], "messages": [question]}
+    whole = body | {"cache_control": {"type": "ephemeral"}}
+    for option, asked, num_pins in (("ignore", whole, 0), ("pin", body, 1), ("pin", whole, 2)):
+        app, _ = make_app(frontend, ServerStatus(started=True), anthropic_cache_control=option)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+            reply = (await client.post("/v1/messages", json=asked)).json()
+            pins = frontend.asked_pins[-1]
+            assert len(pins) == num_pins
+            prompt = frontend.calls[-1].input_ids
+            if pins:
+                text = frontend.tokenizer.decode(prompt[: pins[0].num_tokens])
+                assert text.rstrip("\n").rstrip().endswith(("rules of chess.", "<|user|>"))
+                assert (pins[0].ttl_s, pins[0].is_hint) == (3600, True)
+            if num_pins == 2:
+                assert (pins[1].num_tokens, pins[1].ttl_s) == (len(prompt), 300)
+            usage, kept = reply["usage"], max((pin.num_tokens for pin in pins), default=0)
+            assert usage["cache_read_input_tokens"] == 2
+            counts = usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+            assert counts == len(prompt)
+            page_size = app.context.model.ready.page_size if hasattr(app, "context") else None
+            assert usage["cache_creation_input_tokens"] == (0 if not pins else pytest.approx(kept - 2, abs=16)), (
+                page_size
+            )
+
+
+async def test_marks_that_are_none_are_refused(frontend):
+    app, _ = make_app(frontend, ServerStatus(started=True), anthropic_cache_control="pin")
+    question = {"role": "user", "content": "x"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        for system in ([marked(ttl="2h")], [marked(scope="x")], [marked()] * 5):
+            body = {"model": "", "max_tokens": 4, "system": system, "messages": [question]}
+            reply = await client.post("/v1/messages", json=body)
+            assert reply.status_code == 400
+            assert "cache_control" in reply.text
+        assert not frontend.calls
+
+
+async def test_slots_are_refused_in_words(client):
+    reply = await client.post("/slots/0?action=save", json={"filename": "x"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unsupported_route")
+    assert "/v1/cache/pin" in reply.text

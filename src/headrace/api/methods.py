@@ -205,27 +205,19 @@ class Methods(ABC):
         )
 
     def pin_prompt(
-        self,
-        text: str | None = None,
-        input_ids: list[int] | None = None,
-        ttl: float = 300.0,
-        cache_salt: str | None = None,
-        lora_path: str | None = None,
+        self, text: str | None = None, input_ids: list[int] | None = None, ttl: float = 300.0, **fields: str
     ) -> dict[str, Any]:
-        """Compute a prompt and keep it cached for `ttl` seconds. Returns what `/v1/cache/pin` replies. Raises RequestError, CapacityError."""
-        ids: list[int | list[int]] | None = None if input_ids is None else list(input_ids)
-        call = GenerateReqInput(text=text, input_ids=ids, cache_salt=cache_salt, lora_path=lora_path)
-        given = {"prompt": text, "input_ids": ids, "ttl": ttl, "cache_salt": cache_salt, "lora_path": lora_path}
+        """Compute a prompt and keep it cached for `ttl` seconds; see `/v1/cache/pin`, also for `fields`. Raises RequestError, CapacityError."""
+        call = _as(GenerateReqInput, without_none({"text": text, "input_ids": input_ids}) | fields)
+        given = without_none({"prompt": text, "input_ids": input_ids}) | fields
         return self._wait(
-            lambda manager: manager.pins.pin(call, ttl, _ADMIN),
-            lambda http: dict(http.ask("/v1/cache/pin", **without_none(given))),
+            lambda manager: manager.pins.pin(call, ttl),
+            lambda http: dict(http.ask("/v1/cache/pin", ttl=ttl, **given)),
         )
 
     def unpin_prompt(self, pin_id: str) -> None:
         """Let go of a pinned prompt. Raises NotFoundError."""
-        self._wait(
-            lambda manager: manager.pins.unpin(pin_id, _ADMIN), lambda http: http.tell("/v1/cache/unpin", id=pin_id)
-        )
+        self._wait(lambda manager: manager.pins.unpin(pin_id), lambda http: http.tell("/v1/cache/unpin", id=pin_id))
 
     def cached(self) -> dict[str, Any]:
         """What is cached, by tier, and the pins; of a server, those of its key."""

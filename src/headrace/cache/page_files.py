@@ -250,14 +250,7 @@ class PageFiles:
             path.unlink()
 
     def _all(self) -> Iterator[tuple[Path, int, float]]:
-        """Every file of the folder, unfinished ones too, with its bytes and when it was used last."""
-        for parent, _, names in os.walk(self._folder):
-            for name in names:
-                if _SUFFIX in name:
-                    with contextlib.suppress(OSError):
-                        path = Path(parent, name)
-                        about = path.stat()
-                        yield path, about.st_size, about.st_mtime
+        return files_below(self._folder)
 
     def _prune(self) -> None:
         """Remove those that were not used for longest. One process at a time: two would remove twice as much."""
@@ -271,6 +264,17 @@ class PageFiles:
                 with contextlib.suppress(OSError):
                     path.unlink()
                     self.num_bytes -= size
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, int, float]]:
+    """Every file of pages in the folder of --kv-cache-dir, unfinished ones too, with its bytes and when it was used last."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if _SUFFIX in name:
+                with contextlib.suppress(OSError):
+                    path = Path(parent, name)
+                    about = path.stat()
+                    yield path, about.st_size, about.st_mtime
 
 
 def _crc(page: memoryview, key: bytes) -> int:

@@ -6,7 +6,7 @@ The terminal chat: chat.py (read it first), chat_sources.py (where its replies c
 how a reply is shown), given.py (files and JSON that are given to commands).
 
 The others: top.py, running_servers.py (`ps`, and what a server says of itself), doctor.py (what runs on this machine, and why
-not), quantize.py, pull.py (`pull` and `models`), __main__.py (`python -m headrace.cli`).
+not), quantize.py, pull.py (`pull` and `models`), kv.py (`cache kv`), __main__.py (`python -m headrace.cli`).
 """
 
 import sys

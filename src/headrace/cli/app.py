@@ -50,6 +50,12 @@ cache = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(cache, name="cache")
+kv = typer.Typer(
+    help="List, pin or clear KV that is kept, in a folder or by a running server (docs/kv-cache.md).",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+cache.add_typer(kv, name="kv")
 
 
 def _print_version(asked: bool) -> None:
@@ -376,6 +382,39 @@ def cache_clear() -> None:
     from headrace.checkpoint import weight_cache
 
     Console().print(f"freed {decimal(weight_cache.clear())}", highlight=False)
+
+
+_Kept = Annotated[str, typer.Argument(metavar="TARGET", help="The folder of --kv-cache-dir, or a server's address.")]
+_ServerKey = Annotated[str | None, typer.Option(help="API key of the server.", envvar="HEADRACE_API_KEY")]
+
+
+@kv.command("list")
+def kv_list(target: _Kept, api_key: _ServerKey = None) -> None:
+    """List what a folder has, by weights, or what a server has cached and pinned."""
+    from headrace.cli.kv import run_list
+
+    run_list(target, api_key, Console())
+
+
+@kv.command("pin")
+def kv_pin(
+    url: Annotated[str, typer.Argument(help="The server's address.")],
+    prompt: Annotated[str, typer.Argument(help="Text to keep; - reads it from the input.")],
+    ttl: Annotated[float, typer.Option(help="Seconds for which it is kept.", min=1, max=86400, metavar="S")] = 300.0,
+    api_key: _ServerKey = None,
+) -> None:
+    """Pin a prompt on a running server."""
+    from headrace.cli.kv import run_pin
+
+    run_pin(url, sys.stdin.read() if prompt == "-" else prompt, ttl, api_key, Console())
+
+
+@kv.command("clear")
+def kv_clear(target: _Kept, api_key: _ServerKey = None) -> None:
+    """Delete the files of a folder, or flush the cache of a server."""
+    from headrace.cli.kv import run_clear
+
+    run_clear(target, api_key, Console())
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Options as SGLang and vLLM write them, translated to ours: words of a command line, and entries of a file.
+"""Options as SGLang, vLLM and llama.cpp's server write them, translated to ours: words of a command line, and entries of a file.
 
 `table()` has what is spelled differently, is already so, or is not supported: the rows of other_servers.toml. An option that is not in it and has
 one of ours' name means the same as ours (docs/coming-from-sglang.md and docs/coming-from-vllm.md name the exceptions).
@@ -26,7 +26,7 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of the file: options as named by `sglang`, `vllm` or `both`, and one of three things that they are here.
+    """A row of the file: options as named by `sglang`, `vllm`, `both` or `llama_cpp`, and one of three things that they are here.
 
     is_: ours, as typed, with VALUE for what is given; without one the option is a switch. says: what differs; logged when the option is used.
     already: how it is here, of options that ask for what is already so; logged. values: those that are accepted; none = a switch. otherwise: why
@@ -37,6 +37,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sglang: str = ""
     vllm: str = ""
     both: str = ""
+    llama_cpp: str = ""
     is_: str = msgspec.field(default="", name="is")
     says: str = ""
     already: str = ""
@@ -46,12 +47,12 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refused: str = ""
 
     def __post_init__(self) -> None:
-        assert [bool(self.sglang), bool(self.vllm), bool(self.both)].count(True) == 1, self
+        assert [bool(self.sglang), bool(self.vllm), bool(self.both), bool(self.llama_cpp)].count(True) == 1, self
         assert [bool(self.is_), bool(self.already), bool(self.refused)].count(True) == 1, self
 
     @property
     def names(self) -> list[str]:
-        return (self.sglang or self.vllm or self.both).split()
+        return (self.sglang or self.vllm or self.both or self.llama_cpp).split()
 
     @property
     def sets(self) -> dict[str, str | None]:

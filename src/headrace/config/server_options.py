@@ -441,6 +441,10 @@ class ServerOptions:
         "auto", "As --quantization, of the draft model; auto: the same."
     )
     allow_auto_truncate: bool = _memory(False, "Cut too long prompts at their end, and limits of output to the room.")
+    anthropic_cache_control: Literal["ignore", "pin"] = _memory(
+        "ignore",
+        "What cache_control of Anthropic's messages does. pin: the prompt up to a marked block is pinned for its ttl.",
+    )
     enable_cache_report: bool = _memory(True, "Report the number of cached prompt tokens in the usage of replies.")
 
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _kernels(

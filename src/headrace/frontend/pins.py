@@ -122,7 +122,7 @@ class Pins:
             }
         if caller.is_admin:
             pools = [use.pool for use in uses]
-            memory |= {name: sum(getattr(pool, f"{name}_tokens") for pool in pools) for name in _POOL}
+            memory |= {name: sum(getattr(pool, name) for pool in pools) for name in _POOL}
             if disk is not None:
                 disk["bytes"] = max(use.disk_bytes for use in uses)
         return {
@@ -280,7 +280,7 @@ class Pins:
         return num_tokens - num_tokens % self._page_size
 
 
-_POOL = ("free", "evictable", "leased")
+_POOL = ("free_tokens", "evictable_tokens", "leased_tokens")
 
 
 def _share(caller: Caller) -> float:

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.errors import RequestError
+from headrace.errors import NotFoundError, RequestError
 from headrace.messages.control import Outcome
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.chat.prompt import chat_prompt
@@ -81,6 +81,14 @@ async def unpin(exchange: Exchange) -> None:
     body = await exchange.read_json(UnpinBody)
     await exchange.context.frontend.pins.unpin(body.id, caller=exchange.caller)
     await exchange.reply_json(Outcome(True, "unpinned"))
+
+
+async def slots(exchange: Exchange) -> None:
+    """Refused: a slot of llama.cpp's server holds the KV of one prompt, and here all prompts are in one cache."""
+    raise NotFoundError(
+        "there are no slots here: all prompts are in one cache, which --kv-cache-dir keeps in files; POST /v1/cache/pin keeps one of them",
+        code="unsupported_route",
+    )
 
 
 async def cached(exchange: Exchange) -> None:

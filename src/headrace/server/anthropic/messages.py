@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ContextLengthError, RequestError
+from headrace.frontend.pins import PinAsk
 from headrace.frontend.sample_update import SampleUpdate, SampleUsage, failure_of
 from headrace.messages.outputs import FinishReason
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
+from headrace.server.anthropic.cache_marks import pins_of
 from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest, PromptRequest, refuse_unsupported
 from headrace.server.anthropic.request import conversation_of, sampling_of
 from headrace.server.chat.calls import chat_call
@@ -84,9 +86,14 @@ class MessagesServing:
                 noted = chat.notes("max_tokens", "thinking.budget_tokens")
                 return self._skipped_tools.headers(skipped) + self._noted.headers(noted)
 
+            pins: tuple[PinAsk, ...] = ()
+            if self.context.args.anthropic_cache_control == "pin" and not chat.prompt.media:
+                pins = await self.context.in_text_thread(lambda: pins_of(self.context, request, chat.prompt.ids))
+            page_size = self.context.model.ready.page_size
+            num_kept = max((pin.num_tokens for pin in pins), default=0) // page_size * page_size
             model = self.context.shown_model(request.model)
-            reply = MessageReply(message_id, model, chat.choice(), request.shows_thinking)
-            updates = chat.updates(exchange)
+            reply = MessageReply(message_id, model, chat.choice(), request.shows_thinking, num_kept)
+            updates = chat.updates(exchange, pins=pins)
             if request.stream:
                 await stream_reply(
                     exchange,
@@ -142,11 +149,12 @@ def tool_use_id(call_id: str) -> str:
     return "toolu_" + call_id.removeprefix("call_") if call_id.startswith("call_") else call_id
 
 
-def usage_of(usage: SampleUsage, num_thinking_tokens: int) -> dict[str, object]:
-    """Token counts. `input_tokens` are those that were not in the prefix cache."""
+def usage_of(usage: SampleUsage, num_thinking_tokens: int, num_kept: int = 0) -> dict[str, object]:
+    """Token counts. `input_tokens` are those that were not in the prefix cache, nor among the first `num_kept`, which are pinned."""
+    num_created = max(0, num_kept - usage.cached_tokens)
     counts: dict[str, object] = {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - num_created,
+        "cache_creation_input_tokens": num_created,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
@@ -214,10 +222,13 @@ def error_event(error: ApiError) -> bytes:
 class MessageReply:
     """Writes one message, whole or as the events of a stream, in which at most one block is open at a time.
 
-    model: its name, as the reply says it.
+    model: its name, as the reply says it. num_kept: tokens of the prompt that marks pin.
     """
 
-    def __init__(self, message_id: str, model: str, choice: ChoiceStream, shows_thinking: bool) -> None:
+    def __init__(
+        self, message_id: str, model: str, choice: ChoiceStream, shows_thinking: bool, num_kept: int = 0
+    ) -> None:
+        self._num_kept = num_kept
         self._id = message_id
         self._model = model
         self._choice = choice
@@ -232,7 +243,8 @@ class MessageReply:
         assert update.finish is not None, update
         content = content_of(self._choice.push(update), self._shows_thinking)
         reason, sequence = reason_of(update.finish, self._choice)
-        return self._message(content, reason, sequence, usage_of(update.usage, self._choice.num_reasoning_tokens))
+        counts = usage_of(update.usage, self._choice.num_reasoning_tokens, self._num_kept)
+        return self._message(content, reason, sequence, counts)
 
     def push(self, update: SampleUpdate) -> bytes:
         """The frames of an update: with the first, the beginning of the message, with the last, its end."""
@@ -240,7 +252,10 @@ class MessageReply:
         if not self._started:
             self._started = True
             usage = SampleUsage(update.usage.prompt_tokens, 0, update.usage.cached_tokens)
-            start = {"type": "message_start", "message": self._message([], None, None, usage_of(usage, 0))}
+            start = {
+                "type": "message_start",
+                "message": self._message([], None, None, usage_of(usage, 0, self._num_kept)),
+            }
             parts.append(frame(b"message_start", encode_json(start)))
         for event in self._choice.push(update):
             match event:
@@ -261,7 +276,7 @@ class MessageReply:
             self._close_block(parts)
             reason, sequence = reason_of(update.finish, self._choice)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
-            counts = usage_of(update.usage, self._choice.num_reasoning_tokens)
+            counts = usage_of(update.usage, self._choice.num_reasoning_tokens, self._num_kept)
             end = {"type": "message_delta", "delta": delta, "usage": counts}
             parts.append(frame(b"message_delta", encode_json(end)))
             parts.append(frame(b"message_stop", b'{"type":"message_stop"}'))

@@ -2,7 +2,7 @@
 sampling of a reply. `chat_call` and `ChatCall` run in the event loop that serves HTTP; all else is pure, in the thread that renders and tokenizes.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.frontend.pins import PinAsk
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.messages.bodies import is_empty
@@ -75,14 +76,16 @@ class ChatCall:
         )
         return ChoiceStream(parser, pieces)
 
-    async def updates(self, asker: Asker, may_fill_context: bool = False) -> AsyncGenerator[SampleUpdate, None]:
-        """Generate. may_fill_context: no limit was asked for, and not just none given. Raises the errors of the engine, which name the fields of the
-        request.
+    async def updates(
+        self, asker: Asker, may_fill_context: bool = False, pins: Sequence[PinAsk] = ()
+    ) -> AsyncGenerator[SampleUpdate, None]:
+        """Generate. may_fill_context: no limit was asked for, and not just none given. pins: of the prompt. Raises the errors of the engine, which
+        name the fields of the request.
         """
         model = self.context.model
         limit = model.context_length if may_fill_context else model.default_reply_tokens
         updates = self.context.frontend.generate_request(
-            self.call, default_max_new_tokens=self.limit.default(limit), in_chat=True, caller=asker.caller
+            self.call, default_max_new_tokens=self.limit.default(limit), in_chat=True, caller=asker.caller, pins=pins
         )
         try:
             async with aclosing(updates):
