@@ -296,6 +296,11 @@ def test_without_merges_tokens_are_found_and_decoded_as_ever(tmp_path):
         assert [bare.token_to_id(token) for token in whole.added_tokens] == list(whole.added_tokens.values())
 
 
+@pytest.mark.parametrize("text", [*NASTY[1:], "e\u0301t\u00e9 <|im_start|>"])
+def test_a_tokenizer_of_one_text_gives_its_ids(text):
+    assert load_tokenizer(resolve_model("smollm2"), text=text).encode(text) == SMOLLM2.encode(text)
+
+
 @pytest.mark.parametrize("add_prefix", [True, False])
 def test_sentencepiece_pieces_are_those_of_the_library(tmp_path, add_prefix):
     oracle, tokenizer = sentencepiece_gguf(tmp_path / "spm.gguf", add_prefix)

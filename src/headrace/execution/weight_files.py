@@ -9,8 +9,10 @@ are. They are written beside the steps under a temporary name, and the folder ap
 thread of the operation.
 """
 
+import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import threading
@@ -54,6 +56,9 @@ def tensor_at(data: object, dtype: torch.dtype, shape: tuple[int, ...], offset: 
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
+
+
+_LEAST_PRIORITY = 19
 
 
 class WeightCache:
@@ -132,7 +137,13 @@ class WeightCache:
         What is kept is taken now: the weights may be replaced before the thread comes to them.
         """
         kept = {name: keeper.kept() for name, keeper in _keepers(weights).items()}
-        thread = threading.Thread(target=self._write, args=(kept,), name="weight cache")
+
+        def work() -> None:
+            with contextlib.suppress(OSError):  # after what the start still has to do
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+            self._write(kept)
+
+        thread = threading.Thread(target=work, name="weight cache")
         thread.start()
         return thread.join
 

@@ -190,10 +190,11 @@ class ModelFiles:
 
 def open_tokenizer(args: ServerArgs, *, encodes: bool = True) -> "Tokenizer":
     """The tokenizer of the model, or the one of --tokenizer-path. encodes: see `load_tokenizer`."""
-    from headrace.frontend.tokenize import NoTokenizer
     from headrace.text.tokenizers import load_tokenizer
 
     if args.skip_tokenizer_init:
+        from headrace.frontend.tokenize import NoTokenizer
+
         return NoTokenizer()
     path = resolve_model(args.tokenizer_name)
     encodes = encodes or args.single_process
@@ -223,7 +224,7 @@ def tokens_of(args: ServerArgs, text: str) -> list[int]:
     from headrace.text.tokenizers import load_tokenizer
 
     try:
-        return load_tokenizer(resolve_model(args.tokenizer_name)).encode(text)
+        return load_tokenizer(resolve_model(args.tokenizer_name), text=text).encode(text)
     except ModelError:
         return []
 

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,8 @@ _KINDS: dict[str, _Kind] = {
 """By the value of `tokenizer.ggml.pre`."""
 
 
-def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
-    """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported. encodes: see `load_tokenizer`."""
+def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True, text: str | None = None) -> Tokenizer:
+    """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported. encodes, text: see `load_tokenizer`."""
     kind = file.require("tokenizer.ggml.model")
     stored = file.strings("tokenizer.ggml.tokens")
     types = [_NORMAL] * len(stored)
@@ -126,7 +127,7 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True) -> Tokenizer:
     if is_list:
         return _with_facts(file, kind, TokenList(stored, added, _DECODERS[kind](file)), tokens)
     if kind == "gpt2":
-        backend = _byte_level_bpe(file, tokens)
+        backend = _byte_level_bpe(file, tokens, added, text)
     elif kind == "llama":
         backend = _sentencepiece_bpe(file, tokens, types)
     elif kind == "gemma4":
@@ -238,11 +239,20 @@ def _kind_of(file: GgufFile) -> _Kind:
     return _KINDS[name]
 
 
-def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """GPT-2's byte pairs with the merges of the file."""
+def _byte_level_bpe(
+    file: GgufFile, tokens: Sequence[str], added: Collection[int], text: str | None
+) -> tokenizers.Tokenizer:
+    """GPT-2's byte pairs with the merges of the file. added: ids of tokens that are found as they are. text: as of `load_tokenizer`; whatever its
+    bytes are merged to is a part of it."""
     kind = _kind_of(file)
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges(file, vocab)
+    stated = file.strings("tokenizer.ggml.merges")
+    if text is None:
+        merges = _merges(file, vocab, stated)
+    else:
+        within = byte_level((unicodedata.normalize("NFC", text) if kind.nfc else text).encode())
+        vocab = {token: index for token, index in vocab.items() if len(token) == 1 or index in added or token in within}
+        merges = _merges(file, vocab, [merge for merge in stated if merge.replace(" ", "", 1) in within])
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
@@ -254,8 +264,8 @@ def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokeniz
     return backend
 
 
-def _merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    stated = list(file.strings("tokenizer.ggml.merges"))
+def _merges(file: GgufFile, vocab: Mapping[str, int], stated: Iterable[str]) -> list[tuple[str, str]]:
+    stated = list(stated)
     # A token may begin with a space.
     merges = [(merge[:cut], merge[cut + 1 :]) for merge in stated for cut in (merge.find(" ", 1),)]
     # The library aborts on a merge of others instead of raising.
