@@ -15,7 +15,9 @@ from test_scheduler_tiers import PAGE, KvOfWorker, SteppedTier
 from headrace.cache.page_files import PageFiles
 from headrace.messages.control import AbortReq
 from headrace.messages.operations import FLUSH_CACHE, Nothing
+from headrace.messages.outputs import TokenVersions
 from headrace.messages.packing import pack_int32
+from headrace.messages.requests import PoolTask, PromptContent, TokenizedGenerateReqInput
 from headrace.messages.weights import (
     CommitUpdate,
     ContinueGeneration,
@@ -289,6 +291,21 @@ def test_pages_behind_newer_ones_are_as_old_as_what_they_were_computed_from():
     server.drain()
     assert server.labels["r2"] == [(0, 1, 0)]
     server.check()
+
+
+@pytest.mark.parametrize(("policy", "oldest"), [("recompute", 1), ("keep", 0)])
+def test_an_embedding_is_labelled_too(policy, oldest):
+    server = Server(policy, num_pages=100, chunk=4)
+    content = PromptContent(np.array([0, 1, 1, 0] * 20, np.int32).tobytes())
+    server.rig.inbox.send(TokenizedGenerateReqInput("r0", content, PoolTask()))
+    server.turn()
+    server.rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1", weight_version="1")))
+    for _ in range(60):
+        server.rig.worker.weights.finish()
+        server.rig.turn()
+    [row] = server.rig.rows["r0"]
+    assert row.pooled == b"pooled r0"
+    assert row.versions == (TokenVersions(0, "1", ["default", "1"][oldest], 1 - oldest),)
 
 
 def test_a_new_name_begins_a_label():
