@@ -34,6 +34,7 @@ NOT_WITH_RAY = {
     "max_sessions": "a session would be open in one replica only",
     "max_session_tokens": "a session would be open in one replica only",
     "session_timeout_s": "a session would be open in one replica only",
+    "session_dir": "a session would be open in one replica only",
     "kv_events_config": "replicas on one node would publish at the same address",
     "max_stream_buffer_bytes": "Ray Serve's proxy buffers the streams",
     "save_dir": "/save_sharded_state would reach one replica only",

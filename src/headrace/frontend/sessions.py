@@ -2,15 +2,22 @@
 
 A session belongs to the key that opened it, and is unknown to others. It is a tree: a turn continues another one (`rid`), the latest one, or
 none. Only ids are kept here; the KV of earlier turns is found by the prefix cache like any other prefix, and computed again if it was evicted.
+With --session-dir, each is in a file, too (`session_files`), and is opened again from there.
 """
 
+import math
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
+from headrace.frontend.session_files import TOKEN_BYTES, SessionFiles, SessionRecord, TurnRecord
 from headrace.frontend.tenants import ANONYMOUS, Caller, Tenant, TenantLimits
+from headrace.log import get_logger
 from headrace.messages.requests import SessionParams
+
+_logger = get_logger(__name__)
 
 MAX_SESSION_ID_LENGTH = 512
 SWEEP_INTERVAL_S = 1.0
@@ -81,12 +88,17 @@ class _Session:
         return all(turn.output_ids is not None for turn in self.turns.values())
 
 
+_NO_SESSION = _Session("", WITHOUT_KEY, 0.0, 0, 0.0)
+"""Of turns that have just been read."""
+
+
 @dataclass(eq=False)
 class Sessions:
     """The open sessions.
 
     max_sessions, max_tokens: limits over all sessions; each key has a share, see `TenantLimits`. timeout_s: a session that has not
-    been used for this long is closed; 0 = never. decode: text of ids, for sessions with a limit in characters.
+    been used for this long is closed; 0 = never. decode: text of ids, for sessions with a limit in characters. files: None = sessions end with the
+    process. vocab_size: what ids from files are below.
     """
 
     max_sessions: int
@@ -94,6 +106,8 @@ class Sessions:
     timeout_s: float
     decode: Callable[[Sequence[int]], str]
     clock: Callable[[], float]
+    files: SessionFiles | None = None
+    vocab_size: int = 0
     _open: dict[tuple[str, str], _Session] = field(init=False, default_factory=dict)
     _kept: dict[str, _Kept] = field(init=False, default_factory=dict)
     _num_tokens: int = field(init=False, default=0)
@@ -122,14 +136,10 @@ class Sessions:
         self._close_stale(tenant)
         session_id = session_id or uuid.uuid4().hex
         key = (tenant.scope, session_id)
-        if key in self._open:
+        if key in self._open or (self.files is not None and self.files.load(tenant.name, session_id) is not None):
             raise RequestError("a session with this session_id is already open", "session_id")
-        self._check_room(tenant)
         limits = [limit for limit in (timeout_s, self.timeout_s) if limit]
-        self._open[key] = _Session(
-            session_id, tenant, min(limits, default=0.0), capacity_of_str_len, used_s=self.clock()
-        )
-        self._kept.setdefault(tenant.scope, _Kept()).num_sessions += 1
+        self._save(self._enter(session_id, min(limits, default=0.0), capacity_of_str_len, tenant))
         return session_id
 
     def close(self, session_id: str, caller: Caller = ANONYMOUS) -> None:
@@ -140,8 +150,15 @@ class Sessions:
         scopes = [caller.scope]
         if caller.is_admin:
             scopes = [scope for scope, name in self._open if name == session_id] or scopes
+        owner = caller.tenant.name if caller.tenant is not None else ""
+        is_open = (caller.scope, session_id) in self._open
+        if not is_open and self.files is not None and self.files.remove(owner, session_id):
+            return
         for scope in scopes:
-            self._drop(self._find(session_id, scope, "session_id"))
+            session = self._find(session_id, scope, "session_id")
+            if self.files is not None:
+                self.files.remove(session.tenant.name, session_id)
+            self._drop(session)
 
     def begin(
         self,
@@ -158,6 +175,8 @@ class Sessions:
         """
         if params.id is None:
             raise RequestError("session_params needs the id of a session", "session_params")
+        if (tenant.scope, params.id) not in self._open:
+            self._open_again(params.id, tenant)
         session = self._find(params.id, tenant.scope, "session_params")
         session.used_s = self.clock()
         if rid in session.turns:
@@ -187,11 +206,48 @@ class Sessions:
             turn.output_ids = list(output_ids)
             self._count(turn.session, len(output_ids))
             turn.session.used_s = self.clock()
+            self._save(turn.session)
 
     def cancel(self, turn: Turn) -> None:
         """The request of a turn has failed or was aborted: remove the turn. Does nothing to a finished turn."""
         if turn.output_ids is None and turn.session.turns.get(turn.rid) is turn:
             self._remove(turn)
+
+    def _enter(self, session_id: str, timeout_s: float, max_characters: int, tenant: Tenant) -> _Session:
+        """A new session. Raises CapacityError."""
+        self._check_room(tenant)
+        session = _Session(session_id, tenant, timeout_s, max_characters, used_s=self.clock())
+        self._open[tenant.scope, session_id] = session
+        self._kept.setdefault(tenant.scope, _Kept()).num_sessions += 1
+        return session
+
+    def _save(self, session: _Session) -> None:
+        if self.files is not None:
+            self.files.save(session.tenant.name, _recorded(session))
+
+    def _open_again(self, session_id: str, tenant: Tenant) -> None:
+        """From its file, if there is one. Raises CapacityError."""
+        record = self.files.load(tenant.name, session_id) if self.files is not None else None
+        if record is None:
+            return
+        turns = _turns_of(record, self.vocab_size)
+        if turns is None:
+            _logger.warning("a file of --session-dir does not hold a session: it is ignored")
+            return
+        session = self._enter(session_id, record.timeout_s, record.max_characters, tenant)
+        num_tokens = sum(len(turn.prompt_ids) + len(turn.output_ids or ()) for turn in turns)
+        try:
+            self._check_tokens(session, num_tokens)
+        except CapacityError:
+            self._drop(session)
+            raise
+        self._count(session, num_tokens)
+        for turn in turns:
+            turn.session = session
+            if turn.parent is not None:
+                turn.parent.children.add(turn)
+            session.turns[turn.rid] = turn
+        session.latest = turns[record.latest] if record.latest >= 0 else None
 
     def _find(self, session_id: str, scope: str, field: str) -> _Session:
         session = self._open.get((scope, session_id))
@@ -217,6 +273,9 @@ class Sessions:
             raise RequestError(
                 f"the session may hold at most {limit} characters (capacity_of_str_len)", "session_params"
             )
+        self._check_tokens(session, num_added)
+
+    def _check_tokens(self, session: _Session, num_added: int) -> None:
         limits, held = session.tenant.limits, self._kept[session.tenant.scope].num_tokens
         most = limits.max_session_tokens
         most = int(self.max_tokens * limits.share) if most is None else most
@@ -289,6 +348,47 @@ class Sessions:
         self._next_sweep_s = now + SWEEP_INTERVAL_S
         for session in [session for session in self._open.values() if session.is_stale(now)]:
             self._drop(session)
+
+
+def _recorded(session: _Session) -> SessionRecord:
+    """Its finished turns."""
+    turns = [turn for turn in session.turns.values() if turn.output_ids is not None]
+    index = {turn.rid: number for number, turn in enumerate(turns)}
+    latest = session.latest
+    while latest is not None and latest.rid not in index:
+        latest = latest.parent
+    records = [
+        TurnRecord(
+            turn.rid,
+            index[turn.parent.rid] if turn.parent is not None else -1,
+            turn.num_kept,
+            array("i", turn.prompt_ids).tobytes(),
+            array("i", turn.output_ids or ()).tobytes(),
+        )
+        for turn in turns
+    ]
+    return SessionRecord(
+        session.id, session.timeout_s, session.max_characters, index[latest.rid] if latest is not None else -1, records
+    )
+
+
+def _turns_of(record: SessionRecord, vocab_size: int) -> list[Turn] | None:
+    """Its turns, of no session yet; None if the record is of none."""
+    turns: list[Turn] = []
+    lengths: list[int] = []
+    for one in record.turns:
+        if not -1 <= one.parent < len(turns) or (len(one.prompt) | len(one.outputs)) % TOKEN_BYTES:
+            return None
+        prompt, outputs = array("i", one.prompt), array("i", one.outputs)
+        parent = turns[one.parent] if one.parent >= 0 else None
+        before = lengths[one.parent] if parent is not None else 0
+        if not 0 <= one.num_kept <= before or not all(0 <= token_id < vocab_size for token_id in prompt + outputs):
+            return None
+        lengths.append(one.num_kept + len(prompt) + len(outputs))
+        turns.append(Turn(one.rid, _NO_SESSION, parent, one.num_kept, list(prompt), list(outputs)))
+    is_tree = len({turn.rid for turn in turns}) == len(turns) and -1 <= record.latest < max(1, len(turns))
+    is_bounded = 0 <= record.timeout_s < math.inf and record.max_characters >= 0
+    return turns if is_tree and is_bounded and (turns or record.latest < 0) else None
 
 
 def _status(tenant: Tenant) -> int:

@@ -17,6 +17,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from headrace.checkpoint.pooling import PoolingConfig
+from headrace.checkpoint.weight_cache import content_of
+from headrace.config.checks import private_folder
 from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.adapters import Adapters
@@ -33,6 +35,7 @@ from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate, TokenText
+from headrace.frontend.session_files import SessionFiles
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import ANONYMOUS, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.tokenize import AnyCall, PromptTokenizer
@@ -113,7 +116,13 @@ class TokenizerManager:
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.num_replicas, args.max_queued_requests))
         self.records = Records(args, self.table, timelines, clock, self._token_text)
         self.sessions = Sessions(
-            args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
+            args.max_sessions,
+            args.max_session_tokens,
+            args.session_timeout_s,
+            tokenizer.decode,
+            clock,
+            _session_files(args, ready),
+            ready.vocab_size,
         )
         self.endings = Endings(self.table, self.sessions, timelines, request_log, self.metrics, clock, balancer, spans)
 
@@ -496,3 +505,11 @@ class TokenizerManager:
         if not 0 <= token_id < self.ready.vocab_size:  # stands for media
             return None
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _session_files(args: ServerArgs, ready: ReadyInfo) -> SessionFiles | None:
+    """Those of --session-dir; None without. Raises ConfigError."""
+    if args.session_dir is None:
+        return None
+    folder, model = private_folder("--session-dir", args.session_dir), content_of(ready.fingerprint)
+    return SessionFiles(folder, model, args.max_sessions, args.max_session_tokens, args.session_timeout_s)
