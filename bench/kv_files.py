@@ -1,12 +1,14 @@
 """What --kv-cache-dir gives: the first token of a long prompt after a kill -9, and the throughput where half of the prefixes fit into the pool.
 
-    python -m bench.kv_files MODEL [--rounds 3] [--tokens 8000] [--prefixes 64] [--requests 96] [--output FILE]
+    python -m bench.kv_files MODEL [--rounds 3] [--tokens 8000] [--prefixes 64] [--requests 96] [--parts restart,files,without] [--output FILE]
 
 A round of the first: a new prompt is computed, asked again, and asked of a new server two seconds after the end of the old one by kill -9, with the
 files in the page cache and then after POSIX_FADV_DONTNEED. The second: prefixes of 2,048 tokens in random order, 8 at a time, 32 tokens out, with
-and without files that hold them all. Texts must be the same in all.
+and without files that hold them all. Texts must be the same in all. Parts may run one at a time: the report adds to that of the same file.
 """
 
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -22,10 +24,11 @@ from typing import Any
 import httpx
 from rich.progress import track
 
-from bench.program import parser_of, refusals, write_report
+from bench.program import parser_of, refusals, words, write_report
 from bench.servers import ServerProcess, own_server
 
 PREFIX, OUT, AT_ONCE = 2048, 32, 8
+_PARTS = ("restart", "files", "without")
 _SETTLED_S = 2.0
 """After which a prefix has been written, and the weights of a new server have been hashed."""
 
@@ -96,22 +99,25 @@ def turns(url: str, order: Iterable[int]) -> tuple[float, int, list[str]]:
     return time.perf_counter() - begin, sum(cached for _, cached, _ in replies), [text for _, _, text in replies]
 
 
-def shared(model: str, folder: Path, num_prefixes: int, num_requests: int) -> dict[str, Any]:
-    """Throughput with and without files, where the pool holds half of the prefixes."""
+def shared(model: str, folder: Path | None, num_prefixes: int, num_requests: int) -> dict[str, Any]:
+    """Throughput where the pool holds half of the prefixes, with files below `folder` or without."""
     source = random.Random(0)
     order = [source.randrange(num_prefixes) for _ in range(num_requests)]
-    pool = ("--max-total-tokens", str(num_prefixes * PREFIX // 2))
-    found: dict[str, Any] = {"prefixes": num_prefixes, "prefix_tokens": PREFIX, "requests": num_requests}
-    texts = []
-    for name, options in (("files", (*pool, "--kv-cache-dir", str(folder))), ("without", pool)):
-        with own_server(model, options) as server:
-            turns(server.url, range(num_prefixes if name == "files" else num_prefixes // 2))
-            time.sleep(_SETTLED_S)
-            seconds, cached, said = turns(server.url, order)
-        texts.append(said)
-        found[name] = {"tokens_per_s": round(num_requests * OUT / seconds, 1), "cached_tokens": cached}
-    found["ratio"] = round(found["files"]["tokens_per_s"] / found["without"]["tokens_per_s"], 2)
-    return found | {"same_text": texts[0] == texts[1]}
+    options = ["--max-total-tokens", str(num_prefixes * PREFIX // 2)]
+    if folder is not None:
+        options += ["--kv-cache-dir", str(folder)]
+    with own_server(model, options) as server:
+        turns(server.url, range(num_prefixes // 2 if folder is None else num_prefixes))
+        time.sleep(_SETTLED_S)
+        seconds, cached, texts = turns(server.url, order)
+    return {
+        "prefixes": num_prefixes,
+        "prefix_tokens": PREFIX,
+        "requests": num_requests,
+        "tokens_per_s": round(num_requests * OUT / seconds, 1),
+        "cached_tokens": cached,
+        "texts": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
+    }
 
 
 def main() -> None:
@@ -121,15 +127,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--prefixes", type=int, default=64)
     parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--parts", type=words, default=_PARTS)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="headrace-kv-"))
     try:
         with refusals():
-            found: dict[str, Any] = {"model": options.model}
-            if options.rounds:
+            is_begun = options.output is not None and options.output.exists()
+            before = json.loads(options.output.read_text()) if is_begun else {}
+            found: dict[str, Any] = {part: before[part] for part in _PARTS if part in before}
+            found["model"] = options.model
+            if "restart" in options.parts:
                 found["restart"] = restarted(options.model, folder, options.rounds, options.tokens)
-            if options.requests:
-                found["prefixes"] = shared(options.model, folder, options.prefixes, options.requests)
+            for part, where in (("files", folder), ("without", None)):
+                if part in options.parts:
+                    found[part] = shared(options.model, where, options.prefixes, options.requests)
+        if "files" in found and "without" in found:
+            found["ratio"] = round(found["files"]["tokens_per_s"] / found["without"]["tokens_per_s"], 2)
+            found["same_texts"] = found["files"]["texts"] == found["without"]["texts"]
         write_report(found, options.output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
