@@ -75,3 +75,11 @@ def test_a_folder_that_others_may_read_is_refused(tiny_model: str, tmp_path: Pat
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="others may read"), running_engine(tiny_model, kv_cache_dir=str(tmp_path)):
         pass
+
+
+def test_memory_of_the_host_is_refused_where_the_pool_is_in_it(tiny_model: str):
+    with (
+        pytest.raises(ConfigError, match="raise --max-total-tokens"),
+        running_engine(tiny_model, kv_cache_host_size=1 << 20),
+    ):
+        pass

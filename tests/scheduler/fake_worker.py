@@ -501,6 +501,7 @@ class Rig:
         tier: Callable[["FakeWorker"], DiskTier] | None = None,
         kv_on_update: str = "flush",
         pin_share: float = 0.25,
+        writes_back: bool = False,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -538,6 +539,7 @@ class Rig:
             whole_images=whole_images,
             kv_on_update=kv_on_update,
             pin_share=pin_share,
+            writes_back=writes_back,
         )
         self.worker.mixes = kv_on_update == "keep"
         self.worker.encoder.num_slices = encoder_slices

@@ -1,8 +1,10 @@
 """A folder behind the tree: what comes back from it is the KV of exactly that prefix, or it is computed; nobody waits longer than that takes.
 
-The worker's KV remembers the history of each slot, so that a step over KV of another prefix fails at once.
+The worker's KV remembers the history of each slot, so that a step over KV of another prefix fails at once. What users of other servers have met
+with is named where it is tested.
 """
 
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -14,13 +16,16 @@ from fake_worker import FakeWorker, Rig, expected_outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.cache import tier
+from headrace.cache.host_pages import HostPages
 from headrace.cache.page_files import PageFiles
 from headrace.cache.tier import DiskTier
+from headrace.messages.media import KEY_BYTES, MediaItem, MediaSpan
 from headrace.messages.operations import OPERATIONS, OperationReq
 from headrace.messages.weights import UpdateFromDisk, WeightOpReq
 from headrace.scheduler import kv_manager, tier_queue
 
-PAGE = 4
+PAGE, AT_ONCE = 4, 5
 
 
 class KvOfWorker:
@@ -30,9 +35,13 @@ class KvOfWorker:
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
+        self.contents: dict[int, str] = {}
 
     def fingerprint(self) -> str:
-        return f"weights {self.worker.version}"
+        return f"weights {self.worker.version if self.worker.version > 0 else 0}"
+
+    def adapter(self, lora_id: int) -> str:
+        return self.contents.get(lora_id, "")
 
     def read(self, pages: list[int]) -> memoryview:
         return memoryview(self.worker.kv.reshape(-1, PAGE)[pages].tobytes())
@@ -51,16 +60,28 @@ class SteppedTier(DiskTier):
             pass
 
 
-def make(folder: Path, limit_bytes: int = 1 << 30, **options: object) -> Rig:
-    """A scheduler with a tier in `folder`, as after a start. Computing seems to take for ever, so that every load is waited for."""
+def make(folder: Path | None, limit_bytes: int = 1 << 30, memory: bytearray | None = None, **options: object) -> Rig:
+    """A scheduler with a tier in `folder`, as after a start. Computing seems to take for ever, so that every load is waited for.
+
+    memory: of the host, before the files.
+    """
+
+    transfers: list[KvOfWorker] = []
 
     def tier(worker: FakeWorker) -> SteppedTier:
         transfer = KvOfWorker(worker)
-        return SteppedTier(transfer, lambda it: PageFiles(folder, it, PAGE, transfer.page_bytes, limit_bytes))
+        transfers.append(transfer)
+
+        def open_files(fingerprint: str) -> PageFiles | HostPages:
+            about = fingerprint, PAGE, transfer.page_bytes
+            files = None if folder is None else PageFiles(folder, *about, limit_bytes)
+            return files if memory is None else HostPages(memoryview(memory), *about, AT_ONCE, files)
+
+        return SteppedTier(transfer, open_files)
 
     options = {"num_pages": 32, "page_size": PAGE, "eos_every": 10**9, **options}
     rig = Rig(**options, tier=tier)
-    rig.tier = rig.state.tier.tier
+    rig.tier, [rig.transfer] = rig.state.tier.tier, transfers
     rig.state.tier.prompt_seconds = lambda start, count: math.inf
     turn = rig.turn
 
@@ -89,6 +110,7 @@ def ask(rig: Rig, rid: str, ids: list[int], version: int = 0, num_new: int = 6, 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_prefix_comes_back_after_a_restart(tmp_path, overlap):
+    """And is used, rather than computed again (llama.cpp 26676: a restore that does nothing)."""
     ids = prompt(50, 1)
     rig = make(tmp_path, overlap=overlap)
     assert ask(rig, "a", ids) == 0
@@ -96,6 +118,7 @@ def test_a_prefix_comes_back_after_a_restart(tmp_path, overlap):
 
     rig = make(tmp_path, overlap=overlap)
     assert ask(rig, "b", ids) == 48
+    assert rig.worker.num_computed == len(ids) - 48 + 5
     other = [*ids[:30], 1 - ids[30], *ids[31:]]
     assert ask(rig, "c", other) == 28, "from the tree, which has it now"
     assert ask(make(tmp_path), "d", [*ids[:20], 1 - ids[20], *ids[21:]]) == 20, "the first part of a run"
@@ -109,6 +132,50 @@ def test_an_evicted_prefix_comes_back(tmp_path):
         cached = ask(rig, f"r{i}", prompt(40, i % 4))
         assert cached < 12 if i < 4 else cached == 36
     rig.check_idle()
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_the_memory_of_the_host_is_before_the_files(tmp_path, monkeypatch, has_files):
+    """It has room for two of the prefixes, and the pool for one. What it has no more comes from the files, and is there again."""
+    monkeypatch.setattr(tier, "pages_at_once", lambda page_bytes: AT_ONCE)
+    read = []
+    monkeypatch.setattr(PageFiles, "read", lambda *given, whole=PageFiles.read: read.append(0) or whole(*given))
+    folder, memory = tmp_path if has_files else None, bytearray(8 * PAGE * (AT_ONCE + 27))
+    rig = make(folder, memory=memory, num_pages=16)
+    cached = [ask(rig, f"r{number}", prompt(50, i)) for number, i in enumerate((0, 1, 0, 1))]
+    assert max(cached[:2]) < 12
+    assert cached[2:] == [48, 48]
+    assert not read
+    ask(rig, "third", prompt(50, 2))
+    ask(rig, "fourth", prompt(50, 3))
+    for number in range(2):
+        found = ask(rig, f"again {number}", prompt(50, 0))
+        assert found == 48 if has_files or number else found < 12
+        assert len(read) == has_files
+        rig.kv.flush()
+    assert rig.tier.num_damaged == 0
+    rig.check_idle()
+    assert (ask(make(folder, memory=memory), "after a restart", prompt(50, 3)) == 48) == has_files
+
+
+def test_write_back_stores_what_is_about_to_be_evicted_and_the_rest_at_the_end(tmp_path):
+    rig = make(tmp_path, num_pages=48, writes_back=True)
+    ask(rig, "a", prompt(50, 1))
+    ask(rig, "b", prompt(50, 2))
+    assert not list(tmp_path.rglob("*.kv"))
+    for i in range(3, 7):
+        ask(rig, f"r{i}", prompt(50, i))
+    num_files = len(list(tmp_path.rglob("*.kv")))
+    assert 2 <= num_files < 6
+    assert ask(rig, "again", prompt(50, 1)) == 48, "from its file"
+    rig.check_idle()
+
+    rig = make(tmp_path, writes_back=True)
+    ask(rig, "c", prompt(50, 7))
+    ask(rig, "d", prompt(50, 7) + prompt(50, 8))
+    rig.state.tier.close()
+    rig.tier.work_all()
+    assert ask(make(tmp_path), "e", prompt(50, 7) + prompt(50, 8)) == 96
 
 
 def test_requests_with_the_same_prefix_share_a_load(tmp_path):
@@ -229,6 +296,7 @@ def test_nobody_waits_longer_than_computing_takes(tmp_path, page_s):
 
 
 def test_two_loads_that_do_not_fit_together_do_not_wait_for_one_another(tmp_path):
+    """vLLM 45388."""
     first, second = prompt(50, 1), prompt(50, 2)
     rig = make(tmp_path)
     ask(rig, "a", first)
@@ -244,6 +312,7 @@ def test_two_loads_that_do_not_fit_together_do_not_wait_for_one_another(tmp_path
 
 
 def test_an_update_of_the_weights_is_another_fingerprint(tmp_path):
+    """SGLang 24758: KV of other weights under the same name."""
     ids = prompt(50, 1)
     rig = make(tmp_path)
     ask(rig, "a", ids)
@@ -297,16 +366,29 @@ def test_what_belongs_to_a_tenant_is_kept_if_asked(tmp_path, persists):
         assert cached == [0, 48 if persists else 0]
 
 
-def test_kv_of_an_adapter_is_not_kept(tmp_path):
-    """Another one may have its number after a restart."""
-    for _ in range(2):
+def test_kv_of_an_adapter_is_that_of_its_content(tmp_path):
+    """Whatever its number and its name are after a restart; of one that has gone nothing is kept."""
+
+    def cached(number: int, content: str, salt: str = "") -> int:
         rig = make(tmp_path)
-        rig.worker.loras.add(1)
-        rig.add("a", prompt(50, 1), 4, lora_id=1, namespace='["", 1, "name", ""]')
+        rig.state.tier.persists_tenants = True
+        rig.worker.loras.add(number)
+        rig.worker.version = -100_003 * number  # the same history, whatever the number
+        rig.transfer.contents[number] = content
+        inner = json.dumps(["", salt]) if salt else ""
+        rig.add("a", prompt(50, 1), 4, lora_id=number, namespace=json.dumps([inner, number, f"name {number}", ""]))
         rig.drain()
         rig.turn()
-        assert rig.rows["a"][0].stats.cached_tokens == 0
-    assert not list(tmp_path.rglob("*.kv"))
+        return rig.rows["a"][0].stats.cached_tokens
+
+    assert [cached(1, "x"), cached(2, "x"), cached(3, "y"), cached(1, "y")] == [0, 48, 0, 48]
+    assert [cached(1, "x", "salt"), cached(1, "x", "salt")] == [0, 48]
+    num_files = len(list(tmp_path.rglob("*.kv")))
+    assert cached(4, "") == 0
+    assert len(list(tmp_path.rglob("*.kv"))) == num_files
+    rig = make(tmp_path)
+    rig.state.tier.persists_tenants = True
+    assert ask(rig, "b", prompt(50, 1), namespace='["", "x"]') == 0, "a salt that looks like it"
 
 
 def test_a_flush_forgets_the_files(tmp_path):
@@ -322,6 +404,8 @@ def test_a_flush_forgets_the_files(tmp_path):
 
 
 def test_requests_go_on_while_nothing_can_be_stored(tmp_path, monkeypatch):
+    """LMCache 3956: storing is best effort, and must end nothing."""
+
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -348,6 +432,53 @@ def test_what_waits_to_be_stored_is_dropped_when_pages_are_short(tmp_path):
     rig.drain()
     assert rig.ids["b"] == expected_outputs(prompt(60, 2), 4, 10**9)
     assert rig.state.tier.num_dropped > 0
+
+
+@pytest.mark.parametrize("damaged", [0, 3, 11])
+def test_cached_tokens_are_those_that_were_read(tmp_path, damaged):
+    """LMCache 1681: a hit of more tokens than were retrieved. The rest is computed, and stored again."""
+    ids = prompt(50, 1)
+    rig = make(tmp_path)
+    ask(rig, "a", ids)
+    [first, *_] = sorted(tmp_path.rglob("*.kv"), key=lambda file: -file.stat().st_size)
+    data = bytearray(first.read_bytes())
+    data[4096 + damaged * rig.transfer.page_bytes] ^= 1
+    first.write_bytes(data)
+    rig = make(tmp_path)
+    rig.state.tier.prompt_seconds = lambda start, count: math.inf
+    assert ask(rig, "b", ids) == damaged * PAGE
+    assert rig.tier.num_damaged == 1
+    assert ask(make(tmp_path), "c", ids) == 48
+
+
+def test_a_load_that_finds_the_pool_full_is_computed_later(tmp_path):
+    """LMCache 1482: an assertion of the allocator when the hot cache is full."""
+    ids = prompt(50, 1)
+    ask(make(tmp_path), "a", ids)
+    rig = make(tmp_path, num_pages=30)
+    rig.add("long", prompt(80, 2), 30)
+    while "long" not in rig.back.runs:
+        rig.turn()
+    rig.add("b", ids, 6)
+    rig.drain()
+    assert rig.ids["b"] == expected_outputs(ids, 6, 10**9)
+    assert rig.ids["long"] == expected_outputs(prompt(80, 2), 30, 10**9)
+    rig.turn()
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_prompt_with_an_image_comes_back_for_this_image_only(tmp_path, other):
+    """llama.cpp 21133: nothing can be restored beside a vision encoder."""
+    cached = []
+    for number in (1, 2 if other else 1):
+        rig = make(tmp_path, encoder_rows=100)
+        item = MediaItem(bytes([number]) * KEY_BYTES, 8, bytes(32), (8,))
+        rig.add("a", [0, 1, 0, 1, *[0] * 8, *prompt(40, 1)], 4, media=(item,), spans=(MediaSpan(4, 8, 0, 0),))
+        rig.drain()
+        rig.turn()
+        cached.append(rig.rows["a"][0].stats.cached_tokens)
+    assert cached == [0, PAGE if other else 48]
 
 
 def test_a_disk_that_hangs_stops_nobody(tmp_path, monkeypatch):
@@ -378,7 +509,8 @@ def test_a_disk_that_hangs_stops_nobody(tmp_path, monkeypatch):
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), overlap=st.booleans())
 def test_no_wrong_token_whatever_becomes_of_the_files(tmp_path_factory, seed, overlap):
-    """Random load on a small pool, restarts, and files that are cut, changed, swapped and removed meanwhile."""
+    """Random load on a small pool, restarts, and files that are cut, changed, swapped and removed meanwhile (SGLang 27504, 30321, 36179: garbage
+    after loads under load)."""
     folder = tmp_path_factory.mktemp("kv")
     rng = np.random.default_rng(seed)
     for start in range(3):

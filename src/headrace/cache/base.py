@@ -88,6 +88,10 @@ class PrefixCache(Protocol):
     def evict(self, num_pages: int) -> list[int]:
         """Evict least recently used prefixes until at least `num_pages` pages are freed or nothing is left to evict. Returns the pages."""
 
+    def take_oldest(self, num_pages: int) -> list[tuple[bytes, str]]:
+        """Tokens and namespaces of the prefixes that the next `num_pages` pages to be evicted belong to, without those that it has given before. If
+        that is all: also of those that are leased."""
+
     def flush(self, why: MissReason = "flushed") -> list[int]:
         """Evict everything; no lease may be held. Returns the freed pages. why: see `explain`."""
 
@@ -162,6 +166,9 @@ class ChunkCache:
         """Nothing is ever pinned."""
 
     def evict(self, num_pages: int) -> list[int]:
+        return []
+
+    def take_oldest(self, num_pages: int) -> list[tuple[bytes, str]]:
         return []
 
     def flush(self, why: MissReason = "flushed") -> list[int]:

@@ -26,7 +26,6 @@ from pathlib import Path
 import msgspec
 
 from headrace.cache.radix_cache import TOKEN_BYTES
-from headrace.errors import ConfigError
 from headrace.log import get_logger
 
 _logger = get_logger(__name__)
@@ -72,20 +71,6 @@ def page_keys(fingerprint: str, namespace: str, tokens: bytes, page_size: int) -
         key = hashlib.blake2b(key + tokens[start : start + size], digest_size=KEY_BYTES).digest()
         keys.append(key)
     return keys
-
-
-def private_folder(path: Path) -> Path:
-    """`path` as a folder that only its owner may read. Raises ConfigError: the files hold what people wrote."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise ConfigError(f"--kv-cache-dir: {error.strerror}: {str(path)!r:.200}") from None
-    if mode & 0o077:
-        raise ConfigError(
-            f"--kv-cache-dir: others may read {str(path)!r:.200}, which will hold prompts; make it private with chmod 700"
-        )
-    return path
 
 
 class PageFiles:

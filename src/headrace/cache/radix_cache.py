@@ -19,7 +19,7 @@ TOKEN_BYTES = 4
 class _Node(Lease):
     """A node with the tokens and pages of the edge that leads to it. As a `Lease` it pins itself and its ancestors. owner: of its namespace."""
 
-    __slots__ = ("children", "key", "leases", "newer", "older", "owner", "pages", "parent")
+    __slots__ = ("children", "is_taken", "key", "leases", "newer", "older", "owner", "pages", "parent")
 
     def __init__(self, key: bytes, pages: list[int], parent: "_Node | None") -> None:
         self.key = key
@@ -28,6 +28,7 @@ class _Node(Lease):
         self.owner: str | None = None if parent is None else parent.owner
         self.children: dict[bytes, _Node] = {}
         self.leases = 0
+        self.is_taken = False  # by `take_oldest`
         self.older: _Node | None = None  # neighbours in `_Released`
         self.newer: _Node | None = None
 
@@ -209,6 +210,18 @@ class RadixCache:
             self._observer.removed(freed)
         return freed
 
+    def take_oldest(self, num_pages: int) -> list[tuple[bytes, str]]:
+        taken: list[tuple[bytes, str]] = []
+        node, num_seen = self._released.oldest, 0
+        while node is not None and num_seen < num_pages:
+            num_seen += len(node.pages)
+            if not node.is_taken:
+                taken.append(self._take(node))
+            node = node.newer
+        if num_pages >= self._evictable + self._leased:
+            taken += [self._take(node) for node in self._nodes() if not (node.children or node.is_taken)]
+        return taken
+
     def flush(self, why: MissReason = "flushed") -> list[int]:
         assert self._leased == 0, f"{self._leased} pages are still leased"
         freed = [page for node in self._nodes() for page in node.pages]
@@ -330,7 +343,7 @@ class RadixCache:
         assert parent is not None
         cut = at // self._page_bytes
         upper = _Node(node.key[:at], node.pages[:cut], parent)
-        upper.leases = node.leases
+        upper.leases, upper.is_taken = node.leases, node.is_taken
         self._num_nodes += 1
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key, node.pages, node.parent = node.key[at:], node.pages[cut:], upper
@@ -346,6 +359,16 @@ class RadixCache:
                 self._released.discard(node)
             node.leases += 1
             node = node.parent
+
+    def _take(self, last: _Node) -> tuple[bytes, str]:
+        """The tokens up to the end of a node, and its namespace."""
+        node, keys = last, [last.key]
+        while not isinstance(node, _Root):
+            node.is_taken = True
+            assert node.parent is not None, "it is in the tree"
+            node = node.parent
+            keys.append(node.key)
+        return b"".join(reversed(keys)), node.namespace
 
     def _nodes(self) -> list[_Node]:
         """Every node below the roots."""

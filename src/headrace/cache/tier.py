@@ -1,8 +1,8 @@
-"""A tier behind the tree: pages of KV that are kept in files, and come back.
+"""A tier behind the tree: pages of KV that are kept in files or in the host's memory, and come back.
 
-Owns the thread that copies pages between the pool and the files (`PageTransfer`, `PageFiles`), and the order of what it does. Does not decide what is
-stored or loaded, and owns no page: who asks for a copy holds the pages until it is done. Nothing here fails a request: what goes wrong is a miss, or
-is not stored, and is counted.
+Owns the thread that copies pages between the pool and what keeps them (`PageTransfer`; `PageFiles`, `HostPages`), and the order of what it does. Does
+not decide what is stored or loaded, and owns no page: who asks for a copy holds the pages until it is done. Nothing here fails a request: what goes
+wrong is a miss, or is not stored, and is counted.
 """
 
 import math
@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from headrace.cache.base import Lease
+from headrace.cache.host_pages import HostPages
 from headrace.cache.page_files import PageFiles, Run
 from headrace.log import get_logger
+from headrace.messages import namespaces
 from headrace.messages.step import PageTransfer
 
 _logger = get_logger(__name__)
@@ -60,19 +62,26 @@ class Store:
     is_done: bool = False
 
 
+def pages_at_once(page_bytes: int) -> int:
+    """How many pages are copied at a time."""
+    return max(1, _PART_BYTES // page_bytes)
+
+
 class DiskTier:
-    """The tier of a folder. open_files: the files for a fingerprint; called in the thread, for each state of the weights. hash_s: what the
-    fingerprint should take.
+    """The tier of a folder, of the host's memory, or of both. open_files: what keeps pages for a fingerprint; called in the thread, for each state of
+    the weights. hash_s: what the fingerprint should take.
 
     paused_until_s: nothing is stored before that, by `time.monotonic`. seconds_per_page: what loading took, on average of late; 0 = nothing was
     loaded yet. Counts since the start: num_stored and num_loaded pages, num_damaged files.
     """
 
-    def __init__(self, transfer: PageTransfer, open_files: Callable[[str], PageFiles], hash_s: float = 0.0) -> None:
+    def __init__(
+        self, transfer: PageTransfer, open_files: Callable[[str], PageFiles | HostPages], hash_s: float = 0.0
+    ) -> None:
         self._transfer = transfer
         self._open_files = open_files
         self.hash_s = hash_s
-        self._files: PageFiles | None = None
+        self._files: PageFiles | HostPages | None = None
         self._loads: deque[Load] = deque()
         self._stores: deque[Store] = deque()
         self._todo: deque[Callable[[], None]] = deque()
@@ -80,7 +89,6 @@ class DiskTier:
         self._copying = threading.Lock()
         self._is_closed = False
         self.paused_until_s = 0.0
-        self._pages_at_once = max(1, _PART_BYTES // transfer.page_bytes)
         self.seconds_per_page = 0.0
         self.num_stored = self.num_loaded = 0
         self._num_damaged_before = 0
@@ -171,6 +179,10 @@ class DiskTier:
 
     # -- in the thread
 
+    @property
+    def _pages_at_once(self) -> int:
+        return pages_at_once(self._transfer.page_bytes)
+
     def _do(self, act: Callable[[], None]) -> None:
         with self._wake:
             self._todo.append(act)
@@ -192,9 +204,7 @@ class DiskTier:
             self._opened_s = math.inf
             _logger.exception("--kv-cache-dir is not used")
             return
-        _logger.info(
-            "KV is kept below --kv-cache-dir (%.2f s for the hash of the weights)", time.perf_counter() - begin
-        )
+        _logger.info("KV is kept behind the pool (%.2f s for the hash of the weights)", time.perf_counter() - begin)
 
     def _serve_loads(self) -> None:
         while self._loads:
@@ -212,14 +222,19 @@ class DiskTier:
         found = 0
         try:
             if load.is_wanted and self._files is not None:
-                load.keys = self._files.keys(load.namespace, load.tokens)
+                load.keys = self._keys(self._files, load)
                 load.runs = self._files.find(load.keys, load.tokens)
                 found = load.runs[-1].first + load.runs[-1].count if load.runs else 0
         finally:
             load.is_done = found <= load.num_known
             load.num_found = found  # last: who asked may act on it at once
 
-    def _fill(self, load: Load, files: PageFiles) -> None:
+    def _keys(self, files: PageFiles | HostPages, job: Load | Store) -> list[bytes]:
+        """Of its pages; none if its adapter has gone."""
+        namespace = namespaces.lasting(job.namespace, self._transfer.adapter)
+        return [] if namespace is None else files.keys(namespace, job.tokens)
+
+    def _fill(self, load: Load, files: PageFiles | HostPages) -> None:
         load.num_loaded = load.num_known
         for run in load.runs:
             before = max(0, load.num_loaded - run.first)
@@ -249,7 +264,7 @@ class DiskTier:
         try:
             if not store.is_wanted or files is None or time.monotonic() < self.paused_until_s:
                 return
-            keys = files.keys(store.namespace, store.tokens)
+            keys = self._keys(files, store)
             runs = files.find(keys, store.tokens)
             first = runs[-1].first + runs[-1].count if runs else 0
             if first < len(keys) - 1:

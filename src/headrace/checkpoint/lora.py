@@ -4,6 +4,7 @@ Runs in the thread that loads an adapter. Format: https://huggingface.co/docs/pe
 arXiv:2106.09685. rsLoRA: D. Kalajdzievski, 2023, arXiv:2312.03732.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable
@@ -153,6 +154,17 @@ class LoraCheckpoint:
             return files_fingerprint([self._path / CONFIG_NAME, self._path / WEIGHTS_NAME], {})
         except OSError as error:
             raise ModelError(f"the adapter's files cannot be read: {error.strerror}") from error
+
+    def content(self) -> str:
+        """Hash of every byte of the adapter's files as they are now. Raises ModelError."""
+        found = hashlib.sha256()
+        try:
+            for name in (CONFIG_NAME, WEIGHTS_NAME):
+                with (self._path / name).open("rb") as file:
+                    found.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ModelError(f"the adapter's files cannot be read: {error.strerror}") from error
+        return found.hexdigest()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.entries[name].shape

@@ -1,10 +1,11 @@
 """Which values options may have, and which can be combined: with each other, with the device, with the kind of model.
 
-Each check raises ConfigError that names the options. Pure; any process.
+Each check raises ConfigError that names the options. Pure, but for `private_folder`; any process.
 """
 
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -80,8 +81,9 @@ def check_combinations(args: ServerOptions) -> None:
             raise ConfigError(f"{flag(field.name)} needs --ray")
     if read_kv_events(args.kv_events_config, args.num_replicas) is not None and args.disable_radix_cache:
         raise ConfigError("--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache")
-    if args.kv_cache_dir is not None and args.disable_radix_cache:
-        raise ConfigError("--kv-cache-dir is behind the prefix cache: it cannot be combined with --disable-radix-cache")
+    if (args.kv_cache_dir is not None or args.kv_cache_host_size) and args.disable_radix_cache:
+        option = "--kv-cache-dir" if args.kv_cache_dir is not None else "--kv-cache-host-size"
+        raise ConfigError(f"{option} is behind the prefix cache: it cannot be combined with --disable-radix-cache")
     for option, value in (("--chunked-prefill-size", args.chunked_prefill_size), ("--max-step-ms", args.max_step_ms)):
         if value is not None and value != -1 and value < 1:
             raise ConfigError(f"{option} must be -1 or at least 1, got {value}")
@@ -245,3 +247,18 @@ def encoder_args(args: Args, context_length: int) -> Args:
         disable_radix_cache=True,
         detokenize_in="main",
     )
+
+
+def private_folder(option: str, name: str) -> Path:
+    """The folder of an option, made if need be, which only its owner may read: it will hold what people wrote. Raises ConfigError."""
+    path = Path(name)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"{option}: {error.strerror}: {name!r:.200}") from None
+    if mode & 0o077:
+        raise ConfigError(
+            f"{option}: others may read {name!r:.200}, which will hold prompts; make it private with chmod 700"
+        )
+    return path

@@ -274,10 +274,11 @@ class ServerOptions:
     session_timeout_s: float = _serving(
         3600.0, "Close a session that has not been used for this many seconds; 0 = never.", SECONDS
     )
+    session_dir: str | None = _serving(
+        None, "Private folder that keeps open sessions, so that they go on after a restart.", FILLED
+    )
     max_stored_responses: int = _serving(
-        0,
-        "Keep the last N responses of /v1/responses in memory, at most 64 MiB, for previous_response_id and later reading; 0 = none.",
-        COUNT,
+        0, "Keep the last N responses of /v1/responses in memory, at most 64 MiB, for later reading; 0 = none.", COUNT
     )
     ssl_certfile: str | None = _serving(
         None,
@@ -394,22 +395,23 @@ class ServerOptions:
         "auto",
         "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, int8 with int8, int8-fast or int4 if heads have at "
         "most 128 elements, and int8 or int16 with gguf, unless a short text shows that they cost the model too much quality; else that of the "
-        "weights. "
-        "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
+        "weights. int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _memory(False, "Disable prefix caching: requests share no KV cache.")
     kv_cache_dir: str | None = _memory(
-        None,
-        "Folder in which computed KV is kept for later prompts, also after a restart; only its owner may read it. See docs/kv-cache.md.",
-        FILLED,
+        None, "Private folder that keeps computed KV, also after a restart. See docs/kv-cache.md.", FILLED
     )
     kv_cache_disk_size: int = _memory(
         16 << 30, "Most bytes that --kv-cache-dir takes; what was not used for longest goes first.", POSITIVE
     )
     kv_pin_share: float = _memory(
-        0.25,
-        "Of the KV cache, what pinned prefixes hold at most; 0: nothing may be pinned. See docs/kv-cache.md.",
-        Bounds(least=0.0, most=0.9),
+        0.25, "Share of the KV cache that pins may hold; 0: nothing may be pinned.", Bounds(least=0.0, most=0.9)
+    )
+    kv_cache_host_size: int = _memory(
+        0, "Bytes of pinned host memory for KV of a GPU, before the files of --kv-cache-dir; 0 = none.", COUNT
+    )
+    kv_cache_write: Literal["through", "back"] = _memory(
+        "through", "through: KV is kept when it is computed; back: before it is evicted, and at the end."
     )
     kv_cache_persist_tenants: bool = _memory(
         False, "Keep also the KV of requests with a cache_salt or a key of --api-key-file below --kv-cache-dir."

@@ -35,11 +35,11 @@ from headrace.execution.media import MediaRows
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.model_source import open_model
-from headrace.execution.page_transfer import page_transfer
+from headrace.execution.page_transfer import LeaderPages, PoolPages, page_transfer
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.pooling import EmbeddingRunner
 from headrace.execution.profiler import ExpertRecorder, StepProfiler
-from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights
+from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, without_pages
 from headrace.execution.ranks import (
     NO_OTHER_RANKS,
     FollowerQueue,
@@ -200,7 +200,9 @@ def build_follower(
             on_loaded,
         )
         link, devices = built.link, built.rank.devices
-        runner = FollowerRunner(built.runner, rank, built.weights, built.profiler)
+        pages = _pages(built)
+        do_pages = without_pages if isinstance(pages, str) else pages.do
+        runner = FollowerRunner(built.runner, rank, built.weights, built.profiler, do_pages)
         if link is not None:
             assert devices is not None, rank
             own_ids = length(vocabulary_part(built.setup.model_config.vocab_size, built.setup.placement))
@@ -435,13 +437,20 @@ def _beside_steps(built: _Built, resources: ExitStack, refusal: str) -> _Beside:
     """It takes over `resources`. refusal: why the choice of experts cannot be recorded; "" if it can."""
     leader, folder, device = built.leader, built.setup.args.profile_dir, built.setup.placement.device
     counts = built.runner.model.expert_counts()
-    pages = page_transfer(built.setup, built.runner.model, built.memory.pool, built.rank)
+    pages = _pages(built)
     if leader is None:
         experts = ExpertRecorder(counts, device, refusal)
         return built.weights, resources.pop_all(), StepProfiler(folder), experts, pages
-    weights = LeaderWeights(built.weights, leader.jobs, group_of(built.rank).size)
+    size = group_of(built.rank).size
+    weights = LeaderWeights(built.weights, leader.jobs, size)
     experts = LeaderExperts(counts, device, leader.jobs, refusal)
-    return weights, resources.pop_all(), LeaderProfiler(folder, leader.jobs), experts, pages
+    of_all = pages if isinstance(pages, str) else LeaderPages(pages, leader.jobs, size, not built.rank.shard.is_whole)
+    return weights, resources.pop_all(), LeaderProfiler(folder, leader.jobs), experts, of_all
+
+
+def _pages(built: _Built) -> PoolPages | str:
+    runner = built.runner
+    return page_transfer(built.setup, runner.model, built.memory.pool, built.rank, runner.loras)
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:

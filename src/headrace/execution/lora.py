@@ -39,10 +39,11 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class StagedAdapter:
-    """An adapter that was read and checked, and that no request can use yet. fingerprint: of its files."""
+    """An adapter that was read and checked, and that no request can use yet. fingerprint: of its files; content: of every byte of them."""
 
     lora_id: int
     fingerprint: str
+    content: str
     factors: Mapping[Linear, LoraFactors]
 
 
@@ -63,6 +64,7 @@ class LoraPool:
         self._placement = placement
         self._rename = rename
         self._loaded: dict[int, list[LinearAdapters]] = {}
+        self._contents: dict[int, str] = {}
         self._loading: set[int] = set()
         self._lock = threading.Lock()
         self._targets: dict[str, _Target] = {}
@@ -101,14 +103,18 @@ class LoraPool:
             found = checkpoint.fingerprint()
             if not found.startswith(fingerprint):
                 raise ModelError("its files have changed since it was loaded; unload it and load it again")
-            factors = self._read(checkpoint)
+            factors, content = self._read(checkpoint), checkpoint.content()
             if checkpoint.fingerprint() != found:
                 raise ModelError("its files changed while they were read; load it again")
-            return StagedAdapter(lora_id, found, factors)
+            return StagedAdapter(lora_id, found, content, factors)
         except BaseException:
             with self._lock:
                 self._loading.discard(lora_id)
             raise
+
+    def content(self, lora_id: int) -> str:
+        """Hash of every byte of an adapter's files; empty if it is not loaded."""
+        return self._contents.get(lora_id, "")
 
     def is_loading(self, lora_id: int) -> bool:
         """Whether an adapter is being read, or was read and not yet entered, and nobody has unloaded it."""
@@ -133,12 +139,14 @@ class LoraPool:
                 layer.adapters.by_id[lora_id] = of_layer
                 touched.append(layer.adapters)
             # Last, since from now on sequences may use it.
+            self._contents[lora_id] = staged.content
             self._loaded[lora_id] = touched
 
     def unload(self, lora_id: int) -> None:
         """Remove an adapter that no step in flight uses, or that is still being read. Unknown ids are ignored."""
         with self._lock:
             self._loading.discard(lora_id)
+            self._contents.pop(lora_id, None)
             for adapters in self._loaded.pop(lora_id, ()):
                 del adapters.by_id[lora_id]
 

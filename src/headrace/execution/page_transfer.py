@@ -1,24 +1,33 @@
 """Copies pages of KV between the pool and plain bytes, for what keeps them outside of it; see `messages.step.PageTransfer`.
 
-A page's bytes are those of its K and V in each layer, in the backend's layout: K of all layers, then V. Owns the fingerprint of what they depend on.
-Called by the tier's thread, beside the steps.
+A page's bytes are those of its K and V in each layer, in the backend's layout: K, then V of the first layer, then of the next. Of several ranks, each
+has a part of every page: the leader joins them in the order of ranks, so stages have together what one process has. Owns the fingerprint of what they
+depend on. Called by the tier's thread, beside the steps; only what several ranks write into their pools is written by all between the same two steps.
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from headrace.attention.base import KvPool
 from headrace.distributed.rank import Rank
-from headrace.execution.released import keepers_of
+from headrace.errors import ExecutionError
+from headrace.execution.lora import LoraPool
+from headrace.execution.rank_jobs import LeaderJobs
 from headrace.execution.setup import Setup
 from headrace.execution.weight_files import bytes_of
 from headrace.kernels import PAGE_SIZE
 from headrace.kernels import cpu as native_cpu
-from headrace.layers.weight import Weight
+from headrace.layers.weight import Keeper, Weight
+from headrace.messages.ranks import RankPages
+from headrace.messages.weights import Prepared
 from headrace.models.spec import CausalLM
 
 NUMERICS = 1
@@ -26,35 +35,61 @@ NUMERICS = 1
 
 
 class PoolPages:
-    """The pages of a pool. weights, facts: called for each fingerprint: all of the model, and what KV depends on beside them."""
+    """The pages of a pool. weights, facts: called for each fingerprint: all of the model, and what KV depends on beside them. adapter: see
+    `PageTransfer`. number: of the rank."""
 
     def __init__(
-        self, pool: KvPool, weights: Callable[[], Iterable[Weight]], facts: Callable[[], Mapping[str, object]]
+        self,
+        pool: KvPool,
+        weights: Callable[[], Iterable[Weight]],
+        facts: Callable[[], Mapping[str, object]],
+        adapter: Callable[[int], str] = lambda lora_id: "",
+        number: int = 0,
     ) -> None:
         num_pages = pool.num_slots // pool.page_size
-        self._layers = [tensor.view(num_pages, -1).view(torch.uint8) for tensor in (*pool.k, *pool.v)]
+        pairs = itertools.chain.from_iterable(zip(pool.k, pool.v, strict=True))
+        self._layers = [tensor.view(num_pages, -1).view(torch.uint8) for tensor in pairs]
         self._weights = weights
         self._facts = facts
+        self.adapter = adapter
+        self._number = number
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.page_bytes = sum(layer.shape[1] for layer in self._layers)
 
-    @torch.inference_mode()
     def fingerprint(self) -> str:
-        facts = {"numerics": NUMERICS, **self._facts()}
-        found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-        weights = list(self._weights())
-        for weight in weights:
-            found.update(f"{weight.name} {weight.shape} {weight.tied_name}".encode())
-        for keeper in keepers_of(weights):
-            for name, value in sorted(keeper.kept().items()):
-                found.update(f"{name} ".encode())
+        return self.fingerprint_of(self.digests())
+
+    def fingerprint_of(self, digests: Mapping[str, str], **facts: object) -> str:
+        """That of weights with these digests. facts: further ones."""
+        every = {"numerics": NUMERICS, **self._facts(), **facts}
+        names = [f"{weight.name} {weight.shape} {weight.tied_name}" for weight in self._weights()]
+        told = json.dumps([every, names, sorted(digests.items())], sort_keys=True, default=str)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    @torch.inference_mode()
+    def digests(self) -> dict[str, str]:
+        """Of what each layer here keeps of the weights, every byte of it, by the first of them."""
+        keepers: dict[int, tuple[str, Keeper]] = {}
+        for weight in self._weights():
+            for keeper in weight.keepers:
+                keepers.setdefault(id(keeper), (weight.name, keeper))
+        digests: dict[str, str] = {}
+        for name, keeper in keepers.values():
+            kept, found = keeper.kept(), hashlib.sha256(digests.get(name, "").encode())
+            for part, value in sorted(kept.items()):
+                found.update(f"{part} ".encode())
                 if isinstance(value, torch.Tensor):
                     found.update(f"{value.dtype} {list(value.shape)} ".encode())
                     found.update(bytes_of(value.cpu().contiguous()))
                 else:
                     found.update(f"{value} ".encode())
-        return found.hexdigest()
+            if kept:
+                digests[name] = found.hexdigest()
+        return digests
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        return bytes_of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
 
     @torch.inference_mode()
     def read(self, pages: Sequence[int]) -> memoryview:
@@ -77,15 +112,95 @@ class PoolPages:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def do(self, work: RankPages) -> Prepared:
+        """A follower's part of what `LeaderPages` does."""
+        path = Path(work.folder) / f"rank-{self._number}"
+        match work.kind:
+            case "describe":
+                path.write_text(json.dumps([self.page_bytes, self.digests()]))
+            case "read":
+                path.write_bytes(self.read(work.pages))
+            case "write":
+                data = memoryview(bytearray(path.read_bytes()))
+                return Prepared("read", lambda: self.write(work.pages, data))
+        return Prepared("written")
 
-def page_transfer(setup: Setup, model: CausalLM, pool: KvPool, rank: Rank) -> PoolPages | str:
-    """The pages of a pool, or why they cannot be copied."""
-    if rank.group is not None:
-        return "several ranks have parts of the KV cache (--tp-size, --pp-size): not supported yet"
+
+class LeaderPages:
+    """The pages of all ranks. own: the leader's parts; those of the others go through files in the temporary directory, for a moment.
+
+    shares: whether a rank has a part of a layer, so that the bits are those of this number of ranks. page_bytes: 0 before the first fingerprint.
+    """
+
+    def __init__(self, own: PoolPages, jobs: LeaderJobs, size: int, shares: bool) -> None:
+        self._own = own
+        self._jobs = jobs
+        self._size = size
+        self._shares = shares
+        self._bytes: list[int] = []
+        self.adapter, self.host_memory = own.adapter, own.host_memory
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self._bytes)
+
+    def fingerprint(self) -> str:
+        with self._folder() as folder:
+            self._drop(RankPages("describe", str(folder), ()))
+            described = [json.loads(path.read_text()) for path in self._files(folder)]
+        parts = [(self._own.page_bytes, self._own.digests()), *described]
+        self._bytes = [num_bytes for num_bytes, _ in parts]
+        if self._shares:
+            digests = {f"{rank} {name}": one for rank, (_, every) in enumerate(parts) for name, one in every.items()}
+            return self._own.fingerprint_of(digests, ranks=self._bytes)
+        return self._own.fingerprint_of({name: one for _, every in parts for name, one in every.items()})
+
+    def read(self, pages: Sequence[int]) -> memoryview:
+        with self._folder() as folder:
+            self._drop(RankPages("read", str(folder), tuple(pages)))
+            parts = [self._own.read(pages), *(path.read_bytes() for path in self._files(folder))]
+        rows = [torch.frombuffer(bytearray(part), dtype=torch.uint8).view(len(pages), -1) for part in parts]
+        return bytes_of(torch.cat(rows, dim=1))
+
+    def write(self, pages: Sequence[int], data: memoryview) -> None:
+        """In all ranks between the same two steps, or in none."""
+        whole = torch.frombuffer(data, dtype=torch.uint8).view(len(pages), -1)
+        parts = [bytes_of(part.contiguous()) for part in whole.split(self._bytes, dim=1)]
+        with self._folder() as folder:
+            for path, part in zip(self._files(folder), parts[1:], strict=True):
+                path.write_bytes(part)
+            own = partial(Prepared, "", lambda: self._own.write(pages, parts[0]))
+            _, prepared = self._jobs.prepare(RankPages("write", str(folder), tuple(pages)), own, lambda: True)
+            prepared.install()
+
+    def _drop(self, work: RankPages) -> None:
+        """Let the others do what has no result but a file."""
+        job, _ = self._jobs.prepare(work, lambda: Prepared(""), lambda: True)
+        self._jobs.drop(job)
+
+    def _files(self, folder: Path) -> Iterator[Path]:
+        return (folder / f"rank-{rank}" for rank in range(1, self._size))
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """Raises ExecutionError."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="headrace-kv-", ignore_cleanup_errors=True) as folder:
+                yield Path(folder)
+        except OSError as error:
+            raise ExecutionError(f"ranks cannot exchange KV: the temporary directory: {error.strerror}") from error
+
+
+def page_transfer(setup: Setup, model: CausalLM, pool: KvPool, rank: Rank, loras: LoraPool) -> PoolPages | str:
+    """The pages of a rank's pool, or why they cannot be copied."""
     config = setup.config
+    if setup.args.enable_dp_attention:
+        return "ranks have KV of other requests (--enable-dp-attention): not supported yet"
+    if rank.group is not None and rank.group.spans_hosts:
+        return "ranks on several hosts (--nnodes) cannot exchange KV yet"
     if config.attention_backend == "cpu" and config.page_size != PAGE_SIZE:
         return f"its pages lie scattered with --page-size {config.page_size}: use {PAGE_SIZE}"
-    return PoolPages(pool, model.weights, partial(_facts, setup))
+    return PoolPages(pool, model.weights, partial(_facts, setup), loras.content, rank.number)
 
 
 def _facts(setup: Setup) -> dict[str, object]:

@@ -41,6 +41,7 @@ from headrace.messages.ranks import (
     RankInstall,
     RankJob,
     RankLora,
+    RankPages,
     RankParts,
     RankPoll,
     RankProfile,
@@ -375,6 +376,11 @@ class _JobOfAll(Job):
             self._jobs.drop(job)
 
 
+def without_pages(work: RankPages) -> Prepared:
+    """What is done of pages of KV that cannot be copied."""
+    raise ExecutionError("pages of KV cannot be copied here")
+
+
 @dataclass(slots=True)
 class _Begun:
     """A follower's job. outcome: once it is done."""
@@ -386,7 +392,7 @@ class _Begun:
 
 
 class FollowerJobs:
-    """A follower's side. Used by the thread that runs the steps. device: of the model."""
+    """A follower's side. Used by the thread that runs the steps. device: of the model. do_pages: what it does of `RankPages`."""
 
     def __init__(
         self,
@@ -395,12 +401,14 @@ class FollowerJobs:
         weights: ModelWeights,
         profiler: StepProfiler,
         device: torch.device = _CPU,
+        do_pages: Callable[[RankPages], Prepared] = without_pages,
     ) -> None:
         self._group = group
         self._loras = loras
         self._weights = weights
         self._profiler = profiler
         self._device = device
+        self._do_pages = do_pages
         self._begun: dict[int, _Begun] = {}
 
     def handle(self, message: RankBesideSteps) -> None:
@@ -450,6 +458,8 @@ class FollowerJobs:
                 return Job(lambda abandoned: _stage_adapter(self._loras, work))
             case RankParts():
                 return Job(lambda abandoned: self._write_parts(work))
+            case RankPages():
+                return Job(lambda abandoned: self._do_pages(work))
             case _:
                 return self._weights.start(work)
 

@@ -39,7 +39,7 @@ from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, Begun, ModelRunner
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.queued_step import Followers, StepQueue
-from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
+from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn, without_pages
 from headrace.execution.update_weights import ModelWeights
 from headrace.execution.worker import Pending
 from headrace.log import get_logger
@@ -48,6 +48,7 @@ from headrace.messages.ranks import (
     RankCapture,
     RankFinish,
     RankLateRows,
+    RankPages,
     RankStep,
     RankStop,
     SampledTokens,
@@ -57,6 +58,7 @@ from headrace.messages.ranks import (
     unpack,
 )
 from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
+from headrace.messages.weights import Prepared
 from headrace.sampling.draw import greedy_ids
 
 _logger = get_logger(__name__)
@@ -274,14 +276,21 @@ def received_ids(devices: DeviceGroup, logits: torch.Tensor) -> torch.Tensor:
 
 class FollowerRunner:
     """Runs this rank's part of the leader's steps, with `runner`. weights: of its part of the model. profiler: of its steps. queued: on a device,
-    its part of the steps that are queued there."""
+    its part of the steps that are queued there. do_pages: see `FollowerJobs`."""
 
-    def __init__(self, runner: ModelRunner, rank: Rank, weights: ModelWeights, profiler: StepProfiler) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rank: Rank,
+        weights: ModelWeights,
+        profiler: StepProfiler,
+        do_pages: Callable[[RankPages], Prepared] = without_pages,
+    ) -> None:
         self.runner = runner
         self.queued: FollowerQueue | None = None
         self._group = group_of(rank)
         self._profiler = profiler
-        self._jobs = FollowerJobs(self._group, runner.loras, weights, profiler, runner.table.tokens.device)
+        self._jobs = FollowerJobs(self._group, runner.loras, weights, profiler, runner.table.tokens.device, do_pages)
         self._started: deque[Begun] = deque()
 
     @property

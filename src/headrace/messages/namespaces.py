@@ -4,6 +4,7 @@ Owns how they are put together and read. "" is that of everybody, without an ada
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -47,6 +48,15 @@ def read(namespace: str) -> NamespaceParts:
     if namespace:
         extra_key, cache_salt = (part or None for part in json.loads(namespace))
     return NamespaceParts(extra_key, cache_salt, key_name, lora_id, lora_name)
+
+
+def lasting(namespace: str, content_of: Callable[[int], str]) -> str | None:
+    """`namespace` as it is after a restart, too: an adapter is its content, not its number and its name. None: `content_of` does not know it."""
+    if not namespace or len(parts := json.loads(namespace)) != 4:
+        return namespace
+    inner, lora_id, _, _ = parts
+    content = content_of(lora_id)
+    return json.dumps(["adapter", content, inner, "", ""]) if content else None
 
 
 def owner_of(namespace: str) -> str | None:

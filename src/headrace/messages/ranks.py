@@ -86,9 +86,18 @@ class RankParts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False
     names: tuple[str, ...]
 
 
+class RankPages(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Exchange its part of pages of KV, or a description of it, by a file `rank-N` in this folder: `describe` and `read` write it; `write` reads it,
+    and fills the pages when it is installed."""
+
+    kind: Literal["describe", "read", "write"]
+    folder: str
+    pages: tuple[int, ...]
+
+
 RankWeights = UpdateFromDisk | UpdateFromTensors | ReleaseMemory | ResumeMemory
 """Operations on weights in which every rank does its part."""
-RankWork = RankLora | RankParts | RankWeights
+RankWork = RankLora | RankParts | RankPages | RankWeights
 
 
 class RankJob(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

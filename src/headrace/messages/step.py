@@ -164,10 +164,17 @@ class PageTransfer(Protocol):
     The caller holds the pages: no step writes one that is read, or uses one that is written. What a page's bytes mean depends on `fingerprint`.
     """
 
-    page_bytes: int
+    @property
+    def page_bytes(self) -> int: ...
 
     def fingerprint(self) -> str:
         """Of all that KV depends on beside tokens and adapters: every byte of the weights as they are now, the layout, the arithmetic."""
+
+    def adapter(self, lora_id: int) -> str:
+        """Of an adapter: hash of every byte of its files; empty if it is not loaded."""
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        """Memory that pages may be copied from and to without a detour: pinned, where the pool is a GPU's."""
 
     def read(self, pages: Sequence[int]) -> memoryview:
         """The bytes of pages, one after the other."""

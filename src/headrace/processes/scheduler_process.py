@@ -10,13 +10,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.weight_cache import ReadAhead
-from headrace.config.checks import encoder_args
+from headrace.config.checks import encoder_args, private_folder
 from headrace.config.kv_events import read_kv_events
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -193,18 +192,30 @@ def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEven
 
 
 def _tier(args: ServerArgs, worker: "Worker", ready: ReadyInfo) -> "DiskTier | None":
-    """The tier of --kv-cache-dir; None without. Raises ConfigError."""
-    if args.kv_cache_dir is None:
+    """The tier of --kv-cache-dir and --kv-cache-host-size; None without. Raises ConfigError."""
+    host_bytes, name = args.kv_cache_host_size, args.kv_cache_dir
+    if name is None and not host_bytes:
         return None
-    from headrace.cache.page_files import PageFiles, private_folder
-    from headrace.cache.tier import DiskTier
+    from headrace.cache.host_pages import HostPages
+    from headrace.cache.page_files import PageFiles
+    from headrace.cache.tier import DiskTier, pages_at_once
 
-    folder, pages = private_folder(Path(args.kv_cache_dir)), worker.pages
+    if host_bytes and ready.device.startswith("cpu"):
+        raise ConfigError(
+            "--kv-cache-host-size: the KV cache of a CPU is in the host's memory already: raise --max-total-tokens"
+        )
+    folder, pages = None if name is None else private_folder("--kv-cache-dir", name), worker.pages
     if pages is None:
-        raise ConfigError(f"--kv-cache-dir: {worker.pages_refusal}")
+        raise ConfigError(f"{'--kv-cache-host-size' if name is None else '--kv-cache-dir'}: {worker.pages_refusal}")
+    memory = pages.host_memory(host_bytes) if host_bytes else None
 
-    def open_files(fingerprint: str) -> PageFiles:
-        return PageFiles(folder, fingerprint, ready.page_size, pages.page_bytes, args.kv_cache_disk_size)
+    def open_files(fingerprint: str) -> PageFiles | HostPages:
+        about = fingerprint, ready.page_size, pages.page_bytes
+        files = None if folder is None else PageFiles(folder, *about, args.kv_cache_disk_size)
+        if memory is None:
+            assert files is not None
+            return files
+        return HostPages(memory, *about, pages_at_once(pages.page_bytes), files)
 
     tier = DiskTier(pages, open_files, ready.weight_bytes / _HASHED_PER_S)
     tier.start()
@@ -258,6 +269,7 @@ def scheduler_config(
         whole_images=ready.encoder is not None and ready.encoder.whole_images,
         replica=replica,
         persists_tenants=args.kv_cache_persist_tenants,
+        writes_back=args.kv_cache_write == "back",
         unknown_token_s=_token_s(args, ready),
         kv_on_update=args.kv_on_update,
         pin_share=args.kv_pin_share,

@@ -52,7 +52,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> l
                 req.finish = FinishReason("abort", message="internal error", status_code=500)
         if start < req.num_prompt_tokens:
             _take_prefill(state, req, start)
-        if state.tier is not None and req.finish is None and not req.skips_step:
+        if state.tier is not None and not state.tier.writes_back and req.finish is None and not req.skips_step:
             state.kv.share_ahead(req)
         out = end(state, req) if req.finish is not None else report(state, req)
         if out is not None:

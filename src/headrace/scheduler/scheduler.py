@@ -87,7 +87,12 @@ class Scheduler:
         )
         if tier is not None:
             self.state.tier = TierQueue(
-                tier, kv, self.state.cost.prompt_seconds, config.persists_tenants, config.unknown_token_s
+                tier,
+                kv,
+                self.state.cost.prompt_seconds,
+                config.persists_tenants,
+                config.unknown_token_s,
+                config.writes_back,
             )
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
@@ -115,7 +120,7 @@ class Scheduler:
         self.loras.close()
         self.state.compiling.close()
         if self.state.tier is not None:
-            self.state.tier.tier.close()
+            self.state.tier.close()
         self.worker.close()
 
     @property

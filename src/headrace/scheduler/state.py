@@ -140,7 +140,7 @@ class SchedulerConfig:
     prompt may be cut, because each of its tokens sees all others.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     encoder_rows, encoder_slices: see `Encodings`; of a model without encoder they mean nothing. whole_images: no image may be cut, because its
-    tokens see each other. persists_tenants, unknown_token_s: see `TierQueue`. pin_share: see `Pins`.
+    tokens see each other. persists_tenants, writes_back, unknown_token_s: see `TierQueue`. pin_share: see `Pins`.
     kv_on_update: what becomes of KV when the weights change; "flush": requests that have begun end before that, else they go on, with KV that is
     computed again ("recompute") or the one they have ("keep").
     """
@@ -170,6 +170,7 @@ class SchedulerConfig:
     whole_images: bool = False
     replica: int = 0
     persists_tenants: bool = False
+    writes_back: bool = False
     unknown_token_s: float = 1e-4
     kv_on_update: Literal["flush", "recompute", "keep"] = "flush"
     pin_share: float = 0.25

@@ -28,6 +28,9 @@ LEAST_PAGES = 4
 FIRST_SHARE = 0.1
 """How long nothing may arrive, of the time that computing would take, while it is not known how fast the tier is."""
 
+AHEAD_SHARE = 0.25
+"""Of the pool: when less than that is free, so much of what is evicted next is stored (`writes_back`)."""
+
 STORED_SHARE = 0.25
 """Of the pool: while more than that waits to be stored, nothing is added."""
 
@@ -55,7 +58,8 @@ class TierQueue:
     """See the module docstring. Iterates over the requests in order of arrival, without those that have ended.
 
     prompt_seconds: what computing `count` tokens of a prompt from position `start` takes; 0.0 = not known, and unknown_token_s each is taken for it.
-    persists_tenants: also what belongs to a key or a salt is stored.
+    persists_tenants: also what belongs to a key or a salt is stored. writes_back: prefixes are stored when they are among the next to be evicted,
+    and at the end; else as soon as the cache has them.
     """
 
     def __init__(
@@ -65,12 +69,14 @@ class TierQueue:
         prompt_seconds: Callable[[int, int], float],
         persists_tenants: bool = False,
         unknown_token_s: float = 1e-4,
+        writes_back: bool = False,
     ) -> None:
         self.tier = tier
         self._kv = kv
         self.prompt_seconds = prompt_seconds
         self.persists_tenants = persists_tenants
         self._unknown_token_s = unknown_token_s
+        self.writes_back = writes_back
         self._waiting: list[_Waiting] = []
         self._loads: list[_Loading] = []
         self._stores: list[tuple[int, Store]] = []
@@ -139,6 +145,14 @@ class TierQueue:
         self._held = []
         self._release()
 
+    def close(self) -> None:
+        """Store what is still to be stored, and end the tier's thread. No step is in flight."""
+        if self.writes_back:
+            for part, kv_part in enumerate(self._kv.parts):
+                for taken in reversed(kv_part.cache.take_oldest(kv_part.allocator.num_pages)):
+                    self._store(part, *taken, share=1.0)
+        self.tier.close()
+
     def stats(self) -> TierStats:
         size, tier = self._kv.page_size, self.tier
         return TierStats(tier.num_stored * size, tier.num_loaded * size, self.num_dropped, tier.num_damaged)
@@ -149,17 +163,25 @@ class TierQueue:
         if not namespace:
             return True
         parts = namespaces.read(namespace)
-        if parts.lora_id:  # numbered anew at each start
-            return False
         return self.persists_tenants or not (parts.key_name or parts.cache_salt)
 
     def _inserted(self, part: int, tokens: bytes, namespace: str) -> None:
-        """The tree has whole pages that it had not before: keep them."""
+        """The tree has whole pages that it had not before: keep them, or those that will have to make room."""
+        if not self.writes_back:
+            self._store(part, tokens, namespace)
+            return
+        allocator = self._kv.parts[part].allocator
+        ahead = int(AHEAD_SHARE * allocator.num_pages)
+        if allocator.num_free < ahead:
+            for taken in self._kv.parts[part].cache.take_oldest(ahead):
+                self._store(part, *taken)
+
+    def _store(self, part: int, tokens: bytes, namespace: str, share: float = STORED_SHARE) -> None:
         if self.tier.opens_in_s == math.inf or not self._may_persist(namespace):
             return
         kv_part = self._kv.parts[part]
         held = {page for _, store in self._stores for page in store.pages}
-        if len(held) > STORED_SHARE * kv_part.allocator.num_pages:
+        if len(held) > share * kv_part.allocator.num_pages:
             self.num_dropped += 1
             return
         match = kv_part.cache.match(tokens, namespace, len(tokens) // TOKEN_BYTES)
