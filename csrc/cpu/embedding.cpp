@@ -1,9 +1,11 @@
-// Embedding lookup: rows of a bf16 or float table, as float, times a scale. The table may be the packed weight of an output
+// Embedding lookup: rows of a table of floats, as float, times a scale. The table may be the packed weight of an output
 // projection that is tied to it: blocks of 32 rows, element-major; bf16 as pairs of rows j and j + 16, or as pairs of elements of a row; or
 // blocks of a GGUF file.
+#include <type_traits>
+
 #include "gguf_blocks.h"
 #include "kernels.h"
-#include "simd.h"
+#include "simd_int.h"
 #include "threads.h"
 
 namespace headrace {
@@ -11,6 +13,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 HEADRACE_INLINE float widen(bf16 x) { return bf16_to_float(x); }
+HEADRACE_INLINE float widen(f16 x) { return half_to_float(x.bits); }
 HEADRACE_INLINE float widen(float x) { return x; }
 HEADRACE_INLINE int64_t id_of(const EmbeddingArgs& e, int64_t token) {
   return e.ids_are_int64 ? static_cast<const int64_t*>(e.ids)[token] : static_cast<const int32_t*>(e.ids)[token];
@@ -66,7 +69,7 @@ void lookup_packed(const EmbeddingArgs& e) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t id = id_of(e, token);
       const int64_t column = id % columns;
-      const int64_t place = sizeof(T) == sizeof(bf16) ? column % 16 * 2 + column / 16 : column;
+      const int64_t place = std::is_same_v<T, bf16> ? column % 16 * 2 + column / 16 : column;
       const T* const first = static_cast<const T*>(e.table) + id / columns * columns * e.hidden_size + place;
       float* const out = e.out + token * e.hidden_size;
       for (int64_t i = 0; i < e.hidden_size; ++i) out[i] = widen(first[i * columns]) * e.scale;
@@ -74,18 +77,21 @@ void lookup_packed(const EmbeddingArgs& e) {
   });
 }
 
+template <class T>
+void lookup_floats(const EmbeddingArgs& e) {
+  return e.order == TableOrder::kRows ? lookup<T>(e) : lookup_packed<T>(e);
+}
+
 }  // namespace
 
 void embedding(const EmbeddingArgs& e) {
   switch (e.order) {
-    case TableOrder::kRows:
-      return e.table_is_bf16 ? lookup<bf16>(e) : lookup<float>(e);
-    case TableOrder::kColumns:
-      return e.table_is_bf16 ? lookup_packed<bf16>(e) : lookup_packed<float>(e);
     case TableOrder::kPairs:
       return lookup_pairs(e);
     case TableOrder::kGguf:
       return lookup_blocks(e);
+    default:
+      return e.type == FloatType::kFloat ? lookup_floats<float>(e) : e.type == FloatType::kBf16 ? lookup_floats<bf16>(e) : lookup_floats<f16>(e);
   }
 }
 

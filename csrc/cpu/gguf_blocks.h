@@ -15,6 +15,7 @@
 // Types and their numbers: ggml.h; layouts in the file: the block_* structs of ggml-common.h (https://github.com/ggml-org/ggml).
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 #include "ops.h"
 
@@ -49,6 +50,15 @@ enum class ScaleKind {
 
 // The bits of the float that a byte of kExponent stands for; below 2 it is subnormal.
 constexpr uint32_t power_bits(uint32_t e) { return e < 2 ? 0x00200000u << e : (e - 1) << 23; }
+
+static inline float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
+  // Exponent and fraction, read as those of a float, are too small by 2^112; infinity and NaN are not in weights that were loaded.
+  float value;
+  std::memcpy(&value, &magnitude, 4);
+  value *= 0x1p112f;
+  return sign != 0 ? -value : value;
+}
 
 constexpr int kWholePlane = 8, kNibblePlane = 4, kPairPlane = 2, kBitPlane = 1;
 constexpr int64_t kGgufHeadGroups = 8;  // records behind a head

@@ -347,14 +347,6 @@ void unpack(const uint8_t* block, int64_t num_rows, int64_t k, uint8_t* rows, in
   }
 }
 
-float float_of(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
-  // Exponent and fraction, read as those of a float, are too small by 2^112; infinity and NaN are not in weights that were loaded.
-  float value;
-  std::memcpy(&value, &magnitude, 4);
-  value *= 0x1p112f;
-  return sign != 0 ? -value : value;
-}
 float power_of(uint16_t exponent) {
   const uint32_t bits = power_bits(exponent);
   float value;
@@ -372,8 +364,8 @@ void read_row(const uint8_t* block, int64_t c, int64_t k, float* out) {
   for (int64_t g = 0; g < k / kQuantGroup; ++g) {
     const uint8_t* const record = block + format.record_at(g);
     if (format.head_bytes() != 0 && g % kGgufHeadGroups == 0) {
-      d = float_of(half_at(record - format.head_bytes(), static_cast<int>(2 * c)));
-      if (format.minimum) d_min = float_of(half_at(record - format.head_bytes(), static_cast<int>(2 * (kColumns + c))));
+      d = half_to_float(half_at(record - format.head_bytes(), static_cast<int>(2 * c)));
+      if (format.minimum) d_min = half_to_float(half_at(record - format.head_bytes(), static_cast<int>(2 * (kColumns + c))));
     }
     Group group = {};
     for_each_plane(format, c, [&](int e, int64_t byte, int shift, int bits, int first_bit) {
@@ -385,8 +377,8 @@ void read_row(const uint8_t* block, int64_t c, int64_t k, float* out) {
       const int code = is_iq4 ? kIq4Codes[group.codes[e]] : type == GgufType::kMXFP4 ? kMxfp4Codes[group.codes[e]] : group.codes[e];
       float scale, minimum = 0.0f;
       if constexpr (format.scales == ScaleKind::kHalf || format.scales == ScaleKind::kHalfMinimum) {
-        scale = float_of(static_cast<uint16_t>(bits));
-        minimum = -float_of(group.minimums[0]);
+        scale = half_to_float(static_cast<uint16_t>(bits));
+        minimum = -half_to_float(group.minimums[0]);
       } else if constexpr (format.scales == ScaleKind::kExponent) {
         scale = power_of(static_cast<uint16_t>(bits));
       } else {

@@ -19,8 +19,7 @@ namespace headrace {
 // A packed weight as in LinearArgs or QuantizedLinearArgs.
 struct LinearWeight {
   const void* weight;
-  bool weight_is_bf16;
-  int scheme;                  // a QuantScheme, or -1: float weights
+  int format;                  // see float_type
   const float* column_scales;  // null for float weights
   const float* bias;
   int64_t n, k;
@@ -28,28 +27,25 @@ struct LinearWeight {
 
 // x [rows, k] -> y [rows, n], both contiguous.
 static inline void run_linear(const LinearWeight& w, const float* x, float* y, int64_t rows) {
-  if (w.scheme >= 0) {
-    run_linear_quantized(x, w.k, static_cast<QuantScheme>(w.scheme), w.weight, w.column_scales, w.bias, y, w.n, rows, w.n, w.k,
+  if (w.format >= 0) {
+    run_linear_quantized(x, w.k, static_cast<QuantScheme>(w.format), w.weight, w.column_scales, w.bias, y, w.n, rows, w.n, w.k,
                          false);
     return;
   }
-  kernels().linear({x, w.k, w.weight, w.weight_is_bf16, w.bias, y, w.n, rows, w.n, w.k, false});
+  kernels().linear({x, w.k, w.weight, float_type(w.format), w.bias, y, w.n, rows, w.n, w.k, false});
 }
 
 // Tells the pool that `w` is what the linear after the next reads.
 static inline void expect(const LinearWeight& w) {
-  int64_t bytes = w.n * w.k * (w.weight_is_bf16 ? 2 : 4);
-  if (w.scheme == static_cast<int>(QuantScheme::kGguf)) {
+  if (w.format == static_cast<int>(QuantScheme::kGguf)) {
     const GgufEntry* const first = static_cast<const GgufEntry*>(w.weight);
     const GgufEntry* const last = first + (w.n - 1) / kPackedColumns;
     expect_reads(first->block(), last->block() - first->block());
     return;
   }
-  if (w.scheme >= 0) {
-    const int64_t k_padded = (w.k + kQuantGroup - 1) / kQuantGroup * kQuantGroup;
-    bytes = w.n * packed_block_bytes(static_cast<QuantScheme>(w.scheme), k_padded) / kPackedColumns;
-  }
-  expect_reads(w.weight, bytes);
+  if (w.format < 0) return expect_reads(w.weight, w.n * w.k * float_bytes(float_type(w.format)));
+  const int64_t k_padded = (w.k + kQuantGroup - 1) / kQuantGroup * kQuantGroup;
+  expect_reads(w.weight, w.n * packed_block_bytes(static_cast<QuantScheme>(w.format), k_padded) / kPackedColumns);
 }
 
 // Throws std::invalid_argument unless every value is in [lowest, limit).

@@ -3,8 +3,10 @@
 // Every output element is one chain of fused multiply-adds over k = 0, 1, ..., K - 1, whatever the number of rows: the tile shape
 // and the cut of K into blocks (accumulators are stored to y and loaded again, which is exact) change what is in registers, never
 // the order. So a row's bits do not depend on its batch, on chunking or on threads.
+#include <type_traits>
+
 #include "kernels.h"
-#include "simd.h"
+#include "simd_int.h"
 #include "threads.h"
 
 namespace headrace {
@@ -18,14 +20,15 @@ constexpr int64_t kPackedTiles = 5;      // up to so many tiles unpacking once d
 constexpr int64_t kAheadBytes = 8192;  // weights are asked for this far ahead of their use, when they come from memory
 
 HEADRACE_INLINE void load_columns(const bf16* w, vf& low, vf& high) { load_interleaved(w, low, high); }
-HEADRACE_INLINE void load_columns(const float* w, vf& low, vf& high) {
+template <class T>
+HEADRACE_INLINE void load_columns(const T* w, vf& low, vf& high) {
   low = load(w);
   high = load(w + 16);
 }
 
 // A unit is kLanes column pairs (j, j + 16) of a block of 32: elements that one unit takes of a packed row.
 template <class T>
-constexpr int64_t kUnitElements = sizeof(T) == 2 ? 2 * kLanes : kLanes;
+constexpr int64_t kUnitElements = std::is_same_v<T, bf16> ? 2 * kLanes : kLanes;
 
 // What a tile needs to know of its place.
 struct Target {
@@ -122,11 +125,12 @@ void few_rows(const float* x, int64_t x_stride, int64_t rows, const T* weight, i
 #undef HEADRACE_CALL
 }
 
-HEADRACE_INLINE const float* unpack(const bf16* weight, int64_t depth, float* panel) {
+template <class T>
+HEADRACE_INLINE const float* unpack(const T* weight, int64_t depth, float* panel) {
   for (int64_t k = 0; k < depth; ++k) {
     for (int i = 0; i < kParts; ++i) {
       vf low, high;
-      load_interleaved(weight + k * kColumns + i * 2 * kLanes, low, high);
+      load_columns(weight + k * kColumns + i * kUnitElements<T>, low, high);
       store(panel + k * kColumns + i * kLanes, low);
       store(panel + k * kColumns + 16 + i * kLanes, high);
     }
@@ -231,8 +235,10 @@ void linear(const LinearArgs& a) {
       const int64_t count = min_of(end - begin, num_blocks - block);
       const int64_t rows = min_of(rows_each, a.rows - row);
       if (rows > 0) {
-        if (a.weight_is_bf16) {
+        if (a.type == FloatType::kBf16) {
           blocks<bf16>(a, row, rows, block, block + count);
+        } else if (a.type == FloatType::kHalf) {
+          blocks<f16>(a, row, rows, block, block + count);
         } else {
           blocks<float>(a, row, rows, block, block + count);
         }

@@ -35,9 +35,9 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-void linear(Address x, int64_t x_stride, Address weight, bool weight_is_bf16, Address bias, Address y, int64_t y_stride,
+void linear(Address x, int64_t x_stride, Address weight, int type, Address bias, Address y, int64_t y_stride,
             int64_t rows, int64_t n, int64_t k, bool accumulate) {
-  kernels().linear({at<float>(x), x_stride, at<void>(weight), weight_is_bf16, at<float>(bias), at<float>(y), y_stride, rows, n,
+  kernels().linear({at<float>(x), x_stride, at<void>(weight), static_cast<FloatType>(type), at<float>(bias), at<float>(y), y_stride, rows, n,
                     k, accumulate});
 }
 
@@ -143,7 +143,7 @@ void gelu_tanh(Address x, int64_t x_stride, Address out, int64_t rows, int64_t s
   kernels().gelu_tanh({at<float>(x), x_stride, at<float>(out), rows, size});
 }
 
-void embedding(Address table, bool table_is_bf16, int order, Address ids, bool ids_are_int64, Address out, int64_t tokens,
+void embedding(Address table, int type, int order, Address ids, bool ids_are_int64, Address out, int64_t tokens,
                int64_t vocab_size, int64_t hidden_size, float scale) {
   if (ids_are_int64) {
     check_range("embedding: id", at<int64_t>(ids), tokens, 0, vocab_size);
@@ -151,7 +151,7 @@ void embedding(Address table, bool table_is_bf16, int order, Address ids, bool i
     check_range("embedding: id", at<int32_t>(ids), tokens, 0, vocab_size);
   }
   kernels().embedding(
-      {at<void>(table), table_is_bf16, static_cast<TableOrder>(order), at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
+      {at<void>(table), static_cast<FloatType>(type), static_cast<TableOrder>(order), at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
 }
 
 void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
@@ -189,12 +189,11 @@ void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size,
                      at<float>(final_norm));
 }
 
-// (address, is bfloat16, QuantScheme or -1, address of the column scales, address of the bias, n, k)
-using Weight = std::tuple<Address, bool, int, Address, Address, int64_t, int64_t>;
+// (address, format, address of the column scales, address of the bias, n, k), see LinearWeight
+using Weight = std::tuple<Address, int, Address, Address, int64_t, int64_t>;
 
 LinearWeight as_linear(const Weight& w) {
-  return {at<void>(std::get<0>(w)),  std::get<1>(w), std::get<2>(w), at<float>(std::get<3>(w)),
-          at<float>(std::get<4>(w)), std::get<5>(w), std::get<6>(w)};
+  return {at<void>(std::get<0>(w)), std::get<1>(w), at<float>(std::get<2>(w)), at<float>(std::get<3>(w)), std::get<4>(w), std::get<5>(w)};
 }
 
 void decoder_add_layer(Decoder& decoder, Address attention_norm, const Weight& qkv, Address q_norm, Address k_norm, Address cos,

@@ -104,7 +104,7 @@ void products(const Segment* segments, int64_t num_segments, const Inputs& x, in
         linear_quantized({x.from(s.first), static_cast<QuantScheme>(w.format), reinterpret_cast<const uint8_t*>(weight),
                           w.column_scales == 0 ? nullptr : reinterpret_cast<const float*>(w.column_scales) + column, bias, out, n, s.rows, columns, Inputs::padded(x.k), false});
       } else {
-        linear({x.floats + s.first * x.k, x.k, weight, w.format == kExpertBf16, bias, out, n, s.rows, columns, x.k, false});
+        linear({x.floats + s.first * x.k, x.k, weight, float_type(w.format), bias, out, n, s.rows, columns, x.k, false});
       }
       begin += count;
     }

@@ -15,13 +15,20 @@ constexpr int64_t kWideGroup = 128;  // elements of a row of activations that do
 constexpr int32_t kMaxWord = 8191;   // of an activation or an element of the KV cache as a word
 constexpr int32_t kMaxWordsNorm = 23170;  // of kWideGroup weights as words, sqrt(sum of squares)
 
-// y[rows, n] = x[rows, k] @ weight^T (+ bias), weight packed as [n / 32][k][32] float or [n / 32][k][16][2] bf16, where pair j of
-// a k holds columns j and j + 16. accumulate: the sum starts from y instead of 0. bias has n rounded up to 32 elements.
+// Elements of weights that are floats: of 32 bits, bfloat16, or float16.
+enum class FloatType : int { kFloat = 0, kBf16 = 1, kHalf = 2 };
+constexpr int64_t float_bytes(FloatType type) { return type == FloatType::kFloat ? 4 : 2; }
+
+// Where a weight is of either kind its format is a QuantScheme, or a number below 0 that stands for a FloatType.
+constexpr FloatType float_type(int64_t format) { return static_cast<FloatType>(-1 - format); }
+
+// y[rows, n] = x[rows, k] @ weight^T (+ bias), weight packed as [n / 32][k][32] float or half or [n / 32][k][16][2] bf16, where pair j
+// of a k holds columns j and j + 16. accumulate: the sum starts from y instead of 0. bias has n rounded up to 32 elements.
 struct LinearArgs {
   const float* x;
   int64_t x_stride;
   const void* weight;
-  bool weight_is_bf16;
+  FloatType type;
   const float* bias;
   float* y;
   int64_t y_stride;
@@ -287,7 +294,7 @@ enum class TableOrder : int { kRows = 0, kColumns = 1, kPairs = 2, kGguf = 3 };
 
 struct EmbeddingArgs {
   const void* table;
-  bool table_is_bf16;
+  FloatType type;
   TableOrder order;
   const void* ids;
   bool ids_are_int64;
@@ -330,8 +337,7 @@ struct ExpSumsArgs {
   int64_t rows, size;
 };
 
-// A packed weight of an expert: format is a QuantScheme or one of these. Addresses as integers: Python makes the table.
-constexpr int64_t kExpertFloat = -2, kExpertBf16 = -1;
+// A packed weight of an expert, see float_type. Addresses as integers: Python makes the table.
 struct ExpertWeight {
   int64_t data, block_bytes, format, column_scales, bias;  // block_bytes: of 32 columns
 };

@@ -27,6 +27,9 @@ namespace headrace {
 namespace HEADRACE_ISA {
 
 using bf16 = uint16_t;  // the bits of a bfloat16
+struct f16 {            // of a float16
+  uint16_t bits;
+};
 
 HEADRACE_INLINE float bf16_to_float(bf16 value) {
   const uint32_t bits = static_cast<uint32_t>(value) << 16;

@@ -523,5 +523,7 @@ HEADRACE_INLINE UnsignedBytes splat_unsigned(const void* p) { return splat_bytes
 HEADRACE_INLINE SignedBytes load_signed(const void* p) { return load_bytes(p); }
 #endif
 
+HEADRACE_INLINE vf load(const f16* p) { return load_half(&p->bits); }
+
 }  // namespace HEADRACE_ISA
 }  // namespace headrace

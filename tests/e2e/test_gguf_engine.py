@@ -31,7 +31,7 @@ def test_a_file_in_its_own_bits_starts_again_is_split_and_is_updated():
         assert {name: (kind["num_tensors"], kind["runs_as"]) for name, kind in kinds.items()} == {
             "Q4_1": (210, "gguf"),
             "Q8_0": (1, "gguf"),
-            "F32": (61, "floats"),
+            "F32": (61, "gguf"),
         }
         assert sum(kind["num_bytes"] for kind in kinds.values()) <= file.stat().st_size
         assert info["weight_bytes"] <= 1.02 * file.stat().st_size

@@ -35,7 +35,7 @@ LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-GGUF = {"quant_method": GGUF_METHOD, "mostly_blocks": True}
+GGUF = {"quant_method": GGUF_METHOD, "in_own_bits": True}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 QUANTISED = (FakeBackend("graphs", 16, captures=True),)
 SIMPLE = (FakeBackend("simple"),)
@@ -173,7 +173,7 @@ def test_graphs_take_their_room_from_the_kv_cache():
         (LAPTOP, {"quantization_config": GGUF}, {"dtype": "float32"}, "none"),
         (LAPTOP, {"quantization_config": GGUF}, {"activations": "bfloat16"}, "none"),
         (LAPTOP, {"quantization_config": GGUF}, {"save_dir": "saved"}, "none"),
-        (LAPTOP, {"quantization_config": {**GGUF, "mostly_blocks": False}}, {}, "none"),
+        (LAPTOP, {"quantization_config": {**GGUF, "in_own_bits": False}}, {}, "none"),
     ],
 )
 def test_weights_are_served_in_the_format_that_the_device_has(facts, model, options, want):

@@ -210,7 +210,7 @@ def test_a_file_in_its_own_bits_may_have_a_kv_cache_of_either_integers_or_floats
     no_bytes = FakeBackend("plain", refuses=lambda needs: needs.kv_cache_dtype == "int8")
 
     file = parse_hf_config(
-        {"model_type": "llama", "quantization_config": {"quant_method": GGUF_METHOD, "mostly_blocks": True}}
+        {"model_type": "llama", "quantization_config": {"quant_method": GGUF_METHOD, "in_own_bits": True}}
     )
 
     got, plain = (resolve(ServerArgs(), file, LAPTOP, backends) for backends in (BACKENDS, [no_bytes]))

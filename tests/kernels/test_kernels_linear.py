@@ -15,7 +15,7 @@ def tolerance(k: int) -> float:
     return 1e-6 * k**0.5 * max(1.0, k**0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_float64_for_every_number_of_rows(implementation, shape, dtype):
     n, k = shape
@@ -32,7 +32,7 @@ def test_matches_float64_for_every_number_of_rows(implementation, shape, dtype):
         assert (y - want).abs().max() <= tolerance(k)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("shape", [(70, 77), (96, 513)], ids=str)
 def test_a_row_alone_equals_the_row_in_any_batch(implementation, shape, dtype):
     n, k = shape
@@ -46,7 +46,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(implementation, shape, dtype):
         assert torch.equal(kernels.linear(x[row : row + 1], packed)[0], whole[row])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 def test_accumulate_adds_to_out_and_leaves_its_neighbours(implementation, dtype):
     weight = torch.randn(50, 300).to(dtype)
     packed = kernels.pack_linear(weight)
@@ -73,7 +73,7 @@ def test_accumulated_rows_do_not_depend_on_their_batch(implementation):
         assert torch.equal(alone[0], whole[row])
 
 
-def test_rows_of_a_wider_tensor_and_float16_weights(implementation):
+def test_rows_of_a_wider_tensor(implementation):
     weight, wide = torch.randn(40, 64).half(), torch.randn(9, 200)
     packed = kernels.pack_linear(weight)
     y = kernels.linear(wide[:, 100:164], packed)
@@ -98,15 +98,21 @@ def test_a_nan_stays_in_its_row(implementation):
 
 
 def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native):
-    weight, bias = torch.randn(200, 700).bfloat16(), torch.randn(200)
-    packed, wide = kernels.pack_linear(weight, bias), kernels.pack_linear(weight.float(), bias)
+    # Numbers that float16 and bfloat16 have, some of them subnormal in float16.
+    weight, bias = (
+        torch.randn(200, 700).mul_(2.0 ** torch.randint(-20, 1, (200, 700))).half().bfloat16(),
+        torch.randn(200),
+    )
+    weight = torch.where(weight.half().float() == weight.float(), weight, 0.0)
+    packed = [kernels.pack_linear(weight.to(dtype), bias) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     x = torch.randn(130, 700)
     results = []
     for isa in [isa for isa, reason in cpu.isas() if not reason and isa != "baseline"]:
         cpu.select_isa(isa)
         for threads in (1, 2, 5):
             kernels.set_num_threads(threads)
-            results += [kernels.linear(x, packed), kernels.linear(x, wide)]
+            results += [kernels.linear(x, one) for one in packed]
+    assert ((weight != 0) & (weight.float().abs() < 2**-14)).sum() > 1000
     assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -10,7 +10,7 @@ from headrace.kernels import PackedExperts, cpu
 from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS
 from headrace.layers.quantization import integer_format
 
-KINDS = ["float32", "bfloat16", "rounded to bfloat16", *names_on_cpu()]
+KINDS = ["float32", "bfloat16", "float16", "rounded to bfloat16", *names_on_cpu()]
 # (num_experts, top_k, hidden_size, intermediate_size): sizes that fill neither blocks of 32 columns nor groups of 32 elements, and some
 # whose rows are rotated in blocks of 128 and of 32.
 SHAPES = [(1, 1, 128, 96), (5, 3, 40, 24), (9, 2, 97, 70), (130, 8, 16, 8)]
@@ -21,7 +21,9 @@ def packed(weight: torch.Tensor, kind: str) -> kernels.PackedLinear:
         return kernels.pack_linear(weight, rounded=True)
     matrix: torch.Tensor | QuantizedMatrix
     matrix = (
-        weight.to(getattr(torch, kind)) if kind in ("float32", "bfloat16") else integer_format(kind).quantize(weight)
+        weight.to(getattr(torch, kind))
+        if kind in ("float32", "bfloat16", "float16")
+        else integer_format(kind).quantize(weight)
     )  # type: ignore[arg-type]
     return kernels.pack_linear(matrix, torch.linspace(-1, 1, weight.shape[0]) if kind == "int8" else None)
 
@@ -85,7 +87,7 @@ def test_matches_float64_expert_by_expert(implementation, shape, kind):
         want = reference(x, ids, shares, experts)
         assert got.shape == (rows, hidden)
         # float32 sums of a few hundred terms of order 1. An activation that float32 rounds to another byte moves by 1/127 of its group.
-        tolerance = 2e-5 if kind in ("float32", "bfloat16") else 0.01
+        tolerance = 2e-5 if kind in ("float32", "bfloat16", "float16") else 0.01
         assert (got - want).abs().max() <= tolerance * (1.0 + want.abs().max())
 
 

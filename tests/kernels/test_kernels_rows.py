@@ -171,7 +171,7 @@ def test_gated_activations_hold_at_the_ends_of_the_range(implementation, name):
     assert got[7].isnan()
 
 
-@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
 def test_embedding_looks_up_and_scales(implementation, table_dtype, ids_dtype):
     table = torch.randn(50, 77).to(table_dtype)
@@ -181,7 +181,7 @@ def test_embedding_looks_up_and_scales(implementation, table_dtype, ids_dtype):
         assert torch.equal(kernels.embedding(ids, table, 8.5), table[ids.long()].float() * 8.5)
 
 
-@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
 def test_embedding_reads_a_packed_weight(implementation, table_dtype, ids_dtype):
     table = torch.randn(77, 45).to(table_dtype)

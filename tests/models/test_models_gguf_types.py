@@ -153,6 +153,21 @@ def test_a_file_in_its_own_bits_has_the_logits_of_its_values(name, tmp_path):
 
 
 @needs_native
+@pytest.mark.parametrize(("name", "size"), [("F16", 2), ("BF16", 2), ("F32", 4)])
+def test_a_file_of_floats_in_its_own_bits_rounds_nothing(name, size, tmp_path):
+    path = tmp_path / "model.gguf"
+    values = save_gguf(path, gguf.GGMLQuantizationType[name])
+    assert open_checkpoint(path).config.quantization == {"quant_method": GGUF_METHOD, "in_own_bits": name != "BF16"}
+
+    runner = open_runner(path, "torch_native", quantization="gguf")
+
+    got, want = runner.chunks(0, PROMPT, []), transformers_logits(values)
+    torch.testing.assert_close(got, want, atol=TOLERANCE * float(want.abs().max()), rtol=TOLERANCE)
+    assert torch.equal(runner.chunks(1, PROMPT, [7, 12]), got)
+    assert {weight.itemsize for weight in runner.model.weights() if len(weight.shape) == 2} == {size}
+
+
+@needs_native
 def test_an_update_of_one_projection_leaves_its_neighbours_as_they_were(tmp_path):
     values = save_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q5_K)
     model = open_runner(tmp_path / "model.gguf", "torch_native", quantization="gguf").model
@@ -174,7 +189,7 @@ def test_overrides_leave_the_format_of_the_file(tmp_path):
     assert (
         override_model(config, '{"rope_theta": 1000000.0}').quantization
         == config.quantization
-        == {"quant_method": GGUF_METHOD, "mostly_blocks": True}
+        == {"quant_method": GGUF_METHOD, "in_own_bits": True}
     )
 
 

@@ -47,9 +47,9 @@ void encoders_of(bool pre_norm, bool gated, int scheme) {
   };
   const auto linear = [&](int64_t n, int64_t k) {
     const int64_t columns = round_up(n, kPackedColumns);
-    if (scheme < 0) return LinearWeight{number(columns * k), false, -1, nullptr, number(columns), n, k};
+    if (scheme < 0) return LinearWeight{number(columns * k), -1, nullptr, number(columns), n, k};
     codes.push_back(packed_bytes(columns / kPackedColumns * packed_block_bytes(static_cast<QuantScheme>(scheme), round_up(k, kQuantGroup))));
-    return LinearWeight{codes.back().get(), false, scheme, number(columns), number(columns), n, k};
+    return LinearWeight{codes.back().get(), scheme, number(columns), number(columns), n, k};
   };
   const EncoderShape shape_of = {kSize, kHeads, kHeadDim, 0.2f, 1e-6f, pre_norm, gated ? EncoderActivation::kSilu : EncoderActivation::kGelu, gated, scheme >= 0};
   Encoder encoder(shape_of, {pre_norm ? number(kSize) : nullptr, nullptr});

@@ -24,13 +24,13 @@ void linears() {
       for (const bool has_bias : {false, true}) {
         const float* const added = has_bias ? bias.get() : nullptr;
         const Buffer<float> wide = floats(columns * s.k);
-        const Buffer<uint16_t> narrow = bf16s(columns * s.k);
-        for (const bool is_bf16 : {false, true}) {
-          const void* const weight = is_bf16 ? static_cast<const void*>(narrow.get()) : wide.get();
-          same_for_any_threads("linear" + shape({s.rows, s.n, s.k, is_bf16, accumulate}), [&] {
+        const Buffer<uint16_t> narrow = bf16s(columns * s.k);  // as halves they are numbers, too
+        for (const FloatType type : {FloatType::kFloat, FloatType::kBf16, FloatType::kHalf}) {
+          const void* const weight = type == FloatType::kFloat ? static_cast<const void*>(wide.get()) : narrow.get();
+          same_for_any_threads("linear" + shape({s.rows, s.n, s.k, static_cast<int>(type), accumulate}), [&] {
             g_random = 7;
             const Buffer<float> out = y();
-            kernels().linear({x.get(), x_stride, weight, is_bf16, added, out.get(), y_stride, s.rows, s.n, s.k, accumulate});
+            kernels().linear({x.get(), x_stride, weight, type, added, out.get(), y_stride, s.rows, s.n, s.k, accumulate});
             return out.bytes();
           });
         }
@@ -217,16 +217,10 @@ void rows() {
 // Experts of every format, rows that meet some of them and leave others without any; an id of nobody.
 void experts() {
   constexpr int64_t kHidden = 70, kInner = 33, kExperts = 5, kTopK = 2;
-  for (const int64_t format : {kExpertFloat, kExpertBf16, int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}, int64_t{4}}) {
+  for (const int64_t format : {int64_t{-3}, int64_t{-2}, int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}, int64_t{4}}) {
     auto block_bytes_of = [&](int64_t k) {
-      switch (format) {
-        case kExpertFloat:
-          return k * kPackedColumns * 4;
-        case kExpertBf16:
-          return k * kPackedColumns * 2;
-        default:
-          return packed_block_bytes(static_cast<QuantScheme>(format), round_up(k, kQuantGroup));
-      }
+      return format < 0 ? k * kPackedColumns * float_bytes(float_type(format))
+                        : packed_block_bytes(static_cast<QuantScheme>(format), round_up(k, kQuantGroup));
     };
     std::vector<Buffer<uint8_t>> weights;
     std::vector<Buffer<float>> scales;
@@ -320,12 +314,12 @@ void lookups() {
     const Buffer<uint16_t> narrow = bf16s(kVocabulary * size);
     const Buffer<int64_t> ids(kTokens);
     for (int64_t i = 0; i < kTokens; ++i) ids[i] = kVocabulary - 1 - i;
-    for (const bool is_bf16 : {false, true}) {
-      same_for_any_threads("embedding" + shape({size, is_bf16}), [&] {
+    for (const FloatType type : {FloatType::kFloat, FloatType::kBf16, FloatType::kHalf}) {
+      same_for_any_threads("embedding" + shape({size, static_cast<int>(type)}), [&] {
         const Buffer<float> out(kTokens * size);
         EmbeddingArgs args{};
-        args.table = is_bf16 ? static_cast<const void*>(narrow.get()) : wide.get();
-        args.table_is_bf16 = is_bf16;
+        args.table = type == FloatType::kFloat ? static_cast<const void*>(wide.get()) : narrow.get();
+        args.type = type;
         args.ids = ids.get();
         args.ids_are_int64 = true;
         args.out = out.get();

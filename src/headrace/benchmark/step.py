@@ -382,8 +382,11 @@ class _Work:
         else:
             lookup_bytes = math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
         products = "float" if info.activations == "float32" else "bf16"
-        if any(weight.load_quantized is not None for weight in weights):
-            products = "word" if scheme.activations is not None and scheme.activations.bits == 16 else "byte"
+        in_bits = any(weight.load_quantized is not None and weight.itemsize < 2 for weight in weights)
+        if scheme.activations is not None and scheme.activations.bits == 16:
+            products = "word"
+        elif in_bits:
+            products = "byte"
         return cls(
             layer_parameters=sum(math.prod(shape) for shape in matrices),
             head_parameters=math.prod(vocabulary),

@@ -113,11 +113,9 @@ class GgufCheckpoint(Checkpoint):
             sizes[tensor.type.name] += tensor.num_bytes
 
         def runs_as(kind: str) -> str:
-            if kind in _FLOATS or quantization == "none":
-                return "floats"
             if FORMATS[quantization].blocks:
                 return quantization if kind in _SCALES else "floats"
-            return quantization
+            return "floats" if kind in _FLOATS or quantization == "none" else quantization
 
         return tuple(StoredType(kind, counts[kind], size, runs_as(kind)) for kind, size in sizes.most_common())
 
@@ -203,12 +201,10 @@ def precision_of(file: GgufFile) -> str:
     return max(counts, key=counts.__getitem__, default="")
 
 
-def _is_mostly_blocks(file: GgufFile) -> bool:
-    """Whether most of its values are in blocks that the kernels multiply."""
-    sizes = [(math.prod(tensor.shape), tensor.type) for tensor in file.tensors.values()]
-    return 2 * sum(size for size, kind in sizes if kind.block_values > 1 and kind.name in _SCALES) > sum(
-        size for size, _ in sizes
-    )
+def _runs_in_own_bits(file: GgufFile) -> bool:
+    """Whether most of its values are in types in whose bits the kernels compute. BF16 is none of them: those are the bits of a dequantised file."""
+    sizes = [(math.prod(tensor.shape), tensor.type.name) for tensor in file.tensors.values()]
+    return 2 * sum(size for size, kind in sizes if kind in _SCALES and kind != "BF16") > sum(size for size, _ in sizes)
 
 
 def config_of(file: GgufFile) -> ModelConfig:
@@ -216,5 +212,5 @@ def config_of(file: GgufFile) -> ModelConfig:
     return msgspec.structs.replace(
         parse_hf_config(hf_config(file), origin=file.path.name),
         sampling_defaults=from_gguf(general, file.path.name),
-        quantization={"quant_method": GGUF_METHOD, "mostly_blocks": _is_mostly_blocks(file)},
+        quantization={"quant_method": GGUF_METHOD, "in_own_bits": _runs_in_own_bits(file)},
     )

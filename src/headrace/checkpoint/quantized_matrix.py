@@ -176,11 +176,11 @@ class BlockMatrix:
         return self.blocks.shape[0], self.blocks.shape[1] // self.type.block_bytes * self.type.block_values
 
     def dequantize(self) -> "torch.Tensor":
-        """float32[n, k], the values of ggml bit for bit; bfloat16 of BF16."""
+        """float32[n, k], the values of ggml bit for bit; of F16 and BF16 in the dtype that they are."""
         import torch
 
-        if self.type.name == "BF16":
-            return self.blocks.view(torch.bfloat16)
+        if self.type.name in ("F16", "BF16"):
+            return self.blocks.view(torch.float16 if self.type.name == "F16" else torch.bfloat16)
         return torch.from_numpy(dequantize(self.blocks.numpy(), self.type.name))
 
     def rows(self, begin: int, end: int) -> "BlockMatrix":

@@ -81,7 +81,7 @@ def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme)
 def _runs_in_blocks(args: ServerArgs, model: ModelConfig) -> bool:
     """Whether a GGUF file runs in its own bits without being asked to: most of it can, and no option wants floats."""
     wants_floats = args.dtype != "auto" or args.activations != "auto" or args.save_dir is not None
-    return bool(model.quantization and model.quantization.get("mostly_blocks")) and not wants_floats
+    return bool(model.quantization and model.quantization.get("in_own_bits")) and not wants_floats
 
 
 def choose_activations(

@@ -23,6 +23,7 @@ PACKED_COLUMNS = 32
 Layout = Literal[
     "native_bf16",
     "native_bf16_pairs",
+    "native_f16",
     "native_f32",
     "native_int16",
     "native_int8",
@@ -42,7 +43,17 @@ Layout = Literal[
 ]
 
 
-FLOAT_LAYOUTS: frozenset[Layout] = frozenset(("native_bf16", "native_bf16_pairs", "native_f32", "torch", "torch_bf16"))
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""FloatType of csrc/cpu/ops.h, by dtype."""
+
+NATIVE_FLOATS: dict[Layout, torch.dtype] = {
+    "native_f32": torch.float32,
+    "native_bf16": torch.bfloat16,
+    "native_f16": torch.float16,
+}
+"""Layouts whose products round nothing."""
+
+FLOAT_LAYOUTS: frozenset[Layout] = frozenset((*NATIVE_FLOATS, "native_bf16_pairs", "torch", "torch_bf16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +83,6 @@ QUANT_SCHEMES: dict[str, int] = {
 
 _AS_THEY_ARE = frozenset((bool, float, int, tuple))
 
-_FLOAT_FORMATS = {"native_f32": -2, "native_bf16": -1}
-
 ROUNDINGS: dict[Layout, Rounding] = {
     "torch_int8": Rounding(8, KERNEL_GROUP),
     "torch_int8_rotated": Rounding(8, KERNEL_GROUP, rotated=True),
@@ -94,13 +103,12 @@ MAX_INT_HEAD_DIM = 512
 class PackedLinear:
     """A linear layer's weight in the layout of the implementation that will run it.
 
-    data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
+    data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32 and native_f16: [ceil(n / 32), k, 32];
         native_bf16_pairs: bf16[ceil(n / 32), ceil(k / 32) * 16, 32, 2], pairs of elements of a row; activations are rounded to bfloat16.
         torch: [n, k] as given (float32 on CPU). Columns and elements beyond n and k are 0. The native_int layouts: uint8,
         `quantized_packing`; native_gguf: uint8, `gguf_packing`. torch_int8, torch_int8_rotated, torch_int8_fast, torch_int16: float32[n, k], the
         weights, rotated where activations are; these are rounded as ROUNDINGS says; torch_bf16: the same, to bfloat16. torch_fp8, torch_int4: of a
-        GPU, see
-        `torch_quantized`.
+        GPU, see `torch_quantized`.
     bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
         n rounded up to 32 elements, a factor of each column.
     """
@@ -115,9 +123,13 @@ class PackedLinear:
     @property
     def native(self) -> tuple[int, ...]:
         """As `_native.Decoder` takes it."""
-        scheme, is_bf16 = QUANT_SCHEMES.get(self.layout, -1), self.layout == "native_bf16"
         address, *others = as_native(self.data, self.column_scales, self.bias)
-        return address, is_bf16, scheme, *others, self.n, self.k
+        return address, self.format, *others, self.n, self.k
+
+    @property
+    def format(self) -> int:
+        """QuantScheme of csrc/cpu/ops.h or, below 0, the FloatType of a native layout."""
+        return QUANT_SCHEMES[self.layout] if self.layout in QUANT_SCHEMES else -1 - FLOAT_TYPES[self.data.dtype]
 
     @property
     def num_bytes(self) -> int:
@@ -167,7 +179,7 @@ def check_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
 
 
 def pack_native(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-    """Pack a CPU weight [n, k] for the native kernel. bfloat16 stays bfloat16; float16 widens to float32, which is exact."""
+    """Pack a CPU weight [n, k] for the native kernel, in its own dtype."""
     n, k = weight.shape
     bias, padding = padded_bias(bias, n), -n % PACKED_COLUMNS
     blocks = (n + padding) // PACKED_COLUMNS
@@ -175,9 +187,9 @@ def pack_native(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear
         padded = torch.nn.functional.pad(weight, (0, 0, 0, padding)) if padding else weight
         data = padded.reshape(blocks, 2, 16, k).permute(0, 3, 2, 1).contiguous()
         return PackedLinear(n, k, "native_bf16", data, bias)
-    padded = torch.nn.functional.pad(weight.to(torch.float32), (0, 0, 0, padding))
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, padding))
     data = padded.reshape(blocks, PACKED_COLUMNS, k).permute(0, 2, 1).contiguous()
-    return PackedLinear(n, k, "native_f32", data, bias)
+    return PackedLinear(n, k, "native_f16" if weight.dtype == torch.float16 else "native_f32", data, bias)
 
 
 def pack_native_pairs(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
@@ -252,8 +264,7 @@ def _row(packed: PackedLinear) -> list[int]:
     data = packed.data
     # Of blocks of 32 columns, or their entries in a table.
     row_bytes = 8 if packed.layout == "native_gguf" else data.numel() * data.element_size() // data.shape[0]
-    scheme = QUANT_SCHEMES.get(packed.layout, _FLOAT_FORMATS.get(packed.layout, 0))
-    return as_native(data, row_bytes, scheme, packed.column_scales, packed.bias)
+    return as_native(data, row_bytes, packed.format, packed.column_scales, packed.bias)
 
 
 Rows = slice | torch.Tensor

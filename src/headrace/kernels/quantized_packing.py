@@ -11,6 +11,7 @@ from headrace.checkpoint.quantized_matrix import QuantizedMatrix, StoredMatrix, 
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, WIDE_GROUP, codes_of
 from headrace.kernels.gguf_packing import stored_parts, stored_rows
 from headrace.kernels.packing import (
+    NATIVE_FLOATS,
     PACKED_COLUMNS,
     QUANTIZED_LAYOUTS,
     ROUNDINGS,
@@ -176,7 +177,7 @@ def unpack_linear(packed: PackedLinear) -> torch.Tensor:
         return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
     if packed.layout == "native_bf16_pairs":
         return packed.data.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: packed.n, : packed.k]
-    if packed.layout == "native_f32":
+    if packed.layout in NATIVE_FLOATS:
         return packed.data.permute(0, 2, 1).reshape(-1, packed.k)[: packed.n]
     if packed.layout == "torch_fp8":
         return unpack_fp8(packed)

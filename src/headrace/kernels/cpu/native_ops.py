@@ -12,7 +12,9 @@ from headrace.checkpoint.weight_formats import KERNEL_GROUP
 from headrace.kernels.cpu import _native
 from headrace.kernels.drawing import MAX_VOCAB
 from headrace.kernels.packing import (
+    FLOAT_TYPES,
     KV_TYPES,
+    NATIVE_FLOATS,
     QUANT_SCHEMES,
     PackedExperts,
     PackedLinear,
@@ -31,7 +33,7 @@ from headrace.kernels.torch_fallback import lora_delta
 # Its products are native if the factors are packed for these kernels; the rest is an addition.
 __all__ = ["lora_delta"]
 
-_TABLE_ORDERS = {"native_bf16": 1, "native_f32": 1, "native_bf16_pairs": 2, "native_gguf": 3}
+_TABLE_ORDERS = {**dict.fromkeys(NATIVE_FLOATS, 1), "native_bf16_pairs": 2, "native_gguf": 3}
 """TableOrder of csrc/cpu/ops.h, by layout of a packed table; 0 is that of plain rows."""
 
 
@@ -57,7 +59,7 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
     y = packed.bias, out, y_stride, rows, packed.n, packed.k, accumulate
     scheme = QUANT_SCHEMES.get(packed.layout)
     if scheme is None:
-        _native.linear(*as_native(x, x_stride, packed.data, packed.layout == "native_bf16", *y))
+        _native.linear(*as_native(x, x_stride, packed.data, FLOAT_TYPES[packed.data.dtype], *y))
     else:
         _native.linear_quantized(*as_native(x, x_stride, scheme, packed.data, packed.column_scales, *y))
     return out
@@ -180,14 +182,14 @@ def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: floa
         order = _TABLE_ORDERS[table.layout]
         data, vocab_size, hidden_size = table.data, table.n, table.k
     else:
-        if table.dim() != 2 or table.dtype not in (torch.bfloat16, torch.float32) or not table.is_contiguous():
+        if table.dim() != 2 or table.dtype not in FLOAT_TYPES or not table.is_contiguous():
             raise ValueError(
-                f"embedding: table must be contiguous bfloat16 or float32 [n, size], got {table.dtype} {tuple(table.shape)}"
+                f"embedding: table must be contiguous floats [n, size], got {table.dtype} {tuple(table.shape)}"
             )
         data, (vocab_size, hidden_size) = table, table.shape
     tokens = ids.numel()
     out = torch.empty(tokens, hidden_size)
-    rows = data, data.dtype == torch.bfloat16, order, ids, ids.dtype == torch.int64
+    rows = data, FLOAT_TYPES.get(data.dtype, 0), order, ids, ids.dtype == torch.int64
     _native.embedding(*as_native(*rows, out, tokens, vocab_size, hidden_size, scale))
     return out
 
