@@ -47,16 +47,21 @@ def test_a_layer_reads_as_the_weights_of_its_formula(tmp_path, name):
     assert torch.allclose(weight, layer.weight.float(), rtol=1e-6, atol=1e-7)
     if matrix is not None:
         assert torch.equal(matrix.dequantize(), weight)
+    blocks = checkpoint.blocks(f"{LAYER}.weight")
+    assert (blocks is not None) == name.endswith("mxfp4")
+    if blocks is not None:
+        assert blocks.blocks.nbytes == N * K * 17 // 32
+        assert torch.equal(blocks.dequantize(), weight)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_config_alone_tells_how_a_model_computes(name):
     found, kept = stored_format(METHODS[name].config), random_layer(name).kept
     assert found is not None
-    if kept is not None and found.scheme != "none":
+    if kept is not None and found.scheme not in ("none", "gguf"):
         assert kept in FORMATS[found.scheme].takes
     # modelopt's config does not say which layers have scales of their input.
-    assert (kept is not None) == (found.scheme in ("int4", "int8")) or name == "modelopt-awq-smoothed"
+    assert (kept is not None) == (found.scheme in ("int4", "int8", "gguf")) or name == "modelopt-awq-smoothed"
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,21 @@ def test_an_update_of_a_projection_in_floats_leaves_the_others_as_they_are(base,
             "none",
             "quantization none: the checkpoint's compressed-tensors pack-quantized weights of 4 bits are dequantised",
         ),
+        (
+            "ct-mxfp4",
+            "auto",
+            "quantization gguf: the checkpoint's compressed-tensors mxfp4-pack-quantized weights of 4 bits are kept",
+        ),
+        (
+            "ct-mxfp4",
+            "int8",
+            "quantization int8: the checkpoint's compressed-tensors mxfp4-pack-quantized weights of 4 bits are kept",
+        ),
+        (
+            "modelopt-mxfp4",
+            "none",
+            "quantization none: the checkpoint's modelopt MXFP4 weights are dequantised",
+        ),
         ("bnb-nf4", "auto", "quantization none: the checkpoint's bitsandbytes nf4 weights are dequantised"),
         (
             "bnb-nf4",

@@ -94,7 +94,7 @@ class Checkpoint(ABC):
         return None
 
     def blocks(self, name: str) -> BlockMatrix | None:
-        """A matrix in the blocks of a GGUF file that kernels can compute with; None for any other tensor. Raises as `quantized`."""
+        """A matrix in blocks of a GGUF type that kernels can compute with; None for any other tensor. Raises as `quantized`."""
         return None
 
     @abstractmethod

@@ -44,6 +44,7 @@ class BlockType:
     block_bytes: int
 
 
+MXFP4 = BlockType("MXFP4", 32, 17)
 BLOCK_TYPES: dict[int, BlockType] = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
@@ -70,7 +71,7 @@ BLOCK_TYPES: dict[int, BlockType] = {
     29: BlockType("IQ1_M", 256, 56),
     34: BlockType("TQ1_0", 256, 54),
     35: BlockType("TQ2_0", 256, 66),
-    39: BlockType("MXFP4", 32, 17),
+    39: MXFP4,
     40: BlockType("NVFP4", 64, 36),
 }
 _UNSUPPORTED = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}

@@ -16,7 +16,7 @@ from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.pooling import dense_folders
 from headrace.checkpoint.quantized_formats import Parts, QuantizedFormat
 from headrace.checkpoint.quantized_formats.base import FLOATS
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ModelError
 
@@ -214,6 +214,10 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
             return None
         found = self._stored.read(layer)
         return self._check_matrix(name, found) if isinstance(found, QuantizedMatrix) else None
+
+    def blocks(self, name: str) -> BlockMatrix | None:
+        layer = self._layer(name)
+        return None if layer is None else self._stored.blocks(layer)
 
     def file_of(self, name: str) -> str:
         layer = self._layer(name)

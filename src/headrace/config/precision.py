@@ -44,9 +44,12 @@ def choose_quantization(
     if args.quantization != "auto" and args.quantization != "none":
         asked = args.quantization
     needs = FormatNeeds(device, dtype, facts.cuda_capability, model.moe is not None)
+    quantised = stored_format(model.quantization)
     if FORMATS[stored].blocks and asked != stored:
-        if device == "cpu" and args.quantization == "auto" and _runs_in_blocks(args, model):
+        if device == "cpu" and args.quantization == "auto" and (quantised is not None or _runs_in_blocks(args, model)):
             asked = stored
+        elif quantised is not None:
+            stored = "int8"  # whose codes stand for the same weights
         else:
             stored = "none"
             decisions.append(f"quantization {asked or stored}: the GGUF file is dequantised")
@@ -58,11 +61,10 @@ def choose_quantization(
     if refusal:
         decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
         return "none"
-    quantised = stored_format(model.quantization)
     if quantised is not None:
         chosen: Scheme = "none" if args.quantization == "none" else asked or stored
         rounded = "dequantised" if chosen == "none" else "dequantised and rounded again"
-        what = "kept" if stored in FORMATS[chosen].takes else rounded
+        what = "kept" if FORMATS[chosen].blocks or stored in FORMATS[chosen].takes else rounded
         decisions.append(f"quantization {chosen}: the checkpoint's {quantised.described} are {what}")
         return chosen
     if stored != "none":
@@ -72,7 +74,7 @@ def choose_quantization(
 
 def _reason_against_blocks(args: ServerArgs, facts: DeviceFacts, stored: Scheme) -> str:
     if not FORMATS[stored].blocks:
-        return "the checkpoint is no GGUF file; leave the option out"
+        return "the checkpoint is neither a GGUF file nor MXFP4; leave the option out"
     if not facts.native_kernels or args.disable_native_kernels:
         return "their products need the native kernels"
     return ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme
 from headrace.errors import ModelError
 
@@ -115,6 +115,10 @@ class QuantizedFormat(ABC):
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
         """The matrix, or its weights in float32 if our kernels do not have its codes. Raises ModelError when its tensors are not what the format
         says."""
+
+    def blocks(self, parts: Parts) -> BlockMatrix | None:
+        """The matrix bit for bit in the blocks of a type of GGUF, where `scheme` is gguf; None for any other. Raises as `read`."""
+        return None
 
 
 def group_size_of(method: str, group_size: Any) -> int:

@@ -4,8 +4,8 @@ quantised, and how; the config only which kinds there are."""
 from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat, ordered, unpacked
-from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, by_group, scaled, scaled_shape
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, by_group, mxfp4_blocks, scaled, scaled_shape
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme
 from headrace.errors import ModelError
 
@@ -47,9 +47,11 @@ class CompressedTensorsFormat(QuantizedFormat):
         if len(blocks) > 1:
             raise ModelError("compressed-tensors checkpoints of several block sizes are not supported")
         self._block: tuple[int, int] = next(iter(blocks), (0, 0))
+        if len(schemes) > 1:  # MXFP4 is exact in codes of int8, too
+            schemes = {"int8" if scheme == "gguf" else scheme for scheme in schemes}
         self.scheme = next((scheme for scheme in ("int4", "int8") if scheme in schemes), "none")
-        if schemes == {"fp8"}:
-            self.scheme = "fp8"
+        if schemes in ({"fp8"}, {"gguf"}):
+            [self.scheme] = schemes
         self.described = f"compressed-tensors {', '.join(sorted(kinds))} weights of {_listed(self._bits)} bits"
 
     def _kind(self, name: str, group: Any, kind: Any) -> str:
@@ -75,7 +77,7 @@ class CompressedTensorsFormat(QuantizedFormat):
         bits, size, strategy = weights.get("num_bits", 8), weights.get("group_size"), weights.get("strategy")
         if weights.get("type", "int") != "int":
             is_mx = size == KERNEL_GROUP
-            return "int8" if bits == 4 and is_mx else "fp8" if bits == 8 and not is_mx else "none"
+            return "gguf" if bits == 4 and is_mx else "fp8" if bits == 8 and not is_mx else "none"
         is_cut = isinstance(size, int) and size % KERNEL_GROUP != 0
         is_ordered = weights.get("actorder") in ("group", "dynamic", True)
         if strategy == "block" or (strategy == "group" and (is_cut or is_ordered)):
@@ -106,6 +108,9 @@ class CompressedTensorsFormat(QuantizedFormat):
 
     def _bits_of(self, words: int, k: int) -> int:
         return next((bits for bits in sorted(self._bits) if words == -(-k * bits // 32)), 0)
+
+    def blocks(self, parts: Parts) -> BlockMatrix | None:
+        return mxfp4_blocks(parts, "weight_packed", "weight_scale") if "weight_packed" in parts else None
 
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
         if "weight_packed" not in parts:

@@ -4,8 +4,8 @@ hf_quant_config.json beside config.json. The tensors tell which layers are quant
 from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat, integers
-from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, by_group, scaled, scaled_shape
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, by_group, mxfp4_blocks, scaled, scaled_shape
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme
 from headrace.errors import ModelError
 
@@ -19,8 +19,8 @@ _SCHEMES: dict[str, Scheme] = {
     "NVFP4": "none",
     "NVFP4_AWQ": "none",
     "W4A8_NVFP4_FP8": "none",
-    "MXFP4": "int8",
-    "W4A8_MXFP4_FP8": "int8",
+    "MXFP4": "gguf",
+    "W4A8_MXFP4_FP8": "gguf",
     "W4A16_AWQ": "int4",
     "W4A8_AWQ": "int4",
     "W8A16": "int8",
@@ -57,6 +57,9 @@ class ModelOptFormat(QuantizedFormat):
             pairs, k = parts.matrix_shape("weight")
             return 2 * pairs, k
         return scaled_shape(parts, "weight")
+
+    def blocks(self, parts: Parts) -> BlockMatrix | None:
+        return None if "pre_quant_scale" in parts else mxfp4_blocks(parts, "weight", "weight_scale")
 
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
         import torch

@@ -11,15 +11,15 @@ from headrace.checkpoint.quantized_formats.base import (
     integers,
     is_kernel_group,
 )
-from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, scaled, scaled_shape
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_formats.scaled import ACTIVATION_SCALES, mxfp4_blocks, scaled, scaled_shape
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
 
-_SCHEMES: dict[str, Scheme] = {"int8": "int8", "fp8_e4m3": "fp8", "fp4": "int8", "int4": "int4", "uint4": "int4"}
+_SCHEMES: dict[str, Scheme] = {"int8": "int8", "fp8_e4m3": "fp8", "fp4": "gguf", "int4": "int4", "uint4": "int4"}
 """How a model of weights of this dtype computes."""
 
 
@@ -68,6 +68,9 @@ class QuarkFormat(QuantizedFormat):
         if not self._is_packed:
             return scaled_shape(parts, "weight")
         return parts.matrix_shape("weight_scale")[1], parts.matrix_shape("weight")[0]
+
+    def blocks(self, parts: Parts) -> BlockMatrix | None:
+        return mxfp4_blocks(parts, "weight", "weight_scale")
 
     def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
         if not self._is_packed:

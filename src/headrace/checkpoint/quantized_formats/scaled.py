@@ -9,6 +9,7 @@ of a matrix.
 
 from typing import TYPE_CHECKING
 
+from headrace.checkpoint.gguf import MXFP4
 from headrace.checkpoint.quantized_formats.base import (
     FLOAT8,
     FLOATS,
@@ -18,7 +19,7 @@ from headrace.checkpoint.quantized_formats.base import (
     integers,
     power_scales,
 )
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ ACTIVATION_SCALES = (
 """Scales of activations and of a KV cache: ours are rounded with scales of their own, by token and by group."""
 
 _MX_GROUP, _NV_GROUP = 32, 16
+_LARGEST_EXPONENT = 252
+"""Of E8M0: 2^125, whose product with 6, the largest value of E2M1, is finite."""
 
 
 def scaled(parts: Parts, weight: str, scale: str, block: tuple[int, int] = (0, 0)) -> "QuantizedMatrix | torch.Tensor":
@@ -98,6 +101,30 @@ def _float8(parts: Parts, weight: str, scale: str, block: tuple[int, int]) -> "t
     return values.mul_(scales.repeat_interleave(k // scales.shape[1], dim=1))
 
 
+def mxfp4_blocks(parts: Parts, weight: str, scale: str) -> BlockMatrix | None:
+    """MXFP4 in blocks of GGUF's type of that name: its codes and its scale, but for their order; None for other matrices."""
+    import torch
+
+    if parts.dtype(weight) != "U8" or parts.dtype(scale) not in POWERS:
+        return None
+    (n, _), groups = scaled_shape(parts, weight), _mx_groups(parts, weight)
+    exponents = parts.tensor(scale, POWERS, (n, groups)).view(torch.uint8)
+    if bool((exponents > _LARGEST_EXPONENT).any()):
+        raise parts.fault(scale, "contains NaN or infinity")
+    pairs = parts.tensor(weight, ("U8",)).reshape(n, groups, _MX_GROUP // 2)
+    # Bytes of elements 2 i and 2 i + 1 become bytes of elements i and i + 16.
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).reshape(n, groups, 2, _MX_GROUP // 2)
+    blocks = torch.cat((exponents.unsqueeze(-1), codes[:, :, 0] | codes[:, :, 1] << 4), dim=-1)
+    return BlockMatrix(MXFP4, blocks.reshape(n, -1))
+
+
+def _mx_groups(parts: Parts, weight: str) -> int:
+    k = scaled_shape(parts, weight)[1]
+    if k % _MX_GROUP:
+        raise parts.fault(weight, f"has rows of {k}, which groups of {_MX_GROUP} do not divide")
+    return k // _MX_GROUP
+
+
 def _fp4(parts: Parts, weight: str, scale: str) -> "QuantizedMatrix | torch.Tensor":
     """MXFP4 (scales are powers of two) in 8-bit codes, exactly; NVFP4 (scales are float8, and one for all) in float32."""
     import torch
@@ -105,9 +132,7 @@ def _fp4(parts: Parts, weight: str, scale: str) -> "QuantizedMatrix | torch.Tens
     n, k = scaled_shape(parts, weight)
     doubled = doubled_fp4(parts.tensor(weight, ("U8",)))
     if parts.dtype(scale) in POWERS:
-        if k % _MX_GROUP:
-            raise parts.fault(weight, f"has rows of {k}, which groups of {_MX_GROUP} do not divide")
-        scales = power_scales(parts, scale, (n, k // _MX_GROUP)) * 0.5
+        scales = power_scales(parts, scale, (n, _mx_groups(parts, weight))) * 0.5
         return integers(doubled.view(torch.uint8) ^ 128, 8, scales, 128, KERNEL_GROUP)
     if k % _NV_GROUP:
         raise parts.fault(weight, f"has rows of {k}, which groups of {_NV_GROUP} do not divide")
