@@ -11,7 +11,8 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 - What others notice: cost.py (of large bodies), dashboard.py, images_beside_streams.py, recovery.py (of a part that is killed), kv_files.py (KV
   that is kept in files), kv_damage.py (what becomes of these files), weight_updates.py (while requests run)
 - Replicas: replicas.py (real ones beside the simulated)
-- Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py, gguf_types.py
+- Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py, gguf_types.py,
+  gguf_tokenizers.py
 - A mix of clients for hours: soak.py (`scripts/soak`)
 
 configs/ holds sizes of models that get random weights, results/ the newest result of each kind and machine, which docs quote, notes/ what was

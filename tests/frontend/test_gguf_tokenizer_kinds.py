@@ -34,9 +34,10 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def write(path: Path, kind: str, vocabulary: Vocabulary, **metadata: Any) -> Path:
+def write(path: Path, kind: str, vocabulary: Vocabulary, name: str = "m", **metadata: Any) -> Path:
     """A GGUF file with nothing but a tokenizer, which llama-tokenize reads, too."""
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(name)
     for key, value in {
         "context_length": 512,
         "embedding_length": 64,
@@ -268,6 +269,35 @@ def test_nor_the_token_that_ends_a_text_where_the_file_has_it_as_user_defined(tm
 
     assert ours.encode("a</s>") == [6, 2, 3, 4, 5]
     assert ours.encode("a</s>", allow_special=True) == [6, 1]
+
+
+@pytest.mark.parametrize(("name", "kept"), [("Phi-3 mini", 0), ("phi3", 0), ("Llama", 1)])
+def test_special_tokens_of_phi_3_take_the_spaces_after_them(tmp_path, name, kept):
+    """The format does not say so; llama.cpp goes by the name of the model."""
+    vocabulary: Vocabulary = [("<unk>", UNKNOWN, 0.0), ("<s>", CONTROL, 0.0), ("<|user|>", CONTROL, 0.0)]
+    vocabulary += [("\n", NORMAL, -1.0), ("a", NORMAL, -1.0)]
+    file = write(tmp_path / "m.gguf", "llama", vocabulary, name, unknown_token_id=0, add_space_prefix=False)
+
+    ids = load_tokenizer(file).encode("<s>\n<|user|>\na", allow_special=True)
+
+    assert ids == [1, 3, 2, *[3] * kept, 4]
+
+
+@pytest.mark.parametrize(
+    ("stated", "ids"),
+    [
+        ({"normalizer.lowercase": True}, [4]),
+        ({"normalizer.lowercase": False}, [5]),
+        ({"normalizer.lowercase": True, "normalizer.strip_accents": False}, [2]),
+        ({"normalizer.lowercase": False, "normalizer.strip_accents": True}, [3]),
+    ],
+)
+def test_a_file_says_how_word_pieces_are_normalised(tmp_path, stated, ids):
+    vocabulary: Vocabulary = [("[CLS]", CONTROL, 0.0), ("[SEP]", CONTROL, 0.0), ("[UNK]", UNKNOWN, 0.0)]
+    vocabulary += [(text, NORMAL, 0.0) for text in ("▁E", "▁e", "▁É")]
+    file = write(tmp_path / "m.gguf", "bert", vocabulary, **stated)
+
+    assert load_tokenizer(file).encode("É", add_special_tokens=False) == ids
 
 
 @pytest.mark.parametrize("falls_back", [False, True])

@@ -1,8 +1,8 @@
 """Text to token ids and back, for the checkpoint that is served.
 
 Owns `Tokenizer` (base.py), a wrapper of the `tokenizers` library, and its making from a Hugging Face folder (folder.py) or from GGUF metadata
-(gguf.py; pieces.py has what the library lacks for it). Imports neither torch nor, except for folders with only a sentencepiece model,
-transformers. A Tokenizer may be used from several threads.
+(gguf.py; gguf_splits.py has how texts are cut there, pieces.py what the library lacks for it). Imports neither torch nor, except for folders with
+only a sentencepiece model, transformers. A Tokenizer may be used from several threads.
 
 Text of users is never read as special tokens: `encode` recognises them only when told to, and `encode_rendered` only
 where the chat template wrote them.

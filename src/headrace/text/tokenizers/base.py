@@ -293,13 +293,15 @@ def check_unicode(text: str) -> None:
 
 def frame_texts(backend: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> None:
     """Make the backend put bos before and eos after a text."""
-    frame = {index: str(backend.id_to_token(index)) for index in (bos, eos) if index is not None}
-    single = [f"{frame[bos]}:0"] if bos is not None else []
-    single.append("$A:0")
-    if eos is not None:
-        single.append(f"{frame[eos]}:0")
-    special_tokens = [(token, index) for index, token in frame.items()]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
+    frame = {name: index for name, index in (("bos", bos), ("eos", eos)) if index is not None}
+    single = [f"{name}:0" if name in frame else "" for name in ("bos", "eos")]
+    # By these names: a token may be called as no piece of a template can be.
+    special_tokens = [
+        {"id": name, "ids": [index], "tokens": [backend.id_to_token(index)]} for name, index in frame.items()
+    ]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[piece for piece in (single[0], "$A:0", single[1]) if piece], special_tokens=special_tokens
+    )
 
 
 def _without_specials(backend: tokenizers.Tokenizer, sentinels: dict[tuple[bool, bool], str]) -> tokenizers.Tokenizer:

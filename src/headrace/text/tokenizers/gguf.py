@@ -4,7 +4,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
@@ -13,7 +12,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.gguf_names import end_ids
 from headrace.errors import ModelError
+from headrace.log import get_logger
 from headrace.text.tokenizers.base import Tokenizer, byte_level, frame_texts
+from headrace.text.tokenizers.gguf_splits import SPLITS, Splits
 from headrace.text.tokenizers.pieces import (
     BestPieces,
     Charsmap,
@@ -24,83 +25,14 @@ from headrace.text.tokenizers.pieces import (
     passing_over,
 )
 
+_log = get_logger(__name__)
+
+_ANOTHER = "--tokenizer-path names a folder with the tokenizer.json of the model"
+
 # token types of GGUF
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _SPECIAL = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # found in a text before all others
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How texts of a kind of `tokenizer.ggml.pre` are cut before byte pairs are merged, as the models' own tokenizer.json does it.
-
-    splits: patterns, of which each cuts its matches out of what those before have left whole. gpt2: then GPT-2's pattern, which the library has built
-    in. digits: before it every digit alone. whole_words: a word that is a token is not merged from its bytes. begins: texts begin with bos
-    unless the file says otherwise. nfc: texts are composed first (Unicode's NFC).
-    """
-
-    splits: tuple[str, ...] = ()
-    gpt2: bool = False
-    digits: bool = False
-    whole_words: bool = False
-    begins: bool = False
-    nfc: bool = False
-
-
-# The patterns and who has them: `llm_tokenizer_bpe` and `llama_vocab::impl::load` in llama.cpp (src/llama-vocab.cpp), and
-# GGUF_PRE_TOKENIZER_SPLITS in transformers. They name no normaliser: Qwen's is in transformers' tokenization_qwen2.py.
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3_SPLIT = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_SEED_SPLIT = _QWEN2_SPLIT.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
-_QWEN35_SPLIT = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
-)
-_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
-    rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
-)
-_GPT4O_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
-    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
-)
-_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_KINDS: dict[str, _Kind] = {
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "mpt", "phi-2", "jais", "default"), _Kind(gpt2=True)),
-    **dict.fromkeys(("a.x-4.0", "exaone4", "gigachat", "granite-docling", "mellum", "trillion"), _Kind(gpt2=True)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "mellum2", "minerva-7b"),
-        _Kind(digits=True, gpt2=True),
-    ),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
-        _Kind((_LLAMA3_SPLIT,), whole_words=True, begins=True),
-    ),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _Kind((_LLAMA3_SPLIT,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Kind((_QWEN2_SPLIT,), nfc=True)),
-    "qwen35": _Kind((_QWEN35_SPLIT,), nfc=True),
-    "falcon": _Kind((r"[\p{P}$+<=>^~|`]+", _GPT2_SPLIT, "[0-9][0-9][0-9]")),
-    **dict.fromkeys(("megrez", "stablelm2"), _Kind((_QWEN2_SPLIT,))),
-    "seed-coder": _Kind((_SEED_SPLIT,)),
-    "tekken": _Kind((_TEKKEN_SPLIT,), whole_words=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Kind((_GPT4O_SPLIT,))),
-    "deepseek-coder": _Kind((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
-    # Its first letters are all that have a case.
-    "deepseek-llm": _Kind(
-        (
-            r"[\r\n]",
-            r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
-            r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
-            _CJK,
-        ),
-        digits=True,
-    ),
-    "viking": _Kind((r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")),
-}
-"""By the value of `tokenizer.ggml.pre`."""
 
 
 def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True, text: str | None = None) -> Tokenizer:
@@ -114,24 +46,34 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True, text: str | Non
         raise ModelError(f"{file.path.name}: {len(stored)} tokens but {len(types)} token types")
     if kind == "bert":
         return _word_piece(file, _unique(list(stored)), types)
+    splits = _splits_of(file, kind, encodes)
+    if splits is not None and splits.characters:
+        kind = "gemma4"
     is_list = not encodes and kind in _DECODERS
     tokens: Sequence[str] = stored if is_list else _unique(list(stored))
     if kind == "rwkv":
         tokens = _unique(_byte_level(tokens, types))
+    # As llama.cpp: the format does not say that a token takes the spaces after it.
+    strips = re.search("phi-?3", str(file.get("general.name")).lower()) is not None
     ends = set(end_ids(file))  # some files have them as user-defined
     added = {
-        index: AddedToken(tokens[index], normalized=False, special=entry in (_CONTROL, _UNKNOWN) or index in ends)
+        index: AddedToken(
+            tokens[index],
+            normalized=False,
+            rstrip=strips and tokens[index] not in _NOT_STRIPPED,
+            special=entry in (_CONTROL, _UNKNOWN) or index in ends,
+        )
         for index, entry in enumerate(types)
         if entry in _SPECIAL and tokens[index]
     }
     if is_list:
-        return _with_facts(file, kind, TokenList(stored, added, _DECODERS[kind](file)), tokens)
-    if kind == "gpt2":
-        backend = _byte_level_bpe(file, tokens, added, text)
+        return _with_facts(file, kind, splits, TokenList(stored, added, _DECODERS[kind](file)), tokens)
+    if kind == "gemma4":
+        backend = _byte_fallback_bpe(file, tokens)
+    elif splits is not None:
+        backend = _byte_level_bpe(file, tokens, splits, added, text)
     elif kind == "llama":
         backend = _sentencepiece_bpe(file, tokens, types)
-    elif kind == "gemma4":
-        backend = _byte_fallback_bpe(file, tokens)
     elif kind == "t5":
         backend = _unigram(file, tokens, types, encodes)
     elif kind == "rwkv":
@@ -141,22 +83,26 @@ def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True, text: str | Non
     else:
         raise ModelError(
             f"{file.path.name}: tokenizer kind {kind!r:.80} is not supported; known: "
-            "bert, gemma4, gpt2, llama, plamo2, rwkv, t5"
+            f"bert, gemma4, gpt2, llama, plamo2, rwkv, t5; {_ANOTHER}"
         )
     if kind in _DECODERS:
         backend.decoder = _DECODERS[kind](file)
     backend.add_tokens(list(added.values()))
-    return _with_facts(file, kind, backend, tokens)
+    return _with_facts(file, kind, splits, backend, tokens)
 
 
 def _with_facts(
-    file: GgufFile, kind: str, backend: tokenizers.Tokenizer | TokenList, tokens: Sequence[str]
+    file: GgufFile,
+    kind: str,
+    splits: Splits | None,
+    backend: tokenizers.Tokenizer | TokenList,
+    tokens: Sequence[str],
 ) -> Tokenizer:
     """What else the metadata say of a tokenizer of this kind, whose tokens have these names."""
     bos, eos = _gguf_id(file, tokens, "bos"), _gguf_id(file, tokens, "eos")
     add_bos = file.get("tokenizer.ggml.add_bos_token")
-    if add_bos is None:
-        add_bos = kind in ("llama", "gemma4") or (kind == "gpt2" and _kind_of(file).begins)
+    if add_bos is None or (kind == "gemma4" and splits is not None and splits.begins):  # Gemma 4's first files say no
+        add_bos = kind == "llama" if splits is None else splits.begins
     add_eos = file.get("tokenizer.ggml.add_eos_token", kind == "t5")
     if kind in ("rwkv", "plamo2"):  # llama.cpp adds neither, whatever the file says
         add_bos = add_eos = False
@@ -230,36 +176,45 @@ def _fill_in_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _kind_of(file: GgufFile) -> _Kind:
-    name = str(file.get("tokenizer.ggml.pre", "default"))
-    if name not in _KINDS:
+def _splits_of(file: GgufFile, kind: str, encodes: bool) -> Splits | None:
+    """How a file of byte pairs has texts cut; None for other kinds. Raises ModelError for a name that is not known."""
+    if kind not in ("gpt2", "gemma4"):
+        return None
+    name = "gemma4" if kind == "gemma4" else file.get("tokenizer.ggml.pre", "")
+    if name == "":
+        name = "default"
+        if encodes:
+            _log.warning(
+                "%s does not name its pre-tokenizer (tokenizer.ggml.pre): texts are cut as by llama.cpp, perhaps not as in training",
+                file.path.name,
+            )
+    if not isinstance(name, str) or name not in SPLITS:
         raise ModelError(
-            f"{file.path.name}: pre-tokenizer kind {name!r:.80} is not supported; known: {', '.join(sorted(_KINDS))}"
+            f"{file.path.name}: pre-tokenizer {name!r:.80} (tokenizer.ggml.pre) is not supported; {_ANOTHER}"
         )
-    return _KINDS[name]
+    return SPLITS[name]
 
 
 def _byte_level_bpe(
-    file: GgufFile, tokens: Sequence[str], added: Collection[int], text: str | None
+    file: GgufFile, tokens: Sequence[str], splits: Splits, added: Collection[int], text: str | None
 ) -> tokenizers.Tokenizer:
     """GPT-2's byte pairs with the merges of the file. added: ids of tokens that are found as they are. text: as of `load_tokenizer`; whatever its
     bytes are merged to is a part of it."""
-    kind = _kind_of(file)
     vocab = {token: index for index, token in enumerate(tokens)}
     stated = file.strings("tokenizer.ggml.merges")
     if text is None:
         merges = _merges(file, vocab, stated)
     else:
-        within = byte_level((unicodedata.normalize("NFC", text) if kind.nfc else text).encode())
+        within = byte_level((unicodedata.normalize("NFC", text) if splits.nfc else text).encode())
         vocab = {token: index for token, index in vocab.items() if len(token) == 1 or index in added or token in within}
         merges = _merges(file, vocab, [merge for merge in stated if merge.replace(" ", "", 1) in within])
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
-    if kind.nfc:
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=splits.whole_words))
+    if splits.nfc:
         backend.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in kind.splits]
-    if kind.digits:
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splits.patterns]
+    if splits.digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.gpt2))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits.gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return backend
 
@@ -284,7 +239,7 @@ def _byte_fallback_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Toke
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = _gguf_id(file, tokens, "unknown")
     unk_token = None if unknown is None else tokens[unknown]
-    merges = _merges(file, vocab)
+    merges = _merges(file, vocab, file.strings("tokenizer.ggml.merges"))
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     )
@@ -463,8 +418,8 @@ def _plamo(file: GgufFile, tokens: Sequence[str], types: list[int]) -> tokenizer
 def _word_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
     """BERT's WordPiece, which cuts words and puts a text, or a pair of texts, between special tokens.
 
-    llama.cpp's converter writes the beginning of a word with `▁` before it, and the rest without the `##` of BERT. It does not write whether
-    text is lower-cased: it is if no token has a capital letter.
+    llama.cpp's converter writes the beginning of a word with `▁` before it, and the rest without the `##` of BERT. Older ones do not write
+    whether text is lower-cased: it is if no token has a capital letter.
     """
     plain = [token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL]
     # Old converters knew special tokens by their brackets.
@@ -490,7 +445,11 @@ def _word_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenize
         special[name] = names[first]
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=special["unk"]))
     cased = any(token != token.lower() for token in plain if token not in own)
-    backend.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    lowers, strips = (file.get(f"tokenizer.ggml.normalizer.{key}") for key in ("lowercase", "strip_accents"))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowers if isinstance(lowers, bool) else not cased,
+        strip_accents=strips if isinstance(strips, bool) else None,
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     sep, cls = ((special[name], vocab[special[name]]) for name in ("sep", "cls"))
