@@ -128,7 +128,7 @@ def test_a_record_that_is_no_session_is_none(tmp_path, record):
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200), cut=st.integers(0, 200), place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_no_file_does_harm(tmp_path_factory, data, cut, place, bit):
-    """Random bytes, and a file that is cut or changed in a bit: it is a session or none."""
+    """Random bytes, and a file that is cut or changed in a bit: it is no session."""
     folder = tmp_path_factory.mktemp("sessions")
     sessions = started(folder)
     sessions.open("s")
@@ -138,12 +138,8 @@ def test_no_file_does_harm(tmp_path_factory, data, cut, place, bit):
     whole[place % len(whole)] ^= 1 << bit
     for hostile in (data, bytes(whole[:cut]), bytes(whole)):
         file.write_bytes(hostile)
-        try:
-            prompt = turn(started(folder), "b", [4], [5])
-        except NotFoundError:
-            continue
-        assert prompt[-1] == 4
-        assert all(0 <= token_id < VOCAB for token_id in prompt)
+        with pytest.raises(NotFoundError):
+            turn(started(folder), "b", [4], [5])
 
 
 def test_links_and_what_is_no_file_are_not_read(tmp_path):

@@ -1,8 +1,9 @@
 """Sessions in files, which outlive the process: the token ids of each in one file below --session-dir.
 
-A file is replaced as a whole, under a temporary name first. It is found by a hash of its owner's name and of its id, and read when a request names a
-session that is not open. Whatever does not fit (another model, ids outside of the vocabulary, a tree that is none, a link, a file of somebody else)
-is no session. Owns the files; how they become sessions is the matter of `sessions`. Runs in the event loop: a file has 4 bytes a token.
+A file is replaced as a whole, under a temporary name first, and begins with a hash of the rest. It is found by a hash of its owner's name and of its
+id, and read when a request names a session that is not open. Whatever does not fit (a changed byte, another model, ids outside of the vocabulary, a
+tree that is none, a link, a file of somebody else) is no session. Owns the files; how they become sessions is the matter of `sessions`. Runs in the
+event loop: a file has 4 bytes a token.
 """
 
 import contextlib
@@ -23,6 +24,9 @@ _SUFFIX = ".session"
 _OTHER_BYTES = 1 << 20
 """Of a file, beside its tokens."""
 TOKEN_BYTES = 4
+
+
+_DIGEST_BYTES = 16
 
 
 class TurnRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -69,7 +73,8 @@ class SessionFiles:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-                file.write(msgspec.msgpack.encode(_File(_FORMAT, self._model, owner, session)))
+                body = msgspec.msgpack.encode(_File(_FORMAT, self._model, owner, session))
+                file.write(_digest(body) + body)
             unfinished.rename(path)
         except OSError as error:
             _logger.warning("a session is not kept: --session-dir: %s", error.strerror)
@@ -84,7 +89,10 @@ class SessionFiles:
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_size > self._most_bytes:
                     raise ValueError("not a file of this server")
-                found = msgspec.msgpack.decode(file.read(self._most_bytes), type=_File)
+                digest, body = file.read(_DIGEST_BYTES), file.read(self._most_bytes)
+                if digest != _digest(body):
+                    raise ValueError("changed")
+                found = msgspec.msgpack.decode(body, type=_File)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -118,3 +126,7 @@ class SessionFiles:
             if number >= self._max_files or (self._timeout_s and age_s > self._timeout_s):
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
