@@ -56,6 +56,12 @@ def changed(argv):
             "--enable-auto-tool-choice --tool-call-parser hermes --disable-log-requests --max-num-batched-tokens=8192",
             {"tool_call_parser": "hermes", "max_prefill_tokens": 8192, "chunked_prefill_size": -1},
         ),
+        (
+            "--enable-hierarchical-cache --hicache-size 1.5 --hicache-write-policy write_back --hicache-io-backend kernel",
+            {"kv_cache_host_size": 1_500_000_000, "kv_cache_write": "back"},
+        ),
+        ("--kv-offloading-size 2 --kv-offloading-backend native", {"kv_cache_host_size": 2 << 30}),
+        ("--cache-ram 8192", {"kv_cache_host_size": 8 << 30}),
         ("--max-model-len 25.6k", {"context_length": 25600}),
         ("--max-model-len 2K", {"context_length": 2048}),
         ("--max_model_len 12 --max_queued_requests=5", {"context_length": 12, "max_queued_requests": 5}),

@@ -109,6 +109,7 @@ def test_pins_have_a_share_in_all_and_for_each_owner_and_pages_count_once():
     refused = pin(rig, "c", other, owner="another")
     assert "60" not in refused.message, "how much others hold is not told"
     assert rig.state.pins.held("me") == {"a": 40, "b": 60}, "what was refused has changed nothing"
+    assert operate(rig, CACHE_USE, CacheUseReq("me")).pinned_tokens == 60
     assert pin(rig, "b", longer, share=0.5).status_code == 429, "the old one stays"
     assert rig.state.pins.held("me") == {"a": 40, "b": 60}
     operate(rig, UNPIN, UnpinReq("b"))

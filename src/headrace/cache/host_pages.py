@@ -39,6 +39,11 @@ class HostPages:
     def num_damaged(self) -> int:
         return 0 if self._files is None else self._files.num_damaged
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the files."""
+        return 0 if self._files is None else self._files.num_bytes
+
     def keys(self, namespace: str, tokens: bytes) -> list[bytes]:
         return page_keys(self._fingerprint, namespace, tokens, self._page_size)
 

@@ -28,7 +28,8 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A row of the file: options as named by `sglang`, `vllm`, `both` or `llama_cpp`, and one of three things that they are here.
 
-    is_: ours, as typed, with VALUE for what is given; without one the option is a switch. says: what differs; logged when the option is used.
+    is_: ours, as typed, with VALUE for what is given; without one the option is a switch. times: their unit in ours.
+    says: what differs; logged when the option is used.
     already: how it is here, of options that ask for what is already so; logged. values: those that are accepted; none = a switch. otherwise: why
     other values are refused. unless: field and value of ours that contradict the option.
     refused: the nearest of ours, or how it is here, of options that are not supported, and of all that begin with a name that ends in a dash.
@@ -39,6 +40,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     both: str = ""
     llama_cpp: str = ""
     is_: str = msgspec.field(default="", name="is")
+    times: int = 1
     says: str = ""
     already: str = ""
     values: tuple[str, ...] = ()
@@ -83,6 +85,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "TORCH_SDPA": "torch_native",
     },
     "sampling_defaults": {"auto": "model", "vllm": "openai"},
+    "kv_cache_write": {"write_through": "through", "write_through_selective": "through", "write_back": "back"},
     "speculative_algorithm": {"NGRAM": "ngram", "STANDALONE": "draft", "EAGLE3": "eagle3", "none": "off"},
 }
 """Values of options of ours, by field, as others write them."""
@@ -249,6 +252,8 @@ def _alias(entry: Entry, name: str, value: str | None, asked: bool, rest: deque[
         raise ConfigError(f"{name} needs a value")
     if COUNTS.intersection(sets):
         value = _count(value)
+    if entry.times > 1:
+        value = _times(name, value, entry.times)
     for field_name, fixed in sets.items():
         if fixed == "true":
             done.words.append(flag(field_name))
@@ -264,6 +269,16 @@ def _count(text: str) -> str:
         step = 1000 if found[2].islower() else 1024
         return str(int(float(found[1]) * step ** ("kmg".index(found[2].lower()) + 1)))
     return text
+
+
+def _times(name: str, text: str, times: int) -> str:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise ConfigError(f"{name} takes a number of at least 0, got {text!r:.80}")
+    return str(round(value * times))
 
 
 def _already(entry: Entry, name: str, value: str | None, asked: bool, rest: deque[str], done: Translation) -> None:

@@ -111,7 +111,7 @@ class Pins:
         memory: dict[str, Any] = {
             "limit_tokens": sum(use.pool.total_tokens for use in uses),
             "tokens": sum(use.tokens for use in uses),
-            "pinned_tokens": sum(sum(use.pinned.values()) for use in uses),
+            "pinned_tokens": sum(use.pinned_tokens for use in uses),
             "pin_limit_tokens": len(uses) * int(self._limit * (1.0 if caller.is_admin else _share(caller))),
         }
         disk: dict[str, Any] | None = None
@@ -120,6 +120,7 @@ class Pins:
                 "limit_bytes": self._args.kv_cache_disk_size,
                 "keeps": self._args.kv_cache_persist_tenants or not caller.scope,
             }
+        host = {"limit_bytes": self._args.kv_cache_host_size} if self._args.kv_cache_host_size else None
         if caller.is_admin:
             pools = [use.pool for use in uses]
             memory |= {name: sum(getattr(pool, name) for pool in pools) for name in _POOL}
@@ -128,6 +129,7 @@ class Pins:
         return {
             "object": "cache",
             "memory": memory,
+            "host": host,
             "disk": disk,
             "pins": [self._described(pin_id, uses) for pin_id in pinned],
         }

@@ -277,13 +277,15 @@ class CacheTree(msgspec.Struct, frozen=True):
 
 
 class CacheUse(msgspec.Struct, frozen=True):
-    """What a replica has cached. tokens: in its tree, of who asks. pinned: tokens of each pin of who asks, by its id. disk: of --kv-cache-dir, None
+    """What a replica has cached. tokens: in its tree, of who asks. pinned: tokens of each pin of who asks, by its id.
+    pinned_tokens: of all these pins, each once. disk: of --kv-cache-dir, None
     without; disk_bytes: what all its files take."""
 
     replica: int = msgspec.field(name="dp_rank")
     pool: PoolState
     tokens: int
     pinned: dict[str, int]
+    pinned_tokens: int
     disk: TierStats | None = None
     disk_bytes: int = 0
 

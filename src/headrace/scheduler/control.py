@@ -147,6 +147,7 @@ class Operations:
             kv.state(),
             kv.num_cached_tokens if request.everything else kv.tokens_of(request.key_name),
             self._state.pins.held(request.owner),
+            self._state.pins.tokens_of(request.owner),
             None if tier is None else tier.stats(),
             0 if tier is None else tier.tier.num_bytes,
         )

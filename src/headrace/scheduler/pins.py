@@ -104,6 +104,10 @@ class Pins:
         """The tokens that each pin of an owner holds, or each pin of all."""
         return {pin_id: pin.match.num_tokens for pin_id, pin in self._pins.items() if owner in (None, pin.asked.owner)}
 
+    def tokens_of(self, owner: str | None) -> int:
+        """Tokens that the pins of an owner hold, or all pins."""
+        return self.num_tokens if owner is None else len(self._of_owner.get(owner, ())) * self._kv.page_size
+
     def stats(self) -> PinStats:
         return PinStats(len(self._pins), self.num_tokens, len(self._of_owner), self._num_released)
 
@@ -117,7 +121,7 @@ class Pins:
         """Why a pin is more than there may be, or ""."""
         most = int(self._share * self._kv.part_tokens)
         own = int(self._share * asked.share * self._kv.total_tokens)
-        held = len(self._of_owner.get(asked.owner, ())) * self._kv.page_size
+        held = self.tokens_of(asked.owner)
         if held > own:
             return f"your pins would hold {held} tokens; the limit is {own} (--kv-pin-share): unpin another one"
         if self.tokens_in(part) > most:  # without telling how much others hold
