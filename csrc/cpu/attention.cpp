@@ -1,7 +1,7 @@
 // Paged attention, one kernel for decode and extend.
 //
 // A row is one query head at one position. Its keys are walked in blocks of kKeyBlock with an online softmax (Milakov and
-// Gimelshein, 2018; tiled as in FlashAttention, Dao et al., 2022), and every kKeySplit keys make a partial result (maximum, sum,
+// Gimelshein, 2018; tiled as in FlashAttention, Dao et al., 2022), and every kKeySplit keys (kChosenSplit chosen ones) make a partial result (maximum, sum,
 // weighted values); partial results are merged in the order of positions. Blocks and splits are aligned at position 0, so they
 // depend on the row's own position only. Tiles put several rows (heads of one KV head, neighbouring positions) on one load of K
 // and V; a key that a row does not see gets weight exactly 0. Hence a row's bits do not depend on what shares its tile, on
@@ -55,7 +55,7 @@ HEADRACE_INLINE int64_t end_of(const AttentionTile& t, int64_t query) { return t
 
 // The first visit of `split` beyond the shared keys, of `query` or a later one. False: there is none.
 bool first_alone(const AttentionTile& t, int64_t split, int64_t query, Visit& visit) {
-  const int64_t begin = max_of(split * kKeySplit, t.shared_keys), split_end = (split + 1) * kKeySplit;
+  const int64_t begin = max_of(split * t.key_split, t.shared_keys), split_end = (split + 1) * t.key_split;
   for (; query < t.num_queries; ++query) {
     if (begin >= min_of(split_end, end_of(t, query))) continue;
     visit = {begin, query, 1};
@@ -68,8 +68,8 @@ bool first_alone(const AttentionTile& t, int64_t split, int64_t query, Visit& vi
 bool first_visit(const AttentionTile& t, int64_t window, int64_t split, Visit& visit) {
   const int64_t reached = first_key(t.queries[0].position, window) / kKeyBlock * kKeyBlock;
   for (; split < t.split_end; ++split) {
-    const int64_t begin = max_of(split * kKeySplit, reached);
-    if (begin < min_of((split + 1) * kKeySplit, t.shared_keys)) {
+    const int64_t begin = max_of(split * t.key_split, reached);
+    if (begin < min_of((split + 1) * t.key_split, t.shared_keys)) {
       visit = {begin, 0, t.num_queries};
       return true;
     }
@@ -80,9 +80,9 @@ bool first_visit(const AttentionTile& t, int64_t window, int64_t split, Visit& v
 
 // The visit after `visit`, split by split. False: it was the last.
 bool next_visit(const AttentionTile& t, int64_t window, Visit& visit) {
-  const int64_t split = visit.key / kKeySplit, next = visit.key + kKeyBlock;
+  const int64_t split = visit.key / t.key_split, next = visit.key + kKeyBlock;
   const bool shared = visit.key < t.shared_keys;
-  if (next < min_of((split + 1) * kKeySplit, shared ? t.shared_keys : end_of(t, visit.query))) {
+  if (next < min_of((split + 1) * t.key_split, shared ? t.shared_keys : end_of(t, visit.query))) {
     visit.key = next;
     return true;
   }
@@ -123,7 +123,7 @@ struct SeenKeys {
   int32_t begin, end;
 };
 
-// Keys [split * kKeySplit, ...) of tile `t` into `state`. seen: of its rows. next: the tile that this thread computes afterwards, or
+// Keys [split * t.key_split, ...) of tile `t` into `state`. seen: of its rows. next: the tile that this thread computes afterwards, or
 // null. A decode step finds keys and values in memory: those that come next are fetched while the present ones are computed with.
 template <class Products>
 void attend_split(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next, int64_t split,
@@ -133,7 +133,7 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
   clear(state, t.num_queries * group, head_dim);
   Visit visit;
   bool more = first_visit(t, a.window, split, visit);
-  while (more && visit.key < (split + 1) * kKeySplit) {
+  while (more && visit.key < (split + 1) * t.key_split) {
     KeyBlock<Element> block(a, t, visit);
     const int64_t first_row = visit.query * group, rows = visit.num_queries * group, k0 = visit.key;
     more = next_visit(t, a.window, visit);

@@ -49,7 +49,9 @@ class Bf16Products {
       : q_(reinterpret_cast<bf16*>(memory)),
         weights_(q_ + rows * padded(head_dim)),
         trimmed_(weights_ + kTileRows * kStride),
-        head_dim_(head_dim) {}
+        head_dim_(head_dim),
+        scored_(head_dim) {}
+  void score_first(int64_t elements) { scored_ = elements; }
 
   void set_query(int64_t row, const float* q, float scale) {
     float scaled[32];
@@ -149,7 +151,7 @@ class Bf16Products {
     });
     const bf16* thirds[(R + 2) / 3];
     unrolled<(R + 2) / 3>([&](auto j) HEADRACE_LAMBDA { thirds[j] = q + 3 * j * stride; });
-    for (int64_t d = 0; d < head_dim_; d += 2) {
+    for (int64_t d = 0; d < scored_; d += 2) {
       Pairs key[P];
       unrolled<P>([&](auto p) HEADRACE_LAMBDA {
         if (R <= kTileRows / 2) prefetch(values[p] + d * kPageSize);
@@ -196,7 +198,7 @@ class Bf16Products {
   bf16* q_;        // [rows][padded head_dim], scaled
   bf16* weights_;  // [kTileRows][kStride]
   bf16* trimmed_;  // two pages of V
-  int64_t head_dim_;
+  int64_t head_dim_, scored_;
 };
 
 }  // namespace

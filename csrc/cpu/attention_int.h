@@ -101,7 +101,10 @@ class IntProducts {
         q_(reinterpret_cast<Element*>(q_scales_ + 2 * rows * num_groups_)),
         weights_(reinterpret_cast<Weight*>(q_ + rows * head_dim)),
         head_dim_(head_dim),
+        scored_(head_dim),
         is_capped_(is_capped) {}
+  // The integers of a query beyond them must be 0.
+  void score_first(int64_t elements) { scored_ = elements; }
 
   // The query is rotated if the keys are: their scales undo the factor that this brings.
   void set_query(int64_t row, const float* query, float scale) {
@@ -261,7 +264,7 @@ class IntProducts {
       keys[p] = k_pages[(unit + p) / kParts] + (unit + p) % kParts * kPerLane * kLanes;
       values[p] = v_pages[(unit + p) / kParts];
     });
-    for (int64_t g = 0; g < num_groups_; ++g) {
+    for (int64_t g = 0; g * kQueryGroup < scored_; ++g) {
       const float* const q_scales = q_scales_ + row * num_groups_ + g;
       const int32_t* const q_starts = q_starts_ + row * num_groups_ + g;
       vi sum[R][P];
@@ -271,7 +274,7 @@ class IntProducts {
       });
       const Element* thirds[(R + 2) / 3];
       unrolled<(R + 2) / 3>([&](auto j) HEADRACE_LAMBDA { thirds[j] = q_ + (row + 3 * j) * head_dim_; });
-      const int64_t end = min_of((g + 1) * kQueryGroup, head_dim_);
+      const int64_t end = min_of((g + 1) * kQueryGroup, scored_);
       for (int64_t d = g * kQueryGroup; d < end; d += kPerLane) {
         typename Cache::Keys key[P];
         unrolled<P>([&](auto p) HEADRACE_LAMBDA {
@@ -336,7 +339,7 @@ class IntProducts {
   int32_t* q_starts_;     // as q_scales: -kKeyZero times the sums of their integers
   Element* q_;            // [rows][head_dim]
   Weight* weights_;       // [kTileRows][kKeyBlock]
-  int64_t head_dim_;
+  int64_t head_dim_, scored_;
   bool is_capped_;        // scores are capped before the logarithms are added
 };
 

@@ -106,7 +106,8 @@ class FloatProducts {
   static constexpr int64_t kUnit = 16;
 
   static int64_t memory_floats(int64_t rows, int64_t head_dim) { return rows * head_dim; }
-  FloatProducts(float* memory, int64_t, int64_t head_dim, bool) : q_(memory), head_dim_(head_dim) {}
+  FloatProducts(float* memory, int64_t, int64_t head_dim, bool) : q_(memory), head_dim_(head_dim), scored_(head_dim) {}
+  void score_first(int64_t elements) { scored_ = elements; }
 
   void set_block(const T**, int64_t, int64_t) {}
   f32x16 shifted(f32x16 scores, int64_t) const { return scores; }
@@ -116,7 +117,7 @@ class FloatProducts {
     for (int64_t d = 0; d < head_dim_; d += kLanes) store(q_ + row * head_dim_ + d, mul(load(q + d), splat(scale)));
   }
 
-  // scores[r][key] for rows [row, row + R) and the keys of pages [page_begin, page_end).
+  // scores[r][key] for rows [row, row + R) and the keys of pages [page_begin, page_end): of all elements, or of those of score_first.
   template <int R>
   void score(int64_t row, const T* const* k_pages, const T* const* v_pages, int64_t page_begin, int64_t page_end,
              float* scores) const {
@@ -168,7 +169,7 @@ class FloatProducts {
     // Every third row and three distances reach all rows: a pointer for each would not fit the registers.
     const float* thirds[(R + 2) / 3];
     unrolled<(R + 2) / 3>([&](auto j) HEADRACE_LAMBDA { thirds[j] = q + 3 * j * head_dim_; });
-    for (int64_t i = 0; i < head_dim_ / 2; ++i) {
+    for (int64_t i = 0; i < scored_ / 2; ++i) {
       if (R <= kTileRows / 2) unrolled<P>([&](auto p) HEADRACE_LAMBDA { prefetch(values[p] + i * 2 * kPageSize); });
       // One element of the pair after the other: with both at hand the accumulators do not fit the registers.
       unrolled<2>([&](auto odd) HEADRACE_LAMBDA {
@@ -229,7 +230,7 @@ class FloatProducts {
   }
 
   float* q_;  // [rows][head_dim], scaled
-  int64_t head_dim_;
+  int64_t head_dim_, scored_;
 };
 
 }  // namespace

@@ -32,7 +32,7 @@ struct State {
   }
 };
 
-void clear(const State& s, int64_t rows, int64_t head_dim) {
+inline void clear(const State& s, int64_t rows, int64_t head_dim) {
   for (int64_t r = 0; r < rows; ++r) {
     s.max[r] = kMinusInfinity;
     s.sum[r] = 0.0f;

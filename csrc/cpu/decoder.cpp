@@ -121,7 +121,8 @@ void Decoder::forward(const DecoderStep& step) {
                          layer.scale,
                          layer.window,
                          layer.softcap,
-                         nullptr};
+                         nullptr,
+                         {step.sparse_first, s.sparse.channels, s.sparse.pages, s.sparse.recent}};
   };
   for (const DecoderLayer& layer : layers_) plans_of(layer).of(attention_args(layer));  // throws before anything is written
   const PoolSession session;
@@ -141,6 +142,15 @@ void Decoder::forward(const DecoderStep& step) {
     const int32_t* const positions = step.positions + begin;
     k.rotary({q, qkv_size, positions, layer.cos, layer.sin, count, s.num_q_heads, s.head_dim, layer.rotary_dim});
     k.rotary({key, qkv_size, positions, layer.cos, layer.sin, count, s.num_kv_heads, s.head_dim, layer.rotary_dim});
+    if (layer.channel_order != nullptr) {
+      // An int8 cache rotates heads in blocks of the largest power of two that divides head_dim.
+      const int64_t num_blocks = s.kv_type == KvType::kInt8 ? (s.head_dim & -s.head_dim) / 16 : 1, group = s.num_q_heads / s.num_kv_heads;
+      const auto order = [&](float* heads, int64_t num_heads, int64_t group_heads, float scale) {
+        k.order_heads({heads, qkv_size, layer.channel_order, count, num_heads, group_heads, s.head_dim, num_blocks, scale});
+      };
+      order(q, s.num_q_heads, group, 1.0f / static_cast<float>(num_blocks));
+      order(key, s.num_kv_heads, 1, 1.0f);
+    }
     k.write_kv({key, qkv_size, key + kv_size, qkv_size,
                 {layer.k_cache, layer.v_cache, s.kv_type, s.num_kv_heads, s.head_dim}, step.out_slots + begin, count});
   };
@@ -172,7 +182,7 @@ void Decoder::forward(const DecoderStep& step) {
     }
     const AttentionArgs args = attention_args(layer);
     const AttentionPlan& plan = plans_of(layer).of(args);
-    k.attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
+    run_attention(args, plan);
     clock.lap(Phase::kAttention);
     expect(layer.gate_up);
     run_linear(layer.out, b.attended, b.added, rows);

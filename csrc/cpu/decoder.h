@@ -28,6 +28,7 @@ struct DecoderLayer {
   const float* mlp_norm;
   LinearWeight gate_up, down;
   const float* after_mlp;
+  const int32_t* channel_order;  // [num_kv_heads][head_dim], see OrderArgs
 };
 
 struct DecoderShape {
@@ -36,6 +37,7 @@ struct DecoderShape {
   bool gelu;  // gelu_tanh_mul instead of silu_mul
   KvType kv_type;
   int64_t num_pages;
+  SparseAttention sparse;  // first: of each step
 };
 
 // Parts of a step, for `Decoder::phase_seconds`. kReduce: sums over the ranks of a group.
@@ -58,6 +60,7 @@ struct DecoderStep {
   const int32_t* q_starts;
   const int32_t* read_starts;
   int64_t num_seqs;
+  const int32_t* sparse_first;  // [num_seqs], or null: see SparseAttention
 
   int64_t num_read() const { return read_starts[num_seqs]; }
 };
@@ -66,6 +69,11 @@ class Decoder {
  public:
   Decoder(const DecoderShape& shape, const float* final_norm) : shape_(shape), final_norm_(final_norm) {}
   void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
+  // Positions of a step from its sparse_first on attend to few pages. orders: a channel_order for each layer.
+  void set_sparse(const SparseAttention& sparse, const std::vector<const int32_t*>& orders) {
+    shape_.sparse = sparse;
+    for (size_t i = 0; i < layers_.size(); ++i) layers_[i].channel_order = orders.at(i);
+  }
   // The layers are one rank's parts of those of a model: from now on what `out` and `down` give is summed over the ranks of `group`, which
   // must outlive the decoder and run the same steps in each. Null: they are whole. Then forward throws what the group does, too.
   void set_group(RankGroup* group) { group_ = group; }

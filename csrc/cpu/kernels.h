@@ -7,6 +7,8 @@ namespace HEADRACE_ISA {
 
 void linear(const LinearArgs&);
 void attention(const AttentionArgs&, const AttentionTile* tiles, int64_t num_tiles);
+void choose_pages(const AttentionArgs&, const ChosenPages&);
+void order_heads(const OrderArgs&);
 void packed_attention(const PackedAttentionArgs&, const PackedChunk* chunks, int64_t num_chunks);
 void write_kv(const WriteKvArgs&);
 void gather_kv(const GatherKvArgs&);

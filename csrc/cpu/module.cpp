@@ -74,16 +74,25 @@ void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, 
                            {value_bytes, group, 0, false, rotated}});
 }
 
-void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
+// sparse_first, channels, pages, recent: see SparseAttention.
+void sparse_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
                      int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address page_table, int64_t max_pages,
                      Address seq_lens, Address q_starts, int64_t num_seqs, int64_t num_tokens, int64_t num_q_heads, float scale,
-                     int64_t window, float softcap, Address last_keys) {
+                     int64_t window, float softcap, Address last_keys, Address sparse_first, int64_t channels, int64_t pages, int64_t recent) {
   const AttentionArgs args = {at<float>(q), q_stride,  at<float>(out),
                               {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim},
-                              at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap, at<int32_t>(last_keys)};
+                              at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap, at<int32_t>(last_keys),
+                              {at<int32_t>(sparse_first), channels, pages, recent}};
   const AttentionPlan plan =
       plan_attention(args, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs, num_tokens, max_pages, num_pages);
-  kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
+  run_attention(args, plan);
+}
+
+void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type, int64_t num_pages, int64_t num_kv_heads,
+                     int64_t head_dim, Address page_table, int64_t max_pages, Address seq_lens, Address q_starts, int64_t num_seqs,
+                     int64_t num_tokens, int64_t num_q_heads, float scale, int64_t window, float softcap, Address last_keys) {
+  sparse_attention(q, q_stride, out, k_cache, v_cache, kv_type, num_pages, num_kv_heads, head_dim, page_table, max_pages, seq_lens, q_starts,
+                   num_seqs, num_tokens, num_q_heads, scale, window, softcap, last_keys, 0, 0, 0, 0);
 }
 
 void packed_attention(Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, Address out, Address row_starts,
@@ -185,7 +194,7 @@ void moe(Address x, int64_t x_stride, Address ids, Address shares, Address exper
 // A decoder without layers; they are added in order.
 void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size, int64_t num_q_heads, int64_t num_kv_heads,
                   int64_t head_dim, float eps, bool gelu, int kv_type, int64_t num_pages, Address final_norm) {
-  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, static_cast<KvType>(kv_type), num_pages},
+  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, static_cast<KvType>(kv_type), num_pages, {}},
                      at<float>(final_norm));
 }
 
@@ -203,13 +212,27 @@ void decoder_add_layer(Decoder& decoder, Address attention_norm, const Weight& q
   decoder.add_layer({at<float>(attention_norm), as_linear(qkv), at<float>(q_norm), at<float>(k_norm), at<float>(cos),
                      at<float>(sin), rotary_dim, max_positions, scale, window, softcap, at<void>(k_cache), at<void>(v_cache),
                      as_linear(out), at<float>(after_attention), at<float>(mlp_norm), as_linear(gate_up), as_linear(down),
-                     at<float>(after_mlp)});
+                     at<float>(after_mlp), nullptr});
 }
 
-void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t tokens, Address positions, Address out_slots,
-                     Address page_table, int64_t max_pages, Address seq_lens, Address q_starts, Address read_starts, int64_t num_seqs) {
+// orders: of each layer, see OrderArgs.
+void decoder_set_sparse(Decoder& decoder, int64_t channels, int64_t pages, int64_t recent, const std::vector<Address>& orders) {
+  std::vector<const int32_t*> of_layers;
+  for (const Address order : orders) of_layers.push_back(at<int32_t>(order));
+  decoder.set_sparse({nullptr, channels, pages, recent}, of_layers);
+}
+
+void decoder_forward_sparse(Decoder& decoder, Address hidden, Address out, int64_t tokens, Address positions, Address out_slots,
+                     Address page_table, int64_t max_pages, Address seq_lens, Address q_starts, Address read_starts, int64_t num_seqs,
+                     Address sparse_first) {
   decoder.forward({at<float>(hidden), at<float>(out), tokens, at<int32_t>(positions), at<int32_t>(out_slots),
-                   at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), at<int32_t>(read_starts), num_seqs});
+                   at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), at<int32_t>(read_starts), num_seqs,
+                   at<int32_t>(sparse_first)});
+}
+
+void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t tokens, Address positions, Address out_slots, Address page_table,
+                     int64_t max_pages, Address seq_lens, Address q_starts, Address read_starts, int64_t num_seqs) {
+  decoder_forward_sparse(decoder, hidden, out, tokens, positions, out_slots, page_table, max_pages, seq_lens, q_starts, read_starts, num_seqs, 0);
 }
 
 // An encoder without layers; they are added in order.
@@ -280,6 +303,7 @@ NB_MODULE(_native, m) {
   m.def("unpack_gguf", &unpack_gguf, unlocked);
   m.def("gguf_block_bytes", &gguf_block_bytes);
   m.def("paged_attention", &paged_attention, unlocked);
+  m.def("sparse_attention", &sparse_attention, unlocked);
   m.def("packed_attention", &packed_attention, unlocked);
   m.def("write_kv", &write_kv, unlocked);
   m.def("gather_kv", &gather_kv, unlocked);
@@ -299,8 +323,10 @@ NB_MODULE(_native, m) {
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)
+      .def("set_sparse", &decoder_set_sparse)
       .def("set_group", [](Decoder& decoder, Address group) { decoder.set_group(at<RankGroup>(group)); })
       .def("forward", &decoder_forward, unlocked)
+      .def("forward_sparse", &decoder_forward_sparse, unlocked)
       .def("phase_seconds", &decoder_phase_seconds);
   nb::class_<Encoder>(m, "Encoder")
       .def("__init__", &make_encoder)

@@ -7,6 +7,7 @@ namespace headrace {
 
 constexpr int64_t kPageSize = 16;    // tokens in a page of the KV cache
 constexpr int64_t kKeyBlock = 256;   // keys of one step of the online softmax, aligned at position 0
+constexpr int64_t kChosenSplit = 256; // as kKeySplit, of keys that were chosen
 constexpr int64_t kKeySplit = 1024;  // keys of one partial result, aligned at position 0: the same cut for every row
 constexpr int64_t kPackedColumns = 32;
 constexpr int64_t kMaxIntHeadDim = 512;  // of an int8 or int16 KV cache
@@ -156,6 +157,14 @@ constexpr int64_t kv_page_elements(KvType type, int64_t head_dim) {
   return kPageSize * (head_dim + (type == KvType::kInt8 ? 4 : type == KvType::kInt16 ? 2 : 0));
 }
 
+// Double sparsity (S. Yang et al., "Post-Training Sparse Attention with Double Sparsity", 2024), by pages: positions from first[sequence] on attend to
+// `pages` pages: the first, the last `recent`, and those between with the largest scores by the first `channels` elements of queries and keys.
+// first null: every position attends to all.
+struct SparseAttention {
+  const int32_t* first = nullptr;
+  int64_t channels = 0, pages = 0, recent = 0;
+};
+
 struct AttentionArgs {
   const float* q;
   int64_t q_stride;
@@ -168,6 +177,7 @@ struct AttentionArgs {
   int64_t window;  // 0: none
   float softcap;   // 0: none
   const int32_t* last_keys;  // of each row: the last key that it sees, at or after its position; null: its position
+  SparseAttention sparse = {};  // not beside a window or last_keys
 };
 
 // Attention in both directions within each of the sequences whose tokens lie one after the other. q [tokens, num_q_heads, head_dim];
@@ -207,11 +217,33 @@ struct AttentionTile {
   int32_t num_queries;
   int32_t kv_head;
   int32_t shared_keys;
+  int32_t key_split;       // kKeySplit or kChosenSplit
   int32_t split_begin, split_end;
   int32_t num_splits;      // of the whole tile, from first_split
   int32_t first_split;
   float* partial;          // [num_splits][rows][head_dim + 2] when other tiles take other splits, else null
   int32_t* pending;        // tiles still at work on the same rows; who brings it to 0 merges
+};
+
+// Which pages `queries` attend to, into chosen [num_queries][num_kv_heads][sparse.pages], ascending. tops: [num_queries][num_kv_heads][query heads of
+// a KV head][top_stride], the largest score of each page. pending: as in AttentionTile, num_splits each, of kPageSplit pages.
+struct ChosenPages {
+  const AttentionQuery* queries;
+  int64_t num_queries, num_splits, top_stride;
+  int32_t* chosen;
+  float* tops;
+  int32_t* pending;
+};
+constexpr int64_t kPageSplit = 64;
+
+// Heads of x in place: element i becomes element order[kv_head][i] * scale, and then blocks of 16 elements are added and subtracted, a Walsh-Hadamard
+// transform over num_blocks of them. The rotation of an int8 cache undoes that, but for a factor: blocks of 16 are rotated each by itself.
+struct OrderArgs {
+  float* x;
+  int64_t x_stride;
+  const int32_t* order;  // [num_heads / group][head_dim]
+  int64_t tokens, num_heads, group, head_dim, num_blocks;
+  float scale;
 };
 
 struct WriteKvArgs {
@@ -362,6 +394,8 @@ struct KernelTable {
   const char* isa;
   void (*linear)(const LinearArgs&);
   void (*attention)(const AttentionArgs&, const AttentionTile* tiles, int64_t num_tiles);
+  void (*choose_pages)(const AttentionArgs&, const ChosenPages&);
+  void (*order_heads)(const OrderArgs&);
   void (*packed_attention)(const PackedAttentionArgs&, const PackedChunk* chunks, int64_t num_chunks);
   void (*write_kv)(const WriteKvArgs&);
   void (*gather_kv)(const GatherKvArgs&);

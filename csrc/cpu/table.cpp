@@ -31,7 +31,7 @@ namespace HEADRACE_ISA {
 
 const KernelTable& table() {
   static constexpr KernelTable kTable = {
-      HEADRACE_NAME(HEADRACE_ISA), linear, attention, packed_attention, write_kv, gather_kv, rms_norm, head_norm, rotary, silu_mul,
+      HEADRACE_NAME(HEADRACE_ISA), linear, attention, choose_pages, order_heads, packed_attention, write_kv, gather_kv, rms_norm, head_norm, rotary, silu_mul,
       gelu_tanh_mul, gelu_mul, gelu, gelu_tanh, relu, embedding, argmax, layer_norm, draw, exp_sums, moe, quantize_rows, linear_quantized, probe_read,
       probe_fma, probe_dot};
   return kTable;

@@ -76,6 +76,21 @@ PHASES = ("norm", "qkv", "heads", "attention", "out", "gate_up", "activation", "
 reduce: sums over ranks."""
 
 
+class Sparsity(Protocol):
+    """See `attention.sparsity.DoubleSparsity`."""
+
+    @property
+    def num_channels(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def orders(self) -> tuple[torch.Tensor, ...]: ...
+
+
+RECENT_PAGES = 4
+"""Of the pages that sparse attention chooses, so many are the last ones, that of the position itself included."""
+
+
 class RankGroup(Protocol):
     """Ranks that each have a part of the weights of the same layers, and run the same steps."""
 
@@ -98,10 +113,13 @@ class FusedDecoder:
         *,
         rounded: bool = False,
         group: RankGroup | None = None,
+        sparsity: Sparsity | None = None,
     ) -> None:
         """k_caches, v_caches: one each layer, laid out by `packing.kv_cache_shapes`. rounded: see `ops.paged_attention`.
 
         group: the layers have a rank's part of the heads and of the intermediate size; what `out` and `down` give is summed over the ranks.
+
+        sparsity: order the channels of queries and keys, and let positions from `sparse_first` of a call on attend to few pages.
 
         ValueError when anything does not fit.
         """
@@ -133,6 +151,13 @@ class FusedDecoder:
                 *as_native(layer.attention_norm, layer.qkv.native, *(layer.head_norms or (None, None)), *rotation),
                 *as_native(*attention, layer.out.native, layer.after_attention, *mlp),
             )
+        self._orders = () if sparsity is None else sparsity.orders
+        if sparsity is not None:
+            for order in self._orders:
+                check_contiguous("decoder: order", order, torch.int32, (spec.num_kv_heads, spec.head_dim))
+            self._decoder.set_sparse(
+                sparsity.num_channels, sparsity.num_pages, RECENT_PAGES, [order.data_ptr() for order in self._orders]
+            )
         if group is not None:
             assert group.address is not None, "ranks without a native group run the layers one by one"
             self._decoder.set_group(group.address)
@@ -146,12 +171,14 @@ class FusedDecoder:
         seq_lens: torch.Tensor,
         q_starts: torch.Tensor,
         read_starts: torch.Tensor | None = None,
+        sparse_first: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run all layers and the final norm; without one, what the layers add is added to the rows.
 
         hidden: float32[tokens, hidden_size], what the first layer takes; overwritten. positions, out_slots: int32[tokens].
         page_table, seq_lens, q_starts: see `ops.paged_attention`. read_starts: int32[num_seqs + 1]; of sequence i the last
-        read_starts[i + 1] - read_starts[i] rows are read, None: all. Returns float32[rows that are read, hidden_size]. ValueError when a
+        read_starts[i + 1] - read_starts[i] rows are read, None: all. sparse_first: int32[num_seqs], see `__init__`.
+        Returns float32[rows that are read, hidden_size]. ValueError when a
         size, position, slot, start or page does not fit; then no KV is written. ExecutionError when the group is broken.
         """
         tokens, (num_seqs, max_pages) = hidden.shape[0], page_table.shape
@@ -169,10 +196,16 @@ class FusedDecoder:
             num_read = int(read_starts[-1])
         out = torch.empty(num_read, self._spec.hidden_size)
         try:
-            self._decoder.forward(
+            step = (
                 *as_native(hidden, out, tokens, positions, out_slots, page_table, max_pages),
                 *as_native(seq_lens, q_starts, read_starts, num_seqs),
             )
+            if sparse_first is None:
+                self._decoder.forward(*step)
+            else:
+                check_contiguous("decoder: sparse_first", sparse_first, torch.int32, (num_seqs,))
+                assert self._orders, "sparse_first without sparsity"
+                self._decoder.forward_sparse(*step, sparse_first.data_ptr())
         except RuntimeError as error:
             if self._group is None:
                 raise

@@ -57,6 +57,32 @@ def paged_attention(
     softcap: float,
     last_keys: int,
 ) -> None: ...
+def sparse_attention(
+    q: int,
+    q_stride: int,
+    out: int,
+    k_cache: int,
+    v_cache: int,
+    kv_type: int,
+    num_pages: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_table: int,
+    max_pages: int,
+    seq_lens: int,
+    q_starts: int,
+    num_seqs: int,
+    num_tokens: int,
+    num_q_heads: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    last_keys: int,
+    sparse_first: int,
+    channels: int,
+    pages: int,
+    recent: int,
+) -> None: ...
 def packed_attention(
     q: int,
     q_stride: int,
@@ -213,6 +239,7 @@ class Decoder:
         down: tuple[int, int, int, int, int, int],
         after_mlp: int,
     ) -> None: ...
+    def set_sparse(self, channels: int, pages: int, recent: int, orders: list[int]) -> None: ...
     def set_group(self, group: int) -> None: ...
     def forward(
         self,
@@ -227,6 +254,21 @@ class Decoder:
         q_starts: int,
         read_starts: int,
         num_seqs: int,
+    ) -> None: ...
+    def forward_sparse(
+        self,
+        hidden: int,
+        out: int,
+        tokens: int,
+        positions: int,
+        out_slots: int,
+        page_table: int,
+        max_pages: int,
+        seq_lens: int,
+        q_starts: int,
+        read_starts: int,
+        num_seqs: int,
+        sparse_first: int,
     ) -> None: ...
     def phase_seconds(self) -> list[float]: ...
 
