@@ -13,6 +13,7 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 - Replicas: replicas.py (real ones beside the simulated)
 - Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py, gguf_types.py,
   gguf_tokenizers.py
+- Of output and time: sparsity.py
 - A mix of clients for hours: soak.py (`scripts/soak`)
 
 configs/ holds sizes of models that get random weights, results/ the newest result of each kind and machine, which docs quote, notes/ what was

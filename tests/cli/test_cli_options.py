@@ -16,6 +16,7 @@ from headrace.config.settings import variable
 from headrace.errors import ConfigError
 
 FIELDS = {f.name: f for f in fields(ServerArgs)}
+SPARSE = ["--enable-double-sparsity", "--max-loras", "0"]
 NEEDED_WITH = {
     "log_requests_level": ["--log-requests"],
     "crash_dump_prompts": ["--dump-requests-dir", "dumps"],
@@ -31,6 +32,12 @@ NEEDED_WITH = {
         "m",
     ],
     **{name: ["--ray"] for name in FIELDS if name.startswith("ray_")},
+    **{
+        name: [*SPARSE, "--ds-channel-config-path", "channels.json"]
+        for name in FIELDS
+        if name.startswith("ds_") or name == "enable_double_sparsity"
+    },
+    "ds_channel_config_path": SPARSE,
 }
 """Options without which another is refused."""
 TEXTS = {

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from headrace import kernels
+from headrace.attention.sparsity import DoubleSparsity
 from headrace.config.resolve import AttentionNeeds
 
 
@@ -101,6 +102,7 @@ class StepRows:
     pages: int32[num_rows, pages of the longest], contiguous, instead of `slots` (then empty) for a backend with `paged_kv`.
     last_keys: int32[num_tokens], the last position that each token sees, for a backend that `sees_ahead`; at or after its own, and below its row's
     seq_lens. They do not decrease within a row. None = its own.
+    sparse_first: int32[num_rows], the first position of each row that attends to few keys, for a pool with `PagedKv.sparsity`. None = no row has one.
     share_sequences: several rows may be positions of one sequence (draft tokens in a graph): K and V of all are written before any attends.
     """
 
@@ -113,6 +115,7 @@ class StepRows:
     slots: torch.Tensor
     pages: torch.Tensor | None = None
     last_keys: torch.Tensor | None = None
+    sparse_first: torch.Tensor | None = None
     share_sequences: bool = False
 
 
@@ -153,13 +156,15 @@ class OwnRows:
 class PagedKv:
     """A pool in the layout of `headrace.kernels.kv_cache_shapes`, and the step's place in it, for a call that runs all layers.
 
-    rows, page_table (int32[num_rows, max_pages]): of the last prepared step. rounded: see `headrace.kernels.paged_attention`.
+    rows, page_table (int32[num_rows, max_pages]): of the last prepared step. rounded: see `headrace.kernels.paged_attention`. sparsity: of the call,
+    which then writes keys in another order of channels.
     """
 
     pool: KvPool
     rows: StepRows
     page_table: torch.Tensor
     rounded: bool = False
+    sparsity: DoubleSparsity | None = None
 
 
 class StepAttention(ABC):

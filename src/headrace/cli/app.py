@@ -425,7 +425,7 @@ def quantize(
             help="A known name, org/name, a Hugging Face folder or a GGUF file.", autocompletion=names_beginning
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")],
     scheme: Annotated[StoredScheme, typer.Option(help="Format of the weights; int4 is calibrated on a text.")] = "int4",
     calibration: Annotated[
         Path | None,
@@ -440,10 +440,19 @@ def quantize(
         int,
         typer.Option(help="Afterwards, compare perplexities on N tokens of other text; 0 = skip.", min=0, metavar="N"),
     ] = 4096,
+    calibrate_sparsity: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate-sparsity", help="Write the file of --ds-channel-config-path to --output instead.", metavar=""
+        ),
+    ] = False,
 ) -> None:
     """Write a quantised checkpoint of a model (docs/quantization.md)."""
-    from headrace.cli.quantize import run_quantize
+    from headrace.cli.quantize import run_calibrate_sparsity, run_quantize
 
+    if calibrate_sparsity:
+        run_calibrate_sparsity(model, output, calibration, calibration_tokens, Console())
+        return
     run_quantize(model, scheme, output, calibration, calibration_tokens, check_tokens, Console())
 
 

@@ -1,11 +1,11 @@
-"""`headrace quantize`: from a model to a folder with its quantised checkpoint, tokenizer and all.
+"""`headrace quantize`: from a model to a folder with its quantised checkpoint, tokenizer and all, or to the file of double sparsity.
 
 Owns the calibration text and what is copied. Does not own the quantisation (`execution.calibrate`). Runs in the main process.
 """
 
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -18,10 +18,13 @@ from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import Scheme, StoredScheme
 from headrace.errors import ConfigError
-from headrace.execution.calibrate import WindowRunner, perplexity, quantize_checkpoint
-from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads
+from headrace.execution.calibrate import WindowRunner, channel_weights, perplexity, quantize_checkpoint
+from headrace.execution.load_weights import IN_THIS_THREAD, LoadThreads, load_model, load_threads
 from headrace.kernels import cpu
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
+
+_SPARSITY_WINDOW = 4096
+"""Tokens of the calibration text that attend to one another, for --calibrate-sparsity."""
 
 
 def run_quantize(
@@ -38,19 +41,13 @@ def run_quantize(
         raise ConfigError(f"--output {output}: the folder is not empty")
     path = resolve_model(model)
     checkpoint, tokenizer = open_checkpoint(path, NONE), load_tokenizer(path)
-    is_native = not cpu.why_not()
-    backend = "cpu" if is_native else "torch_native"
+    backend = _backend()
     text = default_text("calibration") if calibration is None else calibration.read_text()
     windows = windows_of(tokenizer, text, calibration_tokens)
     if len(windows[0]) < 2:
         raise ConfigError("the calibration text is empty")
-    num_threads = kernels.num_threads()
-    kernels.set_num_threads(num_threads)
-    # Without native kernels torch runs the model, so its own threads are needed.
-    with (
-        load_threads(num_threads) if is_native else nullcontext(IN_THIS_THREAD) as threads,
-        console.status("loading") as status,
-    ):
+    kernels.set_num_threads(kernels.num_threads())
+    with _threads() as threads, console.status("loading") as status:
         quantize_checkpoint(
             checkpoint, scheme, windows, output, backend=backend, progress=status.update, threads=threads
         )
@@ -67,6 +64,41 @@ def run_quantize(
             highlight=False,
             soft_wrap=True,
         )
+
+
+def run_calibrate_sparsity(
+    model: str, output: Path, calibration: Path | None, calibration_tokens: int, console: Console
+) -> None:
+    """Write the file of --ds-channel-config-path. Raises ConfigError or ModelError."""
+    from headrace.attention.sparsity import write_orders
+
+    if output.exists():
+        raise ConfigError(f"--output {output} exists; name a new file")
+    path = resolve_model(model)
+    checkpoint = open_checkpoint(path, NONE)
+    text = default_text("calibration") if calibration is None else calibration.read_text()
+    ids = load_tokenizer(path).encode(text)[:calibration_tokens]
+    if len(ids) < 2:
+        raise ConfigError("the calibration text is empty")
+    # Far apart, rotation makes keys differ more.
+    length = min(_SPARSITY_WINDOW, checkpoint.config.max_position_embeddings)
+    windows = [ids[start : start + length] for start in range(0, len(ids), length)]
+    kernels.set_num_threads(kernels.num_threads())
+    with _threads() as threads, console.status("loading") as status:
+        weights = channel_weights(checkpoint, windows, backend=_backend(), progress=status.update, threads=threads)
+    write_orders(output, weights)
+    console.print(
+        f"{output}: the order of channels in {checkpoint.config.num_layers} layers", highlight=False, soft_wrap=True
+    )
+
+
+def _backend() -> str:
+    return "torch_native" if cpu.why_not() else "cpu"
+
+
+def _threads() -> AbstractContextManager[LoadThreads]:
+    """Without native kernels torch runs the model, so its own threads are needed."""
+    return nullcontext(IN_THIS_THREAD) if cpu.why_not() else load_threads(kernels.num_threads())
 
 
 def _perplexity(checkpoint: Checkpoint, scheme: Scheme, backend: str, windows: Sequence[Sequence[int]]) -> float:

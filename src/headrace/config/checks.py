@@ -30,6 +30,7 @@ _NOT_OF_ENCODERS = {
     "max_total_tokens": "an encoder has no KV cache",
     "kv_cache_dtype": "an encoder has no KV cache",
     "kv_events_config": "an encoder has no KV cache",
+    "enable_double_sparsity": "an encoder has no KV cache",
     "cuda_graph_bs": "an encoder has no decode steps",
     "cuda_graph_max_bs": "an encoder has no decode steps",
 }
@@ -84,6 +85,7 @@ def check_combinations(args: ServerOptions) -> None:
     if (args.kv_cache_dir is not None or args.kv_cache_host_size) and args.disable_radix_cache:
         option = "--kv-cache-dir" if args.kv_cache_dir is not None else "--kv-cache-host-size"
         raise ConfigError(f"{option} is behind the prefix cache: it cannot be combined with --disable-radix-cache")
+    _check_sparsity(args)
     for option, value in (("--chunked-prefill-size", args.chunked_prefill_size), ("--max-step-ms", args.max_step_ms)):
         if value is not None and value != -1 and value < 1:
             raise ConfigError(f"{option} must be -1 or at least 1, got {value}")
@@ -106,6 +108,37 @@ def check_combinations(args: ServerOptions) -> None:
         raise ConfigError("--crash-dump-prompts needs --crash-dump-dir or --dump-requests-dir")
     if args.log_requests_level and not args.log_requests:
         raise ConfigError(f"--log-requests-level {args.log_requests_level} needs --log-requests")
+
+
+def _check_sparsity(args: ServerOptions) -> None:
+    option = "--enable-double-sparsity"
+    for field in fields(args):
+        if (
+            field.name.startswith("ds_")
+            and not args.enable_double_sparsity
+            and getattr(args, field.name) != field.default
+        ):
+            raise ConfigError(f"{flag(field.name)} needs {option}")
+    if not args.enable_double_sparsity:
+        return
+    if args.ds_channel_config_path is None:
+        raise ConfigError(
+            f"{option} needs --ds-channel-config-path: make the file by headrace quantize --calibrate-sparsity"
+        )
+    for name, value in (("channel", args.ds_heavy_channel_num), ("token", args.ds_heavy_token_num)):
+        if value % 16:
+            raise ConfigError(f"--ds-heavy-{name}-num must be a multiple of 16, got {value}")
+    beside = {
+        "--device cuda": args.device == "cuda",
+        "--tp-size, --pp-size or --dp-size": args.num_ranks > 1 or args.num_replicas > 1,
+        "adapters: give --max-loras 0": args.max_loras > 0,
+        "--kv-cache-dir or --kv-cache-host-size": args.kv_cache_dir is not None or args.kv_cache_host_size > 0,
+    }
+    for other, given in beside.items():
+        if given:
+            raise ConfigError(
+                f"{option} runs on one CPU process that keeps its KV to itself: it cannot be combined with {other}"
+            )
 
 
 def _check_processes(args: ServerOptions) -> None:

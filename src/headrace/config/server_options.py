@@ -11,9 +11,6 @@ from typing import Any, Literal
 from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.media_kinds import DEFAULT_FILE_BYTES, MediaKind
 
-_LONGEST_S = 1e9
-"""About thirty years; longer times are refused, since no system clock counts that far."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -28,7 +25,7 @@ class Bounds:
 
 POSITIVE = Bounds(least=1)
 COUNT = Bounds(least=0)
-SECONDS = Bounds(least=0.0, most=_LONGEST_S)
+SECONDS = Bounds(least=0.0, most=1e9)  # about thirty years: no system clock counts that far
 FILLED = Bounds(filled=True)
 
 
@@ -421,6 +418,12 @@ class ServerOptions:
         "At a weight update, flush: requests that have begun end first, and cached KV is dropped; recompute: requests go on at once, and compute "
         "their KV again with the new weights; keep: they go on at once, with the KV of the old weights. See docs/weights.md.",
     )
+    enable_double_sparsity: bool = _memory(False, "Long outputs attend to part of the KV cache. See docs/kv-cache.md.")
+    ds_channel_config_path: str | None = _memory(None, "File of `headrace quantize --calibrate-sparsity`.", FILLED)
+    ds_heavy_channel_num: int = _memory(32, "Channels that tell which pages matter, of a KV head.", Bounds(least=16))
+    ds_heavy_token_num: int = _memory(1024, "Tokens that such an output attends to, in pages of 16.", POSITIVE)
+    ds_heavy_channel_type: Literal["qk", "q", "k"] = _memory("qk", "Which order of channels in the file counts.")
+    ds_sparse_decode_threshold: int = _memory(4096, "Outputs before this position attend to all tokens.", COUNT)
     disable_overlap_schedule: bool = _memory(False, "Plan a step only after the previous one has finished.")
     speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _memory(
         "auto",
@@ -428,9 +431,7 @@ class ServerOptions:
         "came before, in the prompt or the output; auto: on a CPU all that needs no weights of its own, where steps as measured at start make it "
         "worth it, else off; draft: a smaller model; eagle3: an EAGLE-3 head; off, none: no draft tokens. See docs/speculation.md.",
     )
-    speculative_num_draft_tokens: int = _memory(
-        16, "Most draft tokens at a time with --speculative-algorithm.", Bounds(least=1, most=63)
-    )
+    speculative_num_draft_tokens: int = _memory(16, "Most draft tokens at a time.", Bounds(least=1, most=63))
     speculative_shared_tokens: int = _memory(
         0,
         "With ngram and auto: draft also from the last N output tokens of other requests with the same key, salt and adapter; 0 = none.",

@@ -14,6 +14,7 @@ import torch
 
 from headrace import kernels
 from headrace.attention.base import AttentionBackend, KvPool
+from headrace.attention.sparsity import read_sparsity
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import NOTHING_AHEAD, ReadAhead, content_of
 from headrace.config.checks import guesses_by_text
@@ -343,10 +344,19 @@ def _allocate(
     size = f"a KV cache of {plan.num_tokens} tokens ({plan.num_tokens * shape.bytes_per_token / 2**30:.1f} GiB)"
     with naming_memory(size, "lower --max-total-tokens or --mem-fraction-static"):
         pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
+    sparsity = read_sparsity(setup.args, model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+    if (kv := attention.paged_kv()) is not None:
+        kv.sparsity = sparsity
     reason = model.fuse(attention) if setup.is_cpu else f"the device is {config.device}"
     decisions.append(
         f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
     )
+    if sparsity is not None:
+        if not reason and model_config.media is not None:
+            reason = "media reach the layers one by one"
+        if reason:
+            raise ConfigError(f"--enable-double-sparsity needs the fused decoder, and {reason}")
+        decisions.append(str(sparsity))
     draft_attention = None if draft is None else draft.with_cache(num_slots)
     return _Memory(plan, graph_sizes, verifying, attention, pool, draft_attention)
 
@@ -373,6 +383,7 @@ def _sequence_table(setup: Setup, memory: _Memory, link: Device | None, rank: Ra
         link=link,
         part=part,
         first_slot=part * memory.plan.num_tokens,
+        sparse_from=setup.args.ds_sparse_decode_threshold if setup.args.enable_double_sparsity else None,
     )
 
 

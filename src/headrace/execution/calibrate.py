@@ -1,4 +1,5 @@
-"""Writes a quantised checkpoint, rounded to nearest, or calibrated on a text if the format requires it; and the perplexity of a model on a text.
+"""Writes a quantised checkpoint, rounded to nearest, or calibrated on a text if the format requires it; the perplexity of a model on a text; and
+which channels of its keys are heavy (`channel_weights`).
 
 Owns the walk over the layers and the files written. Does not own the arithmetic (`layers.quantization`) or the format
 (`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command, on CPU, and in the threads that it is given.
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headrace.attention.base import AttentionBackend
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, StepAttention
 from headrace.attention.select import make_backend
+from headrace.attention.sparsity import ChannelType
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_formats import own_tensors
@@ -66,11 +68,13 @@ class WindowRunner:
         self._attention.make_kv_pool(kv_shape(config, torch.float32), num_slots, PAGE, torch.device("cpu"))
 
     @torch.inference_mode()
-    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The hidden states of all positions, [len(tokens), hidden_size]."""
+    def hidden(
+        self, tokens: Sequence[int], see: "Callable[[StepAttention], StepAttention]" = lambda own: own
+    ) -> torch.Tensor:
+        """The hidden states of all positions, [len(tokens), hidden_size]. see: what the model takes for its attention."""
         rows = window_rows(len(tokens))
         self._attention.prepare(rows)
-        return self._model.forward(self._model.embed(torch.tensor(tokens)), rows.positions, self._attention)
+        return self._model.forward(self._model.embed(torch.tensor(tokens)), rows.positions, see(self._attention))
 
     @torch.inference_mode()
     def negative_log_likelihoods(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -83,6 +87,52 @@ def perplexity(runner: WindowRunner, windows: Sequence[Sequence[int]]) -> float:
     """e^(mean negative log likelihood) over all tokens except the first of each window. windows: at least two tokens each."""
     losses = torch.cat([runner.negative_log_likelihoods(window) for window in windows])
     return math.exp(float(losses.double().mean()))
+
+
+class _Channels(StepAttention):
+    """Sums over the queries and keys of each layer, [num_kv_heads, head_dim] each, and attention as `own` computes it."""
+
+    name = "observed"
+
+    def __init__(self) -> None:
+        self.own: StepAttention
+        self.sums: dict[int, torch.Tensor] = {}
+
+    def over(self, own: StepAttention) -> "_Channels":
+        self.own = own
+        return self
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
+        of_groups = q.double().unflatten(1, (layer.num_kv_heads, -1))
+        keys = k.double()
+        sums = (of_groups.abs().mean(2), of_groups.square().mean(2), keys.abs(), keys, keys.square())
+        found = torch.stack([part.sum(0) for part in sums])
+        self.sums[layer.layer_id] = self.sums.get(layer.layer_id, 0.0) + found
+        return self.own.forward(q, k, v, layer)
+
+
+def channel_weights(
+    checkpoint: Checkpoint, windows: Sequence[Sequence[int]], *, backend: str, progress: Progress, threads: LoadThreads
+) -> dict[ChannelType, list[torch.Tensor]]:
+    """How heavy the channels of each layer's keys are after rotation, float64[num_kv_heads, head_dim].
+
+    qk: the mean square of queries times the variance of keys; what is the same in all keys moves no choice between them. q, k: mean magnitudes.
+    windows: tokens of the text. backend: for attention. Raises ModelError.
+    """
+    config = checkpoint.config
+    placement = Placement(torch.device("cpu"), torch.float32, max(len(window) for window in windows), "none")
+    model = load_model(checkpoint, model_class_for(config), placement, threads=threads)
+    runner, seen = WindowRunner(model, config, backend, placement.max_positions), _Channels()
+    for number, window in enumerate(windows):
+        runner.hidden(window, seen.over)
+        progress(f"calibration text: {number + 1} of {len(windows)} windows")
+    num_tokens = sum(len(window) for window in windows)
+    means = [seen.sums[layer] / num_tokens for layer in range(config.num_layers)]
+    return {
+        "qk": [q_square * (k_square - k.square()) for _, q_square, _, k, k_square in means],
+        "q": [q for q, *_ in means],
+        "k": [k for _, _, k, *_ in means],
+    }
 
 
 def quantize_checkpoint(

@@ -67,6 +67,7 @@ class SequenceTable:
     page_size: given (without a link), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
     part: of the KV cache that this rank has, where ranks have different sequences; first_slot: its first slot in the plans, which is slot 0
     here. Of the other ranks' sequences, the slots in the table are of no use.
+    sparse_from: given, positions after the prompt from this one on attend to few keys (`StepRows.sparse_first`).
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SequenceTable:
         link: Device | None = None,
         part: int = 0,
         first_slot: int = 0,
+        sparse_from: int | None = None,
     ) -> None:
         assert not page_size or link is None, (page_size, device)
         self.max_seqs = max_seqs
@@ -87,6 +89,8 @@ class SequenceTable:
         self.page_size = page_size
         self.part = part
         self.first_slot = first_slot
+        self.sparse_from = sparse_from
+        self.sparse_first = np.zeros(max_seqs, np.int32)
         self.tokens = torch.zeros(max_seqs + 1, context_length + 1, dtype=torch.int64, device=device)
         self.slots = torch.zeros(max_seqs + 1, 0 if page_size else context_length, dtype=torch.int32, device=device)
         num_pages = -(-context_length // page_size) if page_size else 0
@@ -112,6 +116,7 @@ class SequenceTable:
             self.slots[new.seq, :num_cached] = self._placed(
                 (new.prefix_slots - self.first_slot).astype(np.int32, copy=False)
             )
+        self.sparse_first[new.seq] = max(new.num_prompt_tokens, self.sparse_from or 0)
         # A row that has been left must not hold a grammar, which may be large.
         kept = new if new.grammar is None else replace(new, grammar=None)
         spec = self.specs[new.seq] = SequenceSpec(kept, input_embeds)
@@ -192,6 +197,7 @@ class ForwardBatch:
             out_slots=out_slots,
             slots=slots,
             pages=pages,
+            sparse_first=None if table.sparse_from is None else torch.from_numpy(table.sparse_first[plan.seqs]),
         )
         return cls(token_ids, starts, counts, row_starts_on_host, rows)
 

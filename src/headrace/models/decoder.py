@@ -416,12 +416,13 @@ class DecoderLM:
     ) -> torch.Tensor:
         rows = kv.rows
         step = (positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)
+        first = None if kv.sparsity is None else rows.sparse_first
         *between, last = decoders
         self._tapped = []
         for decoder in between:
-            hidden = decoder(hidden, *step, None)
+            hidden = decoder(hidden, *step, None, first)
             self._tapped.append(hidden.clone())
-        return last(hidden, *step, None if reads is None else torch.tensor(reads.starts, dtype=torch.int32))
+        return last(hidden, *step, None if reads is None else torch.tensor(reads.starts, dtype=torch.int32), first)
 
     def fuse(self, attention: StepAttention) -> str:
         self._fused = None
@@ -457,7 +458,8 @@ class DecoderLM:
             spec, layers=spec.layers[begin:end], final_norm=spec.final_norm if end == len(spec.layers) else None
         )
         k, v = kv.pool.k[begin:end], kv.pool.v[begin:end]
-        return FusedDecoder(part, k, v, rounded=kv.rounded, group=self._shard.group)
+        sparsity = None if kv.sparsity is None else kv.sparsity.of_layers(begin, end)
+        return FusedDecoder(part, k, v, rounded=kv.rounded, group=self._shard.group, sparsity=sparsity)
 
     def compile_pieces(self, backend: str = "inductor") -> str:
         """Run the parts between attention calls as compiled functions from now on. Returns "", or why that is impossible. Weights must be loaded."""

@@ -233,7 +233,8 @@ def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None"
         cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size, events)
         return KvPart(PageAllocator(pages_each, ready.page_size, first=index * pages_each), cache)
 
-    return KVManager([part(index) for index in range(args.num_kv_parts)], ready.max_running_requests)
+    unshared_from = args.ds_sparse_decode_threshold if args.enable_double_sparsity else None
+    return KVManager([part(index) for index in range(args.num_kv_parts)], ready.max_running_requests, unshared_from)
 
 
 def scheduler_config(

@@ -86,16 +86,18 @@ class KvPart:
 class KVManager:
     """See the module docstring. parts: of equal size. max_seqs: rows of the worker's sequence table.
 
+    unshared_from: outputs from this position on never enter the cache: as part of a prompt they would be computed otherwise. None = they all may.
     num_left: how many rows requests have left so far. on_insert: called with the part, tokens and namespace of a prefix that the cache did not have
     as a whole before. on_short: called where pages are missing, and before all of them are taken back: lets go of what no step needs.
     weights: those of the steps.
     on_flush: called before all are taken back: lets go of what is pinned.
     """
 
-    def __init__(self, parts: Sequence[KvPart], max_seqs: int) -> None:
+    def __init__(self, parts: Sequence[KvPart], max_seqs: int, unshared_from: int | None = None) -> None:
         self.parts = parts
         self.page_size = parts[0].allocator.page_size
         self.max_seqs = max_seqs
+        self.unshared_from = unshared_from
         self._free_seqs = list(range(max_seqs - 1, -1, -1))
         self._left: list[int] = []
         self.num_left = 0
@@ -269,7 +271,10 @@ class KVManager:
         return found
 
     def _insert(self, req: Req) -> None:
-        num_full = req.num_computed // self.page_size
+        num_shared = req.num_computed
+        if self.unshared_from is not None:
+            num_shared = min(num_shared, max(req.num_prompt_tokens, self.unshared_from))
+        num_full = num_shared // self.page_size
         if num_full <= req.num_tree_pages:
             return
         part = self.parts[req.part]
