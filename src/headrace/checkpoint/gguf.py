@@ -114,7 +114,9 @@ class GgufFile:
         self.path = path
         self.others: tuple[GgufFile, ...] = ()
         self._part_of: dict[str, GgufFile] = {}
-        self._map = map_regular(path, mmap.ACCESS_READ)
+        self._map = map_regular(
+            path, mmap.ACCESS_COPY
+        )  # which nobody writes: torch warns of memory that cannot be written
         self._size = len(self._map)
         self._values: dict[str, Any] = {}
         self._arrays: dict[str, _Array] = {}

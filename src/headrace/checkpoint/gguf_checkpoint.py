@@ -153,8 +153,9 @@ class GgufCheckpoint(Checkpoint):
         source, kind = self._source(name), self.block_type(name)
         if kind is None or not isinstance(source, GgufSource):
             return None
-        # A copy: the file may change, and torch warns of memory that cannot be written.
-        rows = np.array(source.rows())
+        rows = source.rows()
+        if kind.block_values == 1:  # floats may be used as they are, and the file may change
+            rows = np.array(rows)
         self._check_blocks(name, rows, kind)
         return BlockMatrix(kind, torch.from_numpy(rows))
 
