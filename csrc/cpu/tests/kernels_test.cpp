@@ -93,7 +93,7 @@ void ggufs() {
       const Buffer<float> out(2 * k);
       const Buffer<int32_t> ids(2);
       ids[0] = 39;
-      kernels().embedding({packed.get(), false, TableOrder::kGguf, ids.get(), false, out.get(), 2, k, 0.5f});
+      kernels().embedding({packed.get(), FloatType::kFloat, TableOrder::kGguf, ids.get(), false, out.get(), 2, k, 0.5f});
       return out.bytes();
     });
   }
