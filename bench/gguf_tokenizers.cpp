@@ -18,7 +18,7 @@ int main(int, char ** argv) {
     uint32_t size = 0;
     while (fread(&size, sizeof size, 1, stdin) == 1) {
         std::string text(size, '\0');
-        std::vector<int32_t> ids(size + 8);
+        std::vector<int32_t> ids(20 * size + 8); // NFKC makes up to 18 characters of one
         if (fread(text.data(), 1, size, stdin) != size) {
             return 1;
         }

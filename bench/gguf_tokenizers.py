@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: ids beside llama.cpp's, of 2,000 texts, for every pre-tokenizer that we know and for vocabularies at hand.
+"""Tokenizers of GGUF files: ids beside llama.cpp's, of 2,000 texts, for every pre-tokenizer, every kind, and vocabularies at hand.
 
     .venv/bin/python -m bench.gguf_tokenizers --llama-cpp SOURCE --build BUILD [--vocabularies FOLDER] [--blns FILE] [--output FILE]
 
@@ -36,6 +36,8 @@ TRAINED_TOKENS = 12_000
 ADD, PARSE = 1, 2
 OWN = ("<s>", "</s>", "<tool>")
 """Tokens that are not trained."""
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 WORDS = """the cat sat on the mat|DON'T|it's|IT'S|we'Ll've|I'VE|they'RE|O'Neill's|camelCaseWord
 HTTPServer2Go|snake_case_name|naïve café|ÀÉÎÕÜ straße ǅ ﬁ
@@ -163,7 +165,11 @@ APART: dict[str, tuple[str, Callable[[str], bool]]] = {
             or bool(re.search("[\u2e80-\u2fd5\u3005\u3007\u3021-\u303b]", text))
         ),
     ),
-    "llama": ("after special tokens of Phi 3 it drops ASCII spaces alone", any_of(r">[^\S \t\r\n\v\f]")),
+    "llama": (
+        "after special tokens of Phi 3 it drops ASCII spaces alone; pieces that make up the text of a special token are that token",
+        any_of(r">[^\S \t\r\n\v\f]|<unk>|</?s>"),
+    ),
+    **dict.fromkeys(("rwkv", "plamo2"), ("it reads the text of a special token as that token", any_of("<unk>|</?s>"))),
     "superbpe": ("it groups ASCII digits alone", in_category("Nd", above="\x7f")),
     "bert": (
         "it leaves Hangul whole, drops spacing marks, and knows no limit of 100 characters a word",
@@ -209,7 +215,7 @@ def trained(texts: Sequence[str], characters: bool) -> tuple[list[str], list[str
     backend = tokenizers.Tokenizer(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # Of names such as these llama.cpp makes special tokens, whatever their type.
-    texts = [re.sub("|".join((*OWN, r"<\|.*?\|>", r"\[PAD\]", "<0x0A>", "\0")), "", text) for text in texts]
+    texts = [re.sub("|".join((*OWN, "<unk>", r"<\|.*?\|>", r"\[PAD\]", "<0x0A>", "\0")), "", text) for text in texts]
     if characters:
         # llama.cpp keeps newlines apart from all else.
         texts = [part for text in texts for part in re.split("(\n+)", text.replace(" ", "▁")) if part]
@@ -225,35 +231,64 @@ def trained(texts: Sequence[str], characters: bool) -> tuple[list[str], list[str
     model = json.loads(backend.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     if characters:
-        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+        tokens += BYTES
     return tokens, [" ".join(merge) for merge in model["merges"]]
 
 
-def write(path: Path, pre: str, tokens: list[str], merges: list[str]) -> Path:
-    """Tokenizer alone, which llama.cpp reads, too."""
+def write(
+    path: Path,
+    model: str,
+    rows: Sequence[tuple[str, int, float]],
+    pre: str = "",
+    merges: Sequence[str] = (),
+    **ids: int,
+) -> Path:
+    """Tokenizer alone, which llama.cpp reads, too. rows: text, type and score of each token. ids: of special tokens."""
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in {
-        "context_length": 512,
-        "embedding_length": 64,
-        "block_count": 1,
-        "feed_forward_length": 64,
-    }.items():
+    sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64}
+    for key, value in sizes.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(model)
     if pre:
         writer.add_tokenizer_pre(pre)
-    bytes_of = {f"<0x{byte:02X}>" for byte in range(256)}
-    writer.add_token_list([*tokens, *OWN])
-    writer.add_token_types([*(6 if token in bytes_of else 1 for token in tokens), 3, 3, 4])
+    tokens, types, scores = zip(*rows, strict=True)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_scores(scores)
     writer.add_token_merges(merges)
-    writer.add_bos_token_id(len(tokens))
-    writer.add_eos_token_id(len(tokens) + 1)
+    for name, index in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     return path
+
+
+def write_byte_pairs(path: Path, pre: str, tokens: Sequence[str], merges: Sequence[str]) -> Path:
+    rows = [(token, BYTE if token in BYTES else NORMAL, 0.0) for token in tokens]
+    rows += [(OWN[0], CONTROL, 0.0), (OWN[1], CONTROL, 0.0), (OWN[2], USER, 0.0)]
+    return write(path, "gpt2", rows, pre, merges, bos=len(tokens), eos=len(tokens) + 1)
+
+
+def write_kind(path: Path, kind: str, tokens: Sequence[str]) -> Path:
+    """Of the kinds without merges. tokens: of characters."""
+    draw = random.Random(2)
+    words = [token if kind in ("llama", "t5") else token.replace("▁", " ") for token in tokens if token not in BYTES]
+    rows = [("<unk>", UNKNOWN, 0.0), ("<s>", CONTROL, 0.0), ("</s>", CONTROL, 0.0)]
+    if kind == "rwkv":
+        pieces = dict.fromkeys([*(bytes([byte]) for byte in range(256)), *(word.encode() for word in words)])
+        rows += [(repr(piece)[2:-1], NORMAL, 0.0) for piece in pieces]
+    else:
+        rows += [(byte, BYTE, 0.0) for byte in BYTES] if kind != "t5" else []
+        # Pairs are joined in the order in which they were found; others by the sum of the scores.
+        rows += [
+            (word, NORMAL, -float(at) if kind == "llama" else -round(draw.uniform(2, 14), 4))
+            for at, word in enumerate(words)
+        ]
+    rows = list({row[0]: row for row in reversed(rows)}.values())[::-1]
+    return write(path, kind, rows, unknown=0, bos=1, eos=2)
 
 
 def compare(file: Path, kind: str, peer: LlamaCpp, chosen: Sequence[str]) -> dict[str, Any]:
@@ -286,7 +321,7 @@ def compare(file: Path, kind: str, peer: LlamaCpp, chosen: Sequence[str]) -> dic
 
 
 def main() -> None:
-    """Compare each name, each file without one, and each vocabulary."""
+    """Compare each name, each kind without names, and each vocabulary."""
     parser = parser_of(__doc__)
     parser.add_argument("--llama-cpp", type=Path, required=True, help="llama.cpp's source")
     parser.add_argument("--build", type=Path, required=True, help="its build, with static libraries")
@@ -301,8 +336,11 @@ def main() -> None:
         of_bytes, of_characters = trained(chosen, False), trained(chosen, True)
         for pre in track(options.pre, description="pre-tokenizers"):
             given = of_characters if pre in SPLITS and SPLITS[pre].characters else of_bytes
-            file = write(Path(folder, "m.gguf"), pre, *given)
+            file = write_byte_pairs(Path(folder, "m.gguf"), pre, *given)
             rows.append({"pre": pre} | compare(file, pre, peer, chosen))
+        for kind in ("llama", "t5", "plamo2", "rwkv"):
+            file = write_kind(Path(folder, "m.gguf"), kind, of_characters[0])
+            rows.append({"kind": kind} | compare(file, kind, peer, chosen))
         files = sorted(options.vocabularies.glob("ggml-vocab-*.gguf")) if options.vocabularies else []
         for file in track(files, description="vocabularies"):
             read = GgufFile(file).get
