@@ -194,9 +194,14 @@ class Trials:
         """The first request of each prompt must compute it: `found` is 0."""
         with self.server() as server:
             self.rounds(self.counts(), server)
-        copy = self.folder.parent / resolve_model(self.model).name
-        shutil.copytree(resolve_model(self.model), copy, symlinks=False)
-        file = next(copy.glob("*.safetensors"))
+        original = resolve_model(self.model)
+        copy = self.folder.parent / "changed" / original.name
+        if original.is_dir():
+            shutil.copytree(original, copy)
+        else:
+            copy.parent.mkdir()
+            shutil.copy2(original, copy)
+        file = next(copy.glob("*.safetensors")) if copy.is_dir() else copy
         about = file.stat()
         file.chmod(0o600)
         with file.open("r+b") as data:
@@ -207,7 +212,7 @@ class Trials:
         os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
         with self.server(str(copy)) as server:
             found = [ask(server.url, ids_of(number, TOKENS), OUT)[1] for number in range(PROMPTS)]
-        shutil.rmtree(copy)
+        shutil.rmtree(copy.parent)
         return {"requests": PROMPTS, "found": sum(cached > 0 for cached in found)}
 
     def killed(self) -> dict[str, Any]:
