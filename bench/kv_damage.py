@@ -191,8 +191,8 @@ class Trials:
         return counts.report()
 
     def weights(self) -> dict[str, Any]:
-        """The first request of each prompt must compute it: `found` is 0."""
-        with self.server() as server:
+        """The first request of each prompt must compute it: `found` is 0. Without packed weights of before, which would be loaded in place of these."""
+        with self.server("", "--disable-weight-cache") as server:
             self.rounds(self.counts(), server)
         original = resolve_model(self.model)
         copy = self.folder.parent / "changed" / original.name
@@ -210,7 +210,7 @@ class Trials:
             data.seek(about.st_size // 2)
             data.write(bytes([byte ^ 1]))
         os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
-        with self.server(str(copy)) as server:
+        with self.server(str(copy), "--disable-weight-cache") as server:
             found = [ask(server.url, ids_of(number, TOKENS), OUT)[1] for number in range(PROMPTS)]
         shutil.rmtree(copy.parent)
         return {"requests": PROMPTS, "found": sum(cached > 0 for cached in found)}
