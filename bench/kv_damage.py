@@ -191,7 +191,7 @@ class Trials:
         return counts.report()
 
     def weights(self) -> dict[str, Any]:
-        """The first request of each prompt must compute it: `found` is 0. Without packed weights of before, which would be loaded in place of these."""
+        """The first request of each prompt must compute it: `found` is 0. Packed weights of before would be loaded in place of these."""
         with self.server("", "--disable-weight-cache") as server:
             self.rounds(self.counts(), server)
         original = resolve_model(self.model)

@@ -83,3 +83,13 @@ def test_memory_of_the_host_is_refused_where_the_pool_is_in_it(tiny_model: str):
         running_engine(tiny_model, kv_cache_host_size=1 << 20),
     ):
         pass
+
+
+def test_stages_find_what_one_process_wrote_and_other_ranks_do_not(tiny_model: str, tmp_path: Path):
+    """Each fingerprint has a folder; the sums of several ranks are in another order."""
+    folders = []
+    for options in ({}, {"pp_size": 2, "single_process": False}, {"tp_size": 2, "single_process": False}):
+        with running_engine(tiny_model, dtype="float32", kv_cache_dir=str(tmp_path / "kv"), **options) as engine:
+            engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+        folders.append(len({path.parent.parent for path in (tmp_path / "kv").rglob("*.kv")}))
+    assert folders == [1, 1, 2]
