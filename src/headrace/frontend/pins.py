@@ -251,7 +251,7 @@ class Pins:
             if left_s <= 0:
                 self._records.pop(pin_id, None)
                 continue
-            for replica in self._replicas_up():
+            for replica in [replica for replica in self._replicas_up() if record.held.get(replica)]:
                 try:
                     again = msgspec.structs.replace(record.prompt, routed_dp_rank=replica)
                     await self._compute(again, left_s, record.caller)
