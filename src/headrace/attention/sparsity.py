@@ -1,7 +1,7 @@
 """Double sparsity: long outputs attend to the pages of the KV cache that matter most, which few channels of the keys tell.
 
 S. Yang et al., "Post-Training Sparse Attention with Double Sparsity", 2024, with pages of 16 tokens in place of single ones. Owns the settings
-(`DoubleSparsity`) and the file with the order of channels, in SGLang's layout. Does not own the kernel (csrc/cpu/sparse_attention.cpp) or what
+(`DoubleSparsity`) and the file with the order of channels. Does not own the kernel (csrc/cpu/sparse_attention.cpp) or what
 measures the channels (`execution.calibrate`). Runs at start.
 """
 
