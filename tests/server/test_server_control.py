@@ -190,10 +190,10 @@ def test_faults_are_injected_only_when_enabled():
         assert httpx.post(running.url + "/inject_fault", json=fault | {"kind": "melt"}).status_code == 400
 
 
-UNDESCRIBED = {"/openapi.json", "/docs", "/ui", "/ui/{path}", "/api/blobs/{digest}"} | {
+UNDESCRIBED = {"/openapi.json", "/docs", "/ui", "/ui/{path}", "/api/blobs/{digest}", "/slots/{id}"} | {
     f"/api/{name}" for name in ("create", "copy", "push", "delete")
 }
-"""The web pages, what describes the API, and routes of Ollama that always refuse."""
+"""The web pages, what describes the API, and routes of Ollama and llama.cpp that always refuse."""
 
 
 def test_openapi_describes_every_route(client: httpx.Client, server: Running):
