@@ -1,8 +1,8 @@
 """A seeded mix of clients against a server of its own, for seconds or for hours, and checks of the server's state afterwards.
 
-Owns the mix (chats that grow turn by turn, completions, several samples, clients that leave, bad requests), the checks of every reply,
-the samples of memory and throughput, and the final state: nothing may run, leak or have changed. Run by `scripts/soak`; the server is
-a process, the clients are tasks of one event loop here.
+Owns the mix (chats that grow turn by turn, completions, several samples, clients that leave, bad requests, pins), updates of the weights to the same
+weights without a drain, the checks of every reply, the samples of memory and throughput, and the final state: nothing may run, leak or have changed.
+Run by `scripts/soak`; the server is a process, the clients are tasks of one event loop here.
 """
 
 import argparse
@@ -31,6 +31,9 @@ from headrace.errors import ExecutionError
 
 KINDS: tuple[tuple[str, int], ...] = (("chat", 60), ("completion", 20), ("disconnect", 10), ("bad", 5), ("samples", 5))
 """What clients do, in percent."""
+PINS = ("pin", 10)
+PIN_S = 15
+"""The longest time of a pin: all have ended when the idle server is looked at."""
 
 LIMITS: dict[str, Any] = {"max_running_requests": 8, "max_queued_requests": 64, "chunked_prefill_size": 128}
 MAX_TURNS = 6
@@ -70,7 +73,7 @@ class Sample:
 class Soak:
     """What is counted during the run. problems: what was wrong, at most MAX_PROBLEMS entries.
 
-    num_accepted: samples that the server took, whatever became of them.
+    num_accepted: samples that the server took, whatever became of them. num_pins: pins that were asked for, each of which may be a sample.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -79,6 +82,8 @@ class Soak:
     num_tokens: int = 0
     num_accepted: int = 0
     num_kills: int = 0
+    num_pins: int = 0
+    num_updates: int = 0
 
     def check(self, holds: bool, problem: str) -> None:
         """Note a problem unless the condition holds."""
@@ -89,13 +94,16 @@ class Soak:
 class Client:
     """One client with a conversation that grows until MAX_TURNS, then begins anew."""
 
-    def __init__(self, soak: Soak, session: aiohttp.ClientSession, model: str, rng: random.Random) -> None:
+    def __init__(
+        self, soak: Soak, session: aiohttp.ClientSession, model: str, rng: random.Random, pins: bool = False
+    ) -> None:
         self._soak, self._session, self._model, self._rng = soak, session, model, rng
+        self._kinds = [*KINDS, PINS] if pins else KINDS
         self._messages: list[dict[str, str]] = []
 
     async def act(self) -> None:
         """One request of a kind drawn from the mix."""
-        kind = self._rng.choices([name for name, _ in KINDS], [weight for _, weight in KINDS])[0]
+        kind = self._rng.choices([name for name, _ in self._kinds], [weight for _, weight in self._kinds])[0]
         try:
             shed = await {
                 "chat": self._chat,
@@ -103,6 +111,7 @@ class Client:
                 "disconnect": self._disconnect,
                 "bad": self._bad,
                 "samples": self._samples,
+                "pin": self._pin,
             }[kind]()
         except (aiohttp.ClientError, TimeoutError) as error:
             self._soak.check(False, f"{kind}: {type(error).__name__}")
@@ -195,6 +204,15 @@ class Client:
             reply.close()  # the connection, not only the reply
         return False
 
+    async def _pin(self) -> bool:
+        self._soak.num_pins += 1
+        body = {"prompt": self._text(self._rng.randint(10, 120)), "ttl": self._rng.randint(1, PIN_S)}
+        async with self._session.post("/v1/cache/pin", json=body) as reply:
+            self._soak.check(
+                reply.status in (200, 400, 429, 503), f"pin: status {reply.status}"
+            )  # 400: larger than the share
+            return reply.status != 200
+
     async def _bad(self) -> bool:
         async with self._session.post(
             "/v1/chat/completions", json={"model": self._model, **self._rng.choice(_BAD)}
@@ -221,15 +239,20 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
             begin_s = time.monotonic()
             end_s = begin_s + 60 * options.minutes
             rng = random.Random(options.seed)
-            clients = [Client(run, session, name, random.Random(rng.random())) for _ in range(options.clients)]
+            clients = [
+                Client(run, session, name, random.Random(rng.random()), options.pins) for _ in range(options.clients)
+            ]
             helpers = [_watch(run, runtime.pid, begin_s, end_s)]
             if options.kill_every_s:
                 helpers.append(_kill(run, session, runtime.pid, options.kill_every_s, end_s))
+            if options.update_every_s:
+                helpers.append(_update(run, session, options.model, options.update_every_s, end_s))
             await asyncio.gather(*helpers, *(_repeat(client, end_s) for client in clients))
             duration_s = time.monotonic() - begin_s
             state = await _look_after(run, session, golden)
             num_ended = await _num_ended(session) - ended_before - 1  # the last canary
-            run.check(num_ended == run.num_accepted, f"samples accepted: {run.num_accepted}, ended: {num_ended}")
+            as_many = num_ended == run.num_accepted or (run.num_pins > 0 and num_ended > run.num_accepted)
+            run.check(as_many, f"samples accepted: {run.num_accepted} and pins, ended: {num_ended}")
             now = len(_processes(runtime.pid))
             run.check(now == num_processes, f"there are {now} processes, there were {num_processes}")
     return _report(options, run, duration_s, state)
@@ -248,6 +271,17 @@ async def _kill(run: Soak, session: aiohttp.ClientSession, pid: int, every_s: fl
             schedulers = [process for process in _processes(pid) if "scheduler" in process.cmdline()]
             schedulers[run.num_kills % len(schedulers)].kill()
             run.num_kills += 1
+
+
+async def _update(run: Soak, session: aiohttp.ClientSession, model: str, every_s: float, end_s: float) -> None:
+    """Load the same weights again every `every_s` seconds. While a scheduler is being started, it may be refused."""
+    while time.monotonic() + every_s < end_s:
+        await asyncio.sleep(every_s)
+        kills = run.num_kills
+        async with session.post("/update_weights_from_disk", json={"model_path": model}) as reply:
+            reason = await reply.text()
+        run.num_updates += reply.status == 200
+        run.check(reply.status == 200 or run.num_kills > 0, f"update {reply.status}: {reason[:200]} ({kills} kills)")
 
 
 async def _watch(run: Soak, pid: int, begin_s: float, end_s: float) -> None:
@@ -269,7 +303,9 @@ async def _look_after(run: Soak, session: aiohttp.ClientSession, golden: object)
         await asyncio.sleep(0.1)
     run.check(status == 200, f"health: {status}")
     deadline_s = time.monotonic() + SETTLE_S
-    while (state := await _state(session))["num_running"] + state["num_waiting"] and time.monotonic() < deadline_s:  # noqa: ASYNC110  another process
+    while (state := await _state(session))["num_running"] + state["num_waiting"] + state["pool"]["leased_tokens"]:
+        if time.monotonic() > deadline_s:
+            break
         await asyncio.sleep(0.1)
     pool = state["pool"]
     run.check(state["num_running"] + state["num_waiting"] == 0, f"{state['num_running']} still run")
@@ -373,6 +409,9 @@ def _report(options: argparse.Namespace, run: Soak, duration_s: float, state: di
         "slope_and_throughput_judged": judged,
         "num_retracted": state["num_retracted"],
         "num_kills": run.num_kills,
+        "num_updates": run.num_updates,
+        "num_pins": run.num_pins,
+        "kv_cache_dir": "kv_cache_dir" in options.server,
         "num_replayed": state["frontend"]["num_replayed"],
         "problems": run.problems,
         "samples": [asdict(each) for each in run.samples],
@@ -406,9 +445,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--kill-every-s", type=float, default=0.0, help="kill -9 the scheduler every N seconds (default 0: never)"
     )
+    parser.add_argument("--kv-cache-dir", help="keep KV in files of this folder, which is made")
+    parser.add_argument("--pins", action="store_true", help="a tenth as many pins as other requests")
+    parser.add_argument(
+        "--update-every-s", type=float, default=0.0, help="load the weights again every N seconds, without a drain"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON report, such as bench/results")
     options = parser.parse_args(argv)
     options.server = {"max_total_tokens": options.max_total_tokens}
+    if options.kv_cache_dir:
+        options.server["kv_cache_dir"] = options.kv_cache_dir
+    if options.update_every_s:
+        options.server["kv_on_update"] = "recompute"
     return options
 
 

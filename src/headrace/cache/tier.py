@@ -194,6 +194,8 @@ class DiskTier:
                 while not (self._todo or self._loads or self._stores or self._is_closed):
                     self._wake.wait()
             if not self.work() and self._is_closed:
+                # They hold the model, and the tree's callbacks hold this: a circle that the interpreter would not free at its end.
+                del self._transfer, self._open_files
                 return
 
     def _open(self) -> None:
