@@ -4,8 +4,7 @@ Read first: launch.py (the composition root: puts an engine together from its pa
 signals to exit code), launch_server.py (`python -m headrace.launch_server`).
 
 - Base: errors.py (one error tree), log.py (one logger), plain_types.py (words for types), media_kinds.py (what differs by kind of
-  media), cgroup.py (limits of control groups), version.py, garbage.py (garbage collection, returning free
-  memory), torch_import.py (importing torch in the processes of an engine)
+  media), cgroup.py (limits of control groups), version.py, garbage.py (garbage collection, returning free memory)
 """
 
 from typing import TYPE_CHECKING, Any

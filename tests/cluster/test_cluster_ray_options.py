@@ -38,6 +38,7 @@ OTHER_VALUES = {
     "max_sessions": 1,
     "max_session_tokens": 1,
     "session_timeout_s": 1.0,
+    "session_dir": "/tmp",
     "kv_events_config": '{"publisher": "null"}',
     "max_stream_buffer_bytes": 1,
     "save_dir": "/tmp",

@@ -192,8 +192,8 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
         (HOPPER, {}, {"quantization": "int8"}, "fp8 and int4 do"),
         (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
         (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
-        (LAPTOP, {}, {"quantization": "gguf"}, "no GGUF file"),
-        (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "gguf"}, "no GGUF file"),
+        (LAPTOP, {}, {"quantization": "gguf"}, "neither a GGUF file nor MXFP4"),
+        (LAPTOP, {"quantization_config": GPTQ}, {"quantization": "gguf"}, "neither a GGUF file nor MXFP4"),
         (
             HOPPER,
             {},

@@ -296,12 +296,17 @@ def test_an_unforeseen_exception_becomes_that_steps_execution_error(driver, monk
 def test_closing_twice_is_fine_and_ends_the_thread(checkpoint):
     import threading
 
+    def lanes():
+        return {thread for thread in threading.enumerate() if thread.name == "model-worker"}
+
+    before = lanes()  # of other tests
     driver = make_driver(checkpoint[0], disable_overlap_schedule=False)
     driver.generate(0, B, 2)
+    assert lanes() - before
     driver.worker.close()
     driver.worker.close()
 
-    assert not [thread for thread in threading.enumerate() if thread.name == "model-worker"]
+    assert not lanes() - before
 
 
 def test_torch_fallbacks_give_the_same_tokens(checkpoint):

@@ -1,8 +1,6 @@
 """What a scheduler process makes of the options: its limits, and a replica's share of the machine."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,20 +77,3 @@ def test_cores_and_memory_are_divided_and_there_is_a_thread_at_least():
     assert share_of_machine(ServerArgs(dp_size=4, device="cpu", num_threads=2)).num_threads == 1
     alone = ServerArgs(num_threads=9)
     assert share_of_machine(alone) is alone
-
-
-def test_torch_is_imported_without_what_no_server_runs_and_with_it_when_asked():
-    program = """
-import sys
-from headrace.torch_import import import_all, import_torch
-import_torch()
-import headrace.execution.build, torch
-names = ("torch._meta_registrations", "torch.export", "torch._decomp")
-assert not any(name in sys.modules for name in names), "torch imports it in another way"
-assert torch.export.Dim.__module__.startswith("torch.export")
-import_all()
-assert all(name in sys.modules for name in names)
-assert torch.compile(lambda x: x.erfinv() + 1, backend="eager")(torch.zeros(2)).tolist() == [1, 1]
-assert torch.export.Dim is sys.modules["torch.export"].Dim
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

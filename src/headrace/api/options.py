@@ -128,6 +128,10 @@ class EngineOptions(ServerOptions):
     data_parallel_size: int = _UNSET
     dp: int = _UNSET
     nccl_init_addr: str | None = _UNSET
+    hicache_size: float = _UNSET
+    hicache_write_policy: str = _UNSET
+    kv_offloading_size: float = _UNSET
+    cache_ram: float = _UNSET
     lora_modules: str | list[str] = _UNSET
     max_cpu_loras: int = _UNSET
     max_loaded_loras: int = _UNSET

@@ -58,7 +58,6 @@ def tensor_at(data: object, dtype: torch.dtype, shape: tuple[int, ...], offset: 
     return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
 
 
-_LATER_S = 3.0
 _LEAST_PRIORITY = 19
 
 
@@ -133,25 +132,20 @@ class WeightCache:
         _logger.info("kept %.0f MiB of packed weights for the next start (%.1f s)", size, time.perf_counter() - begin)
 
     def write_in_background(self, weights: Iterable[Weight]) -> Callable[[], None]:
-        """`write` in a thread, after what the start still has to do; call what is returned to wait for its end.
+        """`write` in a thread; call what is returned to wait for its end.
 
         What is kept is taken now: the weights may be replaced before the thread comes to them.
         """
-        kept, is_wanted = {name: keeper.kept() for name, keeper in _keepers(weights).items()}, threading.Event()
+        kept = {name: keeper.kept() for name, keeper in _keepers(weights).items()}
 
         def work() -> None:
-            is_wanted.wait(_LATER_S)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # after what the start still has to do
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
             self._write(kept)
 
-        def end() -> None:
-            is_wanted.set()
-            thread.join()
-
         thread = threading.Thread(target=work, name="weight cache")
         thread.start()
-        return end
+        return thread.join
 
     def _refuse(self, why: str) -> frozenset[str]:
         _logger.warning("packing the weights again: %s", why)

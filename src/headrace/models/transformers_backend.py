@@ -27,7 +27,6 @@ from headrace.layers.mlp import ExpertCounts
 from headrace.layers.weight import Keeper, Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
 from headrace.models.transformers_names import ExpertStack, Parameter, read_names, stacking_of
-from headrace.torch_import import import_all
 
 _INTERFACE = "headrace"
 _STATEFUL = re.compile(
@@ -347,7 +346,6 @@ def _looks_back(module: nn.Module) -> bool:
 
 
 def _instance(config: ModelConfig, dtype: torch.dtype) -> Any:
-    import_all()
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

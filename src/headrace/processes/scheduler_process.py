@@ -28,7 +28,6 @@ from headrace.processes.handshake import OnProgress, OnReady, process_name
 from headrace.processes.model_files import EndTokens, ModelFiles, open_tokenizer, tokens_of
 from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
-from headrace.torch_import import import_torch
 
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
@@ -86,8 +85,6 @@ def run_scheduler(
             assert ports is not None, "ranks are processes"
             ranks = resources.enter_context(Ranks(args, ports, replica, places))
         ahead = resources.enter_context(contextlib.closing(_read_ahead(args)))
-        if not (args.single_process or args.enable_torch_compile or args.custom_logit_processors):
-            import_torch()  # which takes longest
         from headrace.execution.build import build_worker
         from headrace.scheduler.scheduler import Scheduler
 
