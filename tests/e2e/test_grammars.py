@@ -4,7 +4,9 @@ import asyncio
 import itertools
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema_rs
@@ -13,6 +15,7 @@ from engines import running_engine
 
 from headrace.api.engine import Engine
 from headrace.errors import HeadraceError, RequestError
+from headrace.grammar import compiler
 
 PERSON = {
     "type": "object",
@@ -264,6 +267,24 @@ def test_a_grammar_that_edits_leave_nothing_of_ends_with_a_message(engine):
     with pytest.raises(HeadraceError, match="leave no token"):
         engine.generate(PROMPT, params_of("choice", "greedy", allowed_token_ids=[100]))
     check("choice", engine.generate(PROMPT, params_of("choice", "greedy"))["text"])
+
+
+def test_a_stream_goes_on_while_the_first_grammar_waits_for_the_tokens(tiny_model, monkeypatch):
+    may_make = threading.Event()
+    make = compiler.MatcherTokens
+    monkeypatch.setattr(compiler, "MatcherTokens", lambda *given: may_make.wait(60) and make(*given))
+    with running_engine(tiny_model) as engine, ThreadPoolExecutor(1) as thread:
+        stream = engine.generate(PROMPT, PLAIN, stream=True)
+        next(stream)
+        bound = thread.submit(engine.generate, PROMPT, params_of("regex", "greedy"))
+        *_, last = stream
+        assert len(last["output_ids"]) == PLAIN["max_new_tokens"]
+        assert ids_of([engine.generate(PROMPT, PLAIN)]) == [last["output_ids"]], (
+            "nor does a request that comes later wait"
+        )
+        assert not bound.done()
+        may_make.set()
+        check("regex", bound.result(60)["text"])
 
 
 def test_what_becomes_of_grammars_is_counted(engine):
