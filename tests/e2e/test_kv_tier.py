@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, random_ids, running_engine
 from safetensors.torch import load_file, save_file
+from test_models_gguf_types import PROMPT, save_gguf
 
 from headrace.cache.tier import DiskTier
 from headrace.errors import ConfigError
@@ -85,11 +87,25 @@ def test_memory_of_the_host_is_refused_where_the_pool_is_in_it(tiny_model: str):
         pass
 
 
-def test_stages_find_what_one_process_wrote_and_other_ranks_do_not(tiny_model: str, tmp_path: Path):
-    """Each fingerprint has a folder; the sums of several ranks are in another order."""
-    folders = []
-    for options in ({}, {"pp_size": 2, "single_process": False}, {"tp_size": 2, "single_process": False}):
-        with running_engine(tiny_model, dtype="float32", kv_cache_dir=str(tmp_path / "kv"), **options) as engine:
-            engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
-        folders.append(len({path.parent.parent for path in (tmp_path / "kv").rglob("*.kv")}))
-    assert folders == [1, 1, 2]
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_stages_find_what_one_process_wrote_and_other_ranks_do_not(kind: str, tiny_model: str, tmp_path: Path):
+    """A page is found by its file's name, and is what is in the file; the sums of several ranks are in another order."""
+    model, ids, options = tiny_model, PROMPTS[0], {"dtype": "float32"}
+    splits = [{}, {"pp_size": 2, "single_process": False}, {"tp_size": 2, "single_process": False}]
+    if kind == "gguf":  # of a vocabulary that is not split
+        model, ids, options, splits = (
+            str(tmp_path / "model.gguf"),
+            PROMPT * 7,
+            {"skip_tokenizer_init": True},
+            splits[:2],
+        )
+        save_gguf(Path(model), *map(gguf.GGMLQuantizationType, (14, 12, 8)), num_layers=2)  # Q6_K, Q4_K, Q8_0
+    written = []
+    for split in splits:
+        folder = tmp_path / f"kv {len(written)}"
+        with running_engine(model, kv_cache_dir=str(folder), **options, **split) as engine:
+            engine.generate(input_ids=ids, sampling_params=GREEDY | {"max_new_tokens": 1})
+        written.append({str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.kv")})
+    assert all(written)
+    assert written[0] == written[1]
+    assert not any(written[0].keys() & of_ranks.keys() for of_ranks in written[2:])

@@ -146,6 +146,17 @@ def test_parts_of_several_types_are_one_product_and_come_back_as_they_were():
         stored_rows(packed, slice(32, 96))
 
 
+def test_every_byte_is_that_of_the_matrix(monkeypatch):
+    """Whatever the memory had before: KV is found by a hash of these bytes."""
+
+    def over(value):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda size, **about: torch.full((size,), value, **about))
+            return kernels.pack_blocks([matrix("Q4_K", 64, 256, 1), matrix("Q6_K", 40, 256, 2)], None).data
+
+    assert torch.equal(over(0), over(255))
+
+
 def test_rows_of_one_part_are_unpacked_alone():
     """The table has no places of the other parts."""
     parts = [matrix("Q4_K", 64, 256, 1), matrix("Q6_K", 40, 256, 2)]

@@ -42,14 +42,14 @@ def pack_blocks(parts: Sequence[BlockMatrix], bias: torch.Tensor | None) -> Pack
     block_bytes = [native.gguf_block_bytes(_NUMBERS[part.type.name], k) for part in parts]
     table_bytes = -(-ENTRY_BYTES * sum(counts) // 64) * 64  # the blocks begin on a cache line
     data = _empty(table_bytes + sum(map(int.__mul__, counts, block_bytes)))
-    entries = data[: ENTRY_BYTES * sum(counts)].view(torch.int64)
+    table = data[:table_bytes].zero_().view(torch.int64)  # the same bytes each time, up to the blocks: they are hashed
     first, at = 0, table_bytes
     for part, count, size in zip(parts, counts, block_bytes, strict=True):
         index = torch.arange(first, first + count)
         offsets = at + size * torch.arange(count) - ENTRY_BYTES * index
-        entries[first : first + count] = offsets * 256 + _NUMBERS[part.type.name]
+        table[first : first + count] = offsets * 256 + _NUMBERS[part.type.name]
         rows = part.blocks.contiguous()
-        address = as_native(entries[first:])[0]
+        address = as_native(table[first:])[0]
         native.pack_gguf(*as_native(_NUMBERS[part.type.name], rows, rows.shape[1], rows.shape[0], k), address)
         first, at = first + count, at + size * count
     return PackedLinear(n, k, "native_gguf", data, padded_bias(bias, n))
