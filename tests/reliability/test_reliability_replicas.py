@@ -12,7 +12,16 @@ import psutil
 import pytest
 import torch
 import transformers
-from reliability_harness import START_S, Server, Stream, check_refused, each_at_once, greedy, wait_until
+from reliability_harness import (
+    MAX_TOTAL_TOKENS,
+    START_S,
+    Server,
+    Stream,
+    check_refused,
+    each_at_once,
+    greedy,
+    wait_until,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
@@ -86,6 +95,42 @@ def test_answers_are_those_of_one_and_both_work(replicas: Server, client: httpx.
     metrics = client.get("/metrics").text
     for replica in (0, 1):
         assert f'headrace:kv_available_tokens{{dp_rank="{replica}",model_name="tiny-llama"}}' in metrics
+
+
+def pinned(client: httpx.Client) -> tuple[int, dict[str, dict[int, int]]]:
+    """Tokens that are pinned on all replicas, and those of each pin by replica."""
+    reply = client.get("/v1/cache").json()
+    pins = {pin["id"]: {held["dp_rank"]: held["tokens"] for held in pin["held"]} for pin in reply["pins"]}
+    return reply["memory"]["pinned_tokens"], pins
+
+
+def test_a_pin_is_held_by_every_replica_or_by_the_one_that_is_named(replicas: Server, client: httpx.Client):
+    prompt = "The rules of this house are many. " * 6
+
+    def num_cached(rank: int, text: str) -> int:
+        body = {"text": text + "And so?", "sampling_params": greedy(1), "routed_dp_rank": rank}
+        return client.post("/generate", json=body).json()["meta_info"]["cached_tokens"]
+
+    replicas.flush()
+    everywhere = client.post("/v1/cache/pin", json={"prompt": prompt}).json()
+    there = client.post("/v1/cache/pin", json={"prompt": "Elsewhere " + prompt, "routed_dp_rank": 1}).json()
+    total, pins = pinned(client)
+    num, num_there = everywhere["tokens"], there["tokens"]
+    assert pins == {everywhere["id"]: {0: num, 1: num}, there["id"]: {1: num_there}}
+    assert total == 2 * num + num_there
+    assert all(num_cached(rank, prompt) >= num for rank in (0, 1))
+    assert num_cached(1, "Elsewhere " + prompt) >= num_there > num_cached(0, "Elsewhere " + prompt)
+
+    kill_first(replicas)
+    wait_until(lambda: pinned(client) == (total, pins), "both are held where they were", START_S)
+    assert num_cached(0, prompt) >= num
+
+    for pin in (everywhere, there):
+        assert client.post("/v1/cache/unpin", json={"id": pin["id"]}).json()["success"]
+    assert pinned(client) == (0, {})
+    memory = client.get("/v1/cache").json()["memory"]
+    assert memory["limit_tokens"] == 2 * MAX_TOTAL_TOKENS
+    assert memory["tokens"] == memory["evictable_tokens"], "nothing is kept from eviction on any replica"
 
 
 def test_a_flush_reaches_both_and_health_asks_both(replicas: Server, client: httpx.Client):
