@@ -3,6 +3,7 @@
 import base64
 import io
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import numpy as np
 import ollama
 import openai
+import psutil
 import pytest
 from PIL import Image
 from server_process import ServerProcess
@@ -27,8 +29,8 @@ MODEL = "tiny"
 NUM_TOKENS = 10
 
 
-def png(seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (70, 90, 3)).astype(np.uint8)
+def png(seed: int, size: tuple[int, int] = (70, 90)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3)).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
     return file.getvalue()
@@ -62,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(folder: Path) -> Iterator[Runtime]:
     """With HTTP workers, so that images cross a process; sounds are served by one (test_e2e_sounds)."""
     options: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 4096, "served_model_name": MODEL}
-    with Runtime(model_path=str(folder), **options, tokenizer_worker_num=2) as it:
+    with Runtime(model_path=str(folder), **options, tokenizer_worker_num=2, anthropic_cache_control="pin") as it:
         yield it
 
 
@@ -170,3 +172,38 @@ def test_a_program_that_owns_its_server_sends_bytes(runtime: Runtime):
         assert runtime.internal_state().encodings.num_encoded == before + num_encoded
     assert generated["text"] == reply.text
     assert generated["meta_info"]["prompt_tokens"] == reply.usage.prompt_tokens
+
+
+def test_a_mark_behind_images_pins_them_with_the_text(runtime: Runtime, server: ServerProcess):
+    small, large = (
+        {"type": "image", "source": SOURCE | {"data": base64.b64encode(png(seed, size)).decode()}}
+        for seed, size in ((2, (30, 40)), (3, (150, 90)))
+    )
+    until_s = time.monotonic() + 120
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts = [small, {"type": "text", "text": "and"}, large | mark, {"type": "text", "text": WORDS}]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+
+        def usage(*parts: Any) -> Any:
+            return client.messages.create(
+                model=MODEL, messages=[{"role": "user", "content": [*parts]}], max_tokens=1
+            ).usage
+
+        first = usage(*parts)
+        (pin,) = server.get("/v1/cache")["pins"]
+        up_to_mark = client.messages.count_tokens(
+            model=MODEL, messages=[{"role": "user", "content": parts[:3]}]
+        ).input_tokens
+        assert first.cache_creation_input_tokens == pin["tokens"] - first.cache_read_input_tokens > 0
+        assert 0 < up_to_mark - pin["tokens"] < 64, "the end of a turn and part of a page are left out"
+        again = usage(*parts[:3], {"type": "text", "text": "which is larger?"})
+        assert again.cache_read_input_tokens >= pin["tokens"]
+        other = usage(large, *parts[1:3], {"type": "text", "text": WORDS})
+        assert other.cache_read_input_tokens < pin["tokens"]
+
+        (scheduler,) = [child for child in psutil.Process().children(recursive=True) if "scheduler" in child.cmdline()]
+        scheduler.kill()
+        scheduler.wait()
+        while (held := httpx.get(f"{server.url}/v1/cache")).json().get("pins") != [pin] and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert held.json()["pins"] == [pin], "it is made again with the images"

@@ -180,13 +180,15 @@ class Pins:
         if not self._args.kv_pin_share:
             raise RequestError("this server pins nothing (--kv-pin-share 0)")
 
-    async def _compute(self, prompt: GenerateReqInput, ttl_s: float, caller: Caller) -> tuple[_Record, SampleUsage]:
-        """Pin a prompt on the replica that it names."""
+    async def _compute(
+        self, prompt: GenerateReqInput, ttl_s: float, caller: Caller, num_tokens: int = 0
+    ) -> tuple[_Record, SampleUsage]:
+        """Pin a prompt, or its first tokens, on the replica that it names."""
         usage: SampleUsage | None = None
         for _ in range(_TRIES):
             rid = f"pin-{uuid.uuid4().hex}"
             call = msgspec.structs.replace(prompt, rid=rid, sampling_params=_PROMPT_ONLY)
-            async for update in self._generate(call, caller=caller, pins=(PinAsk(ttl_s),)):
+            async for update in self._generate(call, caller=caller, pins=(PinAsk(ttl_s, num_tokens),)):
                 usage = usage or update.usage
             record = self._made.pop(rid, None)
             if record is not None and usage is not None and prompt.replica is not None:
@@ -247,16 +249,16 @@ class Pins:
 
     async def _make_again(self) -> None:
         for pin_id, record in list(self._records.items()):
-            left_s = record.asked.until_s - self._clock()
+            left_s, num_tokens = record.asked.until_s - self._clock(), len(record.asked.tokens) // 4
             if left_s <= 0:
                 self._records.pop(pin_id, None)
                 continue
             for replica in [replica for replica in self._replicas_up() if record.held.get(replica)]:
                 try:
                     again = msgspec.structs.replace(record.prompt, routed_dp_rank=replica)
-                    await self._compute(again, left_s, record.caller)
+                    await self._compute(again, left_s, record.caller, num_tokens)
                 except HeadraceError as error:
-                    logger.warning("a pin of %d tokens is lost: %s", len(record.asked.tokens) // 4, error.message)
+                    logger.warning("a pin of %d tokens is lost: %s", num_tokens, error.message)
 
     def _start(self, work: Any) -> None:
         async def run() -> None:

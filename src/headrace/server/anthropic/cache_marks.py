@@ -1,7 +1,6 @@
 """Marks of `cache_control` as pins of the prompt (--anthropic-cache-control pin).
 
-Where a mark lies in the prompt is found by rendering the request up to there: both prompts begin with the same tokens. Pure, in the thread that
-renders.
+Where a mark lies in the prompt is found by rendering the request up to there: both prompts begin with the same tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,23 +14,35 @@ from headrace.messages.bodies import is_empty
 from headrace.server.anthropic.protocol import InputMessage, MessagesRequest
 from headrace.server.anthropic.request import conversation_of
 from headrace.server.chat.conversation import refused
-from headrace.server.chat.prompt import chat_prompt
-from headrace.server.context import ServingContext
+from headrace.server.chat.prompt import ChatPrompt, chat_prompt
+from headrace.server.context import Asker, ServingContext
 
 MOST_MARKS = 4
 
 
-def pins_of(context: ServingContext, request: MessagesRequest, ids: Sequence[int]) -> tuple[PinAsk, ...]:
-    """What the marks of a request ask to keep. ids: of its prompt. Raises RequestError for a mark that is none."""
+async def pins_of(
+    context: ServingContext, asker: Asker, request: MessagesRequest, prompt: ChatPrompt
+) -> tuple[PinAsk, ...]:
+    """What the marks of a request ask to keep. prompt: the request's. Raises RequestError for a mark that is none and media that cannot be read."""
+    found = await context.in_text_thread(lambda: _ends(context, request, prompt.ids))
+    return tuple(
+        [
+            PinAsk(ttl_s, await prompt.num_tokens(context, asker, end) if prompt.media else end, is_hint=True)
+            for end, ttl_s in found.items()
+        ]
+    )
+
+
+def _ends(context: ServingContext, request: MessagesRequest, ids: Sequence[int]) -> dict[int, float]:
+    """With how many ids of its prompt a marked part of a request ends, and for how many seconds it shall be kept."""
     marks = list(_marks(request))
     if len(marks) > MOST_MARKS:
         raise refused("cache_control", f"marks {len(marks)} blocks; at most {MOST_MARKS} may be marked")
-    found: dict[int, PinAsk] = {}
+    found: dict[int, float] = {}
     for part, ttl_s in marks:
-        count = len(ids) if part is request else _common(context, part, ids)
-        if count:
-            found[count] = PinAsk(max(ttl_s, found[count].ttl_s if count in found else 0.0), count, is_hint=True)
-    return tuple(found.values())
+        if end := len(ids) if part is request else _common(context, part, ids):
+            found[end] = max(ttl_s, found.get(end, 0.0))
+    return found
 
 
 def _marks(request: MessagesRequest) -> Iterator[tuple[MessagesRequest, float]]:

@@ -87,8 +87,8 @@ class MessagesServing:
                 return self._skipped_tools.headers(skipped) + self._noted.headers(noted)
 
             pins: tuple[PinAsk, ...] = ()
-            if self.context.args.anthropic_cache_control == "pin" and not chat.prompt.media:
-                pins = await self.context.in_text_thread(lambda: pins_of(self.context, request, chat.prompt.ids))
+            if self.context.args.anthropic_cache_control == "pin":
+                pins = await pins_of(self.context, exchange, request, chat.prompt)
             page_size = self.context.model.ready.page_size
             num_kept = max((pin.num_tokens for pin in pins), default=0) // page_size * page_size
             model = self.context.shown_model(request.model)

@@ -61,6 +61,16 @@ class ChatPrompt:
         except RequestError as error:
             raise media_renamed(error) from None
 
+    async def num_tokens(self, context: ServingContext, asker: Asker, end: int) -> int:
+        """How many tokens the model reads of the first `end` ids. Raises as `ids_with_media` does."""
+        ids = self.ids[:end]
+        tokens = {
+            kind: context.model.tokenizer.token_to_id(text) for kind, text in context.model.media_support.tokens.items()
+        }
+        counts = {kind: sum(id_ == token for id_ in ids) for kind, token in tokens.items()}
+        media = MediaRefs.by_kind(ref for kind, count in counts.items() for ref in self.media.of(kind)[:count])
+        return len(await replace(self, ids=ids, media=media).ids_with_media(context, asker))
+
 
 def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatPrompt:
     """The prompt of a conversation. Raises RequestError, also when the model has no chat template."""
