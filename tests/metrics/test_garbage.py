@@ -1,4 +1,5 @@
-"""Frozen objects are left out of collections while the process lives, and go with it; a process that starts collects nothing until it is ready."""
+"""Frozen objects are left out of collections while the process lives, and go with it; a process that starts collects nothing until it is ready. A
+scheduler collects a little every second."""
 
 import subprocess
 import sys
@@ -50,3 +51,36 @@ print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 def test_a_start_is_collected_once_when_it_is_over_and_left_out_of_later_collections():
     done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split("\n") == ["started", "gone", "True True", ""]
+
+
+PARTS = """
+import gc
+from headrace import garbage
+
+class Ring:
+    def __init__(self):
+        self.ring = self
+    def __del__(self):
+        print("gone")
+
+now_s = 0.0
+collect = garbage.in_small_parts(lambda: now_s)
+lasting = Ring()
+Ring()
+rings = [[] for _ in range(100_000)]
+for second in range(600):
+    print(second) if second in (0, 1, 2, 599) else None
+    now_s = float(second)
+    collect()
+    if second == 2:
+        del lasting
+now_s += 1
+print("all")
+collect()
+print(gc.isenabled())
+"""
+
+
+def test_a_scheduler_collects_what_is_new_every_second_and_all_every_ten_minutes():
+    done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["0", "1", "gone", "2", "599", "all", "gone", "False"]

@@ -1,11 +1,18 @@
-"""Free pages, the interface of a prefix cache, and the cache that shares nothing (--disable-radix-cache). Used by the scheduler's thread."""
+"""Free pages, the interface of a prefix cache, the cache that shares nothing (--disable-radix-cache), and dicts that grow without a pause.
 
-from collections.abc import Iterable
+Used by the scheduler's thread.
+"""
+
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, TypeVar
 
 from headrace.messages.control import CacheNode
 from headrace.messages.outputs import CacheMiss, MissReason
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +113,8 @@ class PrefixCache(Protocol):
         """Number of nodes of the tree."""
 
     def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
-        """The tree from the top, level by level, and in a level those first that were added last. Takes time for what is listed only."""
+        """The tree from the top, level by level, and in a level those first that were added last (of thousands, nearly). Takes time for what is
+        listed only."""
 
 
 class PageAllocator:
@@ -143,6 +151,46 @@ class PageAllocator:
     def _all(self) -> list[int]:
         # Popped from the end: low pages first, so that a lightly used pool touches little memory.
         return list(range(self.first + self.num_pages - 1, self.first - 1, -1))
+
+
+class Parted(MutableMapping[_K, _V]):
+    """A dict in parts, since one of many entries takes milliseconds when it grows: after `MOST_TOGETHER` entries there are `_PARTS`, by the hash."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[dict[_K, _V]] = [{}]
+
+    def __getitem__(self, key: _K) -> _V:
+        return self._part(key)[key]
+
+    def __setitem__(self, key: _K, value: _V) -> None:
+        self._part(key)[key] = value
+        if len(self._parts) == 1 and len(self._parts[0]) > MOST_TOGETHER:
+            together, self._parts = self._parts[0], [{} for _ in range(_PARTS)]
+            self.update(together)
+
+    def __delitem__(self, key: _K) -> None:
+        del self._part(key)[key]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[_K]:
+        return chain.from_iterable(self._parts)
+
+    def clear(self) -> None:
+        self._parts = [{}]
+
+    def latest(self) -> Iterator[_V]:
+        """The values, those that were added last first; of several parts, of each."""
+        return chain.from_iterable(reversed(part.values()) for part in self._parts)
+
+    def _part(self, key: _K) -> dict[_K, _V]:
+        return self._parts[hash(key) % len(self._parts)]
+
+
+MOST_TOGETHER, _PARTS = 1 << 10, 1 << 6
 
 
 class ChunkCache:

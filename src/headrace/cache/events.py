@@ -4,8 +4,8 @@ Owns the hash of each cached page. Does not own the tree, which tells it (`Cache
 """
 
 import hashlib
-from collections import Counter
 
+from headrace.cache.base import Parted
 from headrace.messages import namespaces
 from headrace.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from headrace.messages.packing import unpack_int32
@@ -24,8 +24,8 @@ class BlockEvents:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._page_bytes = page_size * 4
-        self._hash_of_page: dict[int, bytes] = {}
-        self._num_pages_of: Counter[bytes] = Counter()
+        self._hash_of_page: Parted[int, bytes] = Parted()
+        self._num_pages_of: Parted[bytes, int] = Parted()
         self._events: list[KVEvent] = [AllBlocksCleared()]
 
     def take(self) -> list[KVEvent]:
@@ -40,7 +40,7 @@ class BlockEvents:
         for index, page in enumerate(pages):
             last = _hash(last + tokens[index * self._page_bytes : (index + 1) * self._page_bytes])
             self._hash_of_page[page] = last
-            self._num_pages_of[last] += 1
+            self._num_pages_of[last] = self._num_pages_of.get(last, 0) + 1
             if self._num_pages_of[last] == 1:
                 hashes.append(_number(last))
             else:  # so another tree has all blocks before it, too

@@ -5,10 +5,10 @@ Keys are compared page by page: an edge always holds whole pages, and two edges 
 Every namespace (adapter, cache salt, extra key) has its own root, so nothing is shared between namespaces.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from itertools import islice
 
-from headrace.cache.base import CacheObserver, Insertion, Lease, PrefixMatch
+from headrace.cache.base import CacheObserver, Insertion, Lease, Parted, PrefixMatch
 from headrace.messages import namespaces
 from headrace.messages.control import CacheNode
 from headrace.messages.outputs import CacheMiss, MissReason
@@ -26,7 +26,7 @@ class _Node(Lease):
         self.pages = pages
         self.parent = parent
         self.owner: str | None = None if parent is None else parent.owner
-        self.children: dict[bytes, _Node] = {}
+        self.children: Parted[bytes, _Node] = Parted()
         self.leases = 0
         self.is_taken = False  # by `take_oldest`
         self.older: _Node | None = None  # neighbours in `_Released`
@@ -45,8 +45,8 @@ class _Root(_Node):
 class _Released:
     """Nodes without leases, by when the last one was released.
 
-    Whoever releases a node releases its ancestors after it, so the oldest is a leaf: it is evicted first. A linked list, because a dict of all
-    nodes takes milliseconds when it grows.
+    Whoever releases a node releases its ancestors after it, so the oldest is a leaf: it is evicted first. A linked list: an `OrderedDict` takes
+    milliseconds when it grows.
     """
 
     def __init__(self) -> None:
@@ -77,24 +77,25 @@ class _Memory:
     """Which prefixes the tree has had lately: of each of its nodes all up to the end of its first page, and why it is gone if it is."""
 
     def __init__(self) -> None:
-        self._why: OrderedDict[int, MissReason] = OrderedDict()
+        self._ages: deque[dict[int, MissReason]] = deque([{}], maxlen=_AGES)
 
     def add(self, namespace: str, tokens: bytes) -> None:
-        key = hash((namespace, tokens))
-        self._why.pop(key, None)
-        self._why[key] = "evicted"
-        if len(self._why) > _REMEMBERED:
-            self._why.popitem(last=False)
+        newest = self._ages[-1]
+        newest[hash((namespace, tokens))] = "evicted"
+        if len(newest) == _REMEMBERED // _AGES:
+            self._ages.append({})
 
     def flushed(self, why: MissReason) -> None:
-        self._why.update({key: why for key, before in self._why.items() if before == "evicted"})
+        for age in self._ages:
+            age.update({key: why for key, before in age.items() if before == "evicted"})
 
     def why_gone(self, namespace: str, tokens: bytes) -> MissReason | None:
         """Of a prefix that is not in the tree; None = it never was, as far as is remembered."""
-        return self._why.get(hash((namespace, tokens)))
+        key = hash((namespace, tokens))
+        return next((age[key] for age in reversed(self._ages) if key in age), None)
 
 
-_REMEMBERED = 1 << 14
+_REMEMBERED, _AGES = 1 << 14, 1 << 3
 _MOST_COMPARED = 64
 """Children of a node whose text is compared, and namespaces that are looked into, to explain a miss."""
 
@@ -108,7 +109,7 @@ class RadixCache:
         self.page_size = page_size
         self._observer = observer
         self._page_bytes = page_size * TOKEN_BYTES
-        self._roots: dict[str, _Root] = {}
+        self._roots: Parted[str, _Root] = Parted()
         self._released = _Released()
         self._memory = _Memory()
         self._num_nodes = 0
@@ -244,11 +245,11 @@ class RadixCache:
 
     def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
         found: list[CacheNode] = []
-        level: list[tuple[int, _Node]] = [(-1, root) for root in islice(reversed(self._roots.values()), max_nodes)]
+        level: list[tuple[int, _Node]] = [(-1, root) for root in islice(self._roots.latest(), max_nodes)]
         for _ in range(max_depth):
             below: list[tuple[int, _Node]] = []
             for parent, node in level:
-                for child in islice(reversed(node.children.values()), max_nodes - len(found)):
+                for child in islice(node.children.latest(), max_nodes - len(found)):
                     below.append((len(found), child))
                     num_tokens = len(child.key) // TOKEN_BYTES
                     found.append(CacheNode(parent, num_tokens, len(child.children), child.leases))

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace import garbage
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.weight_cache import ReadAhead
 from headrace.config.checks import encoder_args, private_folder
@@ -112,12 +113,18 @@ def run_scheduler(
             receiver, worker = faults.receiver(receiver, to_detokenizer), faults.worker(worker)
             hooks["on_admission"] = faults.on_admission
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
-        hooks["on_turn"], events = watchdog.feed, None
+        turns: list[Callable[[], None]] = [watchdog.feed]
+        events = None
         if publisher is not None:
             from headrace.cache.events import BlockEvents
 
             events = BlockEvents(ready.page_size)
-            hooks["on_turn"] = _telling(watchdog.feed, events, publisher)
+            turns.append(_telling(events, publisher))
+
+        def on_turn() -> None:
+            for call in turns:
+                call()
+
         scheduler = Scheduler(
             scheduler_config(args, files.config, ready, ends(), replica),
             _kv_manager(args, ready, events),
@@ -129,11 +136,13 @@ def run_scheduler(
             source=source,
             grammars=grammars,
             tier=tier,
+            on_turn=on_turn,
             **hooks,
         )
         watchdog.start()
         on_ready(ready)
         if not args.single_process:
+            turns.append(garbage.in_small_parts())
             resources.enter_context(_heartbeats(to_tokenizer, process_name("scheduler", args, replica)))
         scheduler.run()
         watchdog.stop()
@@ -177,11 +186,10 @@ def _kv_event_publisher(args: ServerArgs, replica: int, resources: contextlib.Ex
     return publisher
 
 
-def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEventPublisher") -> Callable[[], None]:
+def _telling(events: "BlockEvents", publisher: "KVEventPublisher") -> Callable[[], None]:
     """What is called once per turn: the events of the turn before are published."""
 
     def on_turn() -> None:
-        feed()
         if taken := events.take():
             publisher.publish(taken)
 

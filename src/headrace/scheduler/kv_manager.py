@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from headrace.cache.base import PageAllocator, PrefixCache, PrefixMatch, Weights
+from headrace.cache.base import PageAllocator, Parted, PrefixCache, PrefixMatch, Weights
 from headrace.messages.control import CacheNode, PoolState
 from headrace.messages.outputs import CacheMiss, MissReason
 from headrace.messages.step import Int32Array
@@ -34,7 +34,7 @@ class KvPart:
     allocator: PageAllocator
     cache: PrefixCache
     num_owned_pages: int = 0
-    _weights_of: dict[int, Weights] = field(default_factory=dict)
+    _weights_of: Parted[int, Weights] = field(default_factory=Parted)
 
     @property
     def num_available_pages(self) -> int:
