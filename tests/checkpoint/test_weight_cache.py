@@ -255,7 +255,16 @@ def test_identity_follows_the_files_and_the_facts(tmp_path: Path):
     # Same size and time, other weights throughout.
     model.write_bytes(b"\x01" * 10_000_000)
     os.utime(model, ns=(5, 5))
-    assert weight_cache.identity([model], {"dtype": "bfloat16"}) != base
+    other = weight_cache.identity([model], {"dtype": "bfloat16"})
+    assert other != base
+    # And one byte where no sample is.
+    content = weight_cache.files_fingerprint([model], {})
+    with model.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"\x02")
+    os.utime(model, ns=(5, 5))
+    assert weight_cache.files_fingerprint([model], {}) == content
+    assert weight_cache.identity([model], {"dtype": "bfloat16"}) != other
 
 
 def test_other_code_is_another_digest(tmp_path: Path):

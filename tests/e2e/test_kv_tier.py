@@ -7,12 +7,11 @@ from typing import Any
 
 import gguf
 import pytest
-import torch
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, random_ids, running_engine
-from safetensors.torch import load_file, save_file
 from test_models_gguf_types import PROMPT, save_gguf
 
 from headrace.cache.tier import DiskTier
+from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.errors import ConfigError
 from headrace.scheduler.tier_queue import TierQueue
 
@@ -64,13 +63,25 @@ def test_an_engine_that_starts_again_finds_what_was_computed(tiny_model: str, tm
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     file = other / "model.safetensors"
-    about, weights = file.stat(), load_file(file)
-    name = sorted(weights)[-1]
-    weights[name].view(torch.uint8).view(-1)[-1] ^= 1
-    save_file(weights, file, {"format": "pt"})
+    about, sampled = file.stat(), files_fingerprint([file], {})
+    assert answers(str(other), folder)[1] == loaded, "the same weights elsewhere"
+    before = checksums(other)
+    with file.open("r+b") as opened:
+        at = about.st_size * 5 // 8 | 3  # of an exponent, between two samples
+        opened.seek(at)
+        byte = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([byte[0] ^ 1]))
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert file.stat().st_size == about.st_size
-    assert answers(str(other), folder)[1] == computed, "one bit of one weight"
+    assert files_fingerprint([file], {}) == sampled
+    assert answers(str(other), folder)[1] == computed, "one bit of one weight, packed or not"
+    assert sum(value != before[name] for name, value in checksums(other).items()) == 1
+
+
+def checksums(model: Path) -> dict[str, str]:
+    with running_engine(str(model)) as engine:
+        [rank] = engine.check_weights()["ranks"]
+    return rank["checksums"]
 
 
 def test_a_folder_that_others_may_read_is_refused(tiny_model: str, tmp_path: Path):

@@ -105,16 +105,17 @@ def folder() -> Path:
 def identity(files: Iterable[Path], facts: Mapping[str, object]) -> str:
     """A name for what is made of `files` under `facts`: 64 hexadecimal digits.
 
-    A file counts with its name, size, time of change (nanoseconds) and a hash of its beginning, its end and samples between: reading
-    all of it would cost what the cache saves, and weights that were trained further differ everywhere. Raises OSError.
+    A file counts with its name, size, both times of change (nanoseconds) and a hash of its beginning, its end and samples between: reading all of
+    it would cost what the cache saves. The time of the inode's change shows a write that a program has hidden by setting back the other one; links,
+    renames and new rights change it, too, and cost a conversion. Raises OSError.
     """
     return _hash([(file.name, *_fingerprint(file)) for file in sorted(files)], facts)
 
 
 def files_fingerprint(files: Iterable[Path], facts: Mapping[str, object]) -> str:
     """A name for `files` that shows any change of them: `content_of` it is the same for copies on other hosts. Raises OSError."""
-    described = [(file.name, *_fingerprint(file)) for file in sorted(files)]
-    without_times = [(name, size, digest) for name, size, _, digest in described]
+    described = [(file.name, *_fingerprint(file)[:3]) for file in sorted(files)]
+    without_times = [(name, size, digest) for name, size, digest, _ in described]
     return _hash(without_times, facts)[:_CONTENT_DIGITS] + _hash(described, facts)[:_CONTENT_DIGITS]
 
 
@@ -404,7 +405,8 @@ def _hash(described: object, facts: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _fingerprint(path: Path) -> tuple[int, int, str]:
+def _fingerprint(path: Path) -> tuple[int, str, int, int]:
+    """Its size, the hash of its samples, and when its content and its inode were changed, in nanoseconds."""
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
         digest = hashlib.sha256()
@@ -412,7 +414,7 @@ def _fingerprint(path: Path) -> tuple[int, int, str]:
         for number in range(_SAMPLES):
             file.seek(last * number // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
-    return status.st_size, status.st_mtime_ns, digest.hexdigest()
+    return status.st_size, digest.hexdigest(), status.st_mtime_ns, status.st_ctime_ns
 
 
 def _round_up(size: int, unit: int) -> int:
