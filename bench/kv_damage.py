@@ -1,10 +1,12 @@
 """Whether files of KV can lie, or cost more than they save: damage of every kind below --kv-cache-dir of a real server.
 
-    python -m bench.kv_damage MODEL [--parts files,full,gone,slow,shared,weights,killed] [--trials 1000] [--points 20] [--seed 0] [--output FILE]
+    python -m bench.kv_damage MODEL [--parts files,full,gone,slow,shared,weights,killed,writer] [--trials 1000] [--points 20] [--kills 200] [--seed 0]
+        [--output FILE]
 
 files: before each of --trials requests a file is changed in a bit, cut, swapped with another, or none. full: no file may have more than a MiB.
 gone: the folder cannot be written. slow: reading has 20 MB/s. shared: two servers on one folder, which is damaged, too. weights: a bit of one weight
-is changed under the same name. killed: kill -9 while files are written, at --points moments, and a new server.
+is changed under the same name. killed: kill -9 while files are written, at --points moments, and a new server. writer: a tier alone, killed at
+--kills points while it writes: half of them after so many bytes, half after so long; what the next one finds is compared byte for byte.
 
 The pool holds a third of the prompts. A text must be the one that was computed without files, and take at most 1.1 times as long: the report has
 the number of texts that differ, and the median of the seconds over that of computing, of what was found and of what was not. Parts may run one
@@ -30,6 +32,7 @@ import psutil
 from rich.progress import track
 
 from bench.kv_files import ask, ids_of, kill
+from bench.kv_writer import killed_writers, unfinished
 from bench.program import parser_of, refusals, words, write_report
 from bench.servers import ServerProcess, own_server
 from headrace import Engine
@@ -39,7 +42,7 @@ from headrace.checkpoint.names import resolve_model
 PROMPTS, TOKENS, OUT = 9, 256, 4
 POOL = ("--max-total-tokens", str(PROMPTS * TOKENS // 3 + 256))
 SLOW_BYTES_PER_S = 20e6
-_PARTS = ("files", "full", "gone", "slow", "shared", "weights", "killed")
+_PARTS = ("files", "full", "gone", "slow", "shared", "weights", "killed", "writer")
 
 
 class Counts:
@@ -106,8 +109,8 @@ def metric(server: ServerProcess, name: str) -> int:
 class Trials:
     """What all parts share: the model, the folder of the files, and the texts and the time of each prompt without them."""
 
-    def __init__(self, model: str, folder: Path, trials: int, points: int, seed: int) -> None:
-        self.model, self.folder, self.trials, self.points = model, folder, trials, points
+    def __init__(self, model: str, folder: Path, trials: int, points: int, kills: int, seed: int) -> None:
+        self.model, self.folder, self.trials, self.points, self.kills = model, folder, trials, points, kills
         self.source = random.Random(seed)
         with own_server(model, POOL) as server:
             ask(server.url, ids_of(-1, TOKENS), OUT)
@@ -226,7 +229,10 @@ class Trials:
                 with suppress(httpx.HTTPError):
                     asked.result()
         with self.server() as server:
-            return self.rounds(counts, server)
+            return {**self.rounds(counts, server), "unfinished": len(unfinished(self.folder))}
+
+    def writer(self) -> dict[str, Any]:
+        return killed_writers(self.folder.with_name("writer"), self.kills, self.source)
 
 
 def main() -> None:
@@ -235,6 +241,7 @@ def main() -> None:
     parser.add_argument("--parts", type=words, default=_PARTS)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--points", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     is_begun = options.output is not None and options.output.exists()
@@ -244,7 +251,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="headrace-kv-"))
     try:
         with refusals():
-            trials = Trials(options.model, folder / "kv", options.trials, options.points, options.seed)
+            trials = Trials(options.model, folder / "kv", options.trials, options.points, options.kills, options.seed)
             for part in options.parts:
                 one = {**getattr(trials, part)(), "computed_s": round(trials.computed_s, 4)}
                 found[part] = [*found.get(part, ()), one]

@@ -481,6 +481,26 @@ def test_a_prompt_with_an_image_comes_back_for_this_image_only(tmp_path, other):
     assert cached == [0, PAGE if other else 48]
 
 
+def test_what_a_killed_writer_leaves_goes_when_the_folder_is_opened_and_what_another_writes_stays(tmp_path):
+    def opened() -> PageFiles:
+        return PageFiles(tmp_path, "weights", PAGE, 2, 1 << 30)
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(b"ab")
+        left = next(tmp_path.rglob(".*.kv.*")).with_suffix(".killed")
+        left.write_bytes(b"a")
+        opened()
+        assert not left.exists()
+        yield memoryview(b"cd")
+
+    files, tokens = opened(), bytes(4 * 2 * PAGE)
+    keys = files.keys("", tokens)
+    files.write(keys, tokens, 0, parts())
+    [run] = files.find(keys, tokens)
+    assert [bytes(part) for _, part in files.read(run, keys, 2)] == [b"abcd"]
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+
+
 def test_a_disk_that_hangs_stops_nobody(tmp_path, monkeypatch):
     hangs, goes_on = threading.Event(), threading.Event()
 

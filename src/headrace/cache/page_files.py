@@ -1,8 +1,8 @@
 """Pages of KV in files, which outlive the process: a run of pages of one prefix in each.
 
-A file is written once, under a temporary name, and never changed. Its name is the key of its first page: a chain of hashes over the fingerprint (of
-all that KV depends on beside its tokens), the namespace, and the tokens up to the end of the page. So a name says what must be inside, whoever wrote
-it, and a prefix that leaves a run in its middle goes on in a file of its own.
+A file is written once, under a temporary name, and never changed; what a killed writer leaves goes when the folder is opened again. Its name is the
+key of its first page: a chain of hashes over the fingerprint (of all that KV depends on beside its tokens), the namespace, and the tokens up to the
+end of the page. So a name says what must be inside, whoever wrote it, and a prefix that leaves a run in its middle goes on in a file of its own.
 
     magic, length and CRC-32 of the header | header, in msgpack (`_Header`) | padding | page 0 | page 1 | ...
 
@@ -86,6 +86,7 @@ class PageFiles:
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._limit_bytes = limit_bytes
+        self._remove_abandoned()
         self.num_bytes = sum(size for _, size, _ in self._all())
         self._numbers = itertools.count()
         self.num_damaged = 0
@@ -158,6 +159,7 @@ class PageFiles:
         try:
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "wb", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # as long as this process lives: see `_remove_abandoned`
                 file.seek(data_start)
                 rest = iter(keys[first + 1 :])
                 for part in parts:
@@ -169,7 +171,7 @@ class PageFiles:
                 header = self._encoded(keys[first], tokens[first * size : (first + count) * size], bytes(crcs))
                 file.seek(0)
                 _write_whole(file.fileno(), _PROLOGUE.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
-            unfinished.rename(path)
+                unfinished.rename(path)
         finally:
             unfinished.unlink(missing_ok=True)
         self.num_bytes += data_start + count * self._page_bytes
@@ -236,6 +238,14 @@ class PageFiles:
 
     def _all(self) -> Iterator[tuple[Path, int, float]]:
         return files_below(self._folder)
+
+    def _remove_abandoned(self) -> None:
+        """Remove unfinished files whose writer has been killed."""
+        for path, _, _ in self._all():
+            if path.name.startswith("."):
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
     def _prune(self) -> None:
         """Remove those that were not used for longest. One process at a time: two would remove twice as much."""
