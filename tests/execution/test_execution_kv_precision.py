@@ -159,6 +159,47 @@ def test_beside_a_file_in_its_own_bits_8_bits_must_be_hardly_farther_from_floats
     assert decision_of(start(tmp_path / "model.gguf", never, quantization="gguf")) == decision_of(info)
 
 
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Which tokens of the text were computed, with one cache after the other."""
+    found, dtypes = [], {}
+    hidden, attention = kv_precision._hidden, kv_precision._attention
+
+    def made(setup, rank, dtype, num_tokens):
+        cache = attention(setup, rank, dtype, num_tokens)
+        dtypes[cache] = dtype
+        return cache
+
+    def recorded(setup, model, rank, cache, token_ids, start, end):
+        found.append((start, end))
+        states = hidden(setup, model, rank, cache, token_ids, start, end)
+        whole = hidden(setup, model, rank, attention(setup, rank, dtypes[cache], end), token_ids, 0, end)
+        assert torch.equal(whole[start:], states)
+        return states
+
+    monkeypatch.setattr(kv_precision, "_attention", made)
+    monkeypatch.setattr(kv_precision, "_hidden", recorded)
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", [large_biases, unchanged])
+def test_half_of_the_text_is_computed_where_the_choice_is_clear(
+    tmp_path: Path, computed: list[tuple[int, int]], change: Change
+):
+    start(save_model(tmp_path / "model", "qwen2", change), quantization="int8")
+
+    assert computed == [(0, 64)] * 3
+
+
+@needs_kernels
+def test_the_other_half_is_computed_where_it_may_change_the_choice(tmp_path: Path, computed: list[tuple[int, int]]):
+    save_gguf(tmp_path / "model.gguf", GGMLQuantizationType.Q4_K)
+    start(tmp_path / "model.gguf", quantization="gguf")
+
+    assert computed == [(0, 32)] * 4 + [(32, 65)] * 4
+
+
 @pytest.mark.parametrize(
     ("distances", "dtype"),
     [

@@ -306,15 +306,15 @@ PAGE = 16
 """Tokens of a page of the KV cache of a window."""
 
 
-def window_rows(num_tokens: int) -> StepRows:
-    """The step of one sequence from its first position, in the slots 0, 1, ... of its own KV cache, on CPU."""
-    positions = torch.arange(num_tokens, dtype=torch.int32)
+def window_rows(num_tokens: int, start: int = 0) -> StepRows:
+    """The step of one sequence from its position `start`, in the slots 0, 1, ... of its own KV cache, on CPU."""
+    slots = torch.arange(start + num_tokens, dtype=torch.int32)
     return StepRows(
-        starts=[0],
+        starts=[start],
         counts=[num_tokens],
-        positions=positions,
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+        positions=slots[start:],
+        seq_lens=torch.tensor([start + num_tokens], dtype=torch.int32),
         row_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
-        out_slots=positions,
-        slots=positions.unsqueeze(0),
+        out_slots=slots[start:],
+        slots=slots.unsqueeze(0),
     )

@@ -14,6 +14,9 @@ the tokens that follow. Integers add their distance less that of the dtype of th
 integers answer any change of a key with noise, which no cache can help, and which is nearly as large as the error that their rounding brings.
 So where 8 bits may be had or 16 (a file in its own bits, whose peers have a KV cache of 16), 8 must be hardly farther than 16. Of a model that
 makes vectors, the error of a token is the relative distance of its last hidden state.
+
+The second half of the text is computed only where it may change the choice: not if in the first one each cache that is refused adds more than twice
+the limit, so that the whole is over it whatever the rest adds, and the one that is taken less than a quarter of it.
 """
 
 import hashlib
@@ -27,7 +30,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from headrace.attention.base import OwnRows
+from headrace.attention.base import AttentionBackend, OwnRows
 from headrace.config.resolve import with_kv_cache
 from headrace.distributed.rank import Rank
 from headrace.execution.forward_batch import PAGE, window_rows
@@ -49,7 +52,10 @@ MOST_BESIDE_16 = 1.1
 """Most times the distance of 16-bit integers that 8-bit ones may have, of weights that go with both."""
 
 NUM_TOKENS = 128
-"""Of the text, at most: a prompt of that length for each cache is what a measurement costs."""
+"""Of the text, at most: a prompt of that length for each cache, or of half of it, is what a measurement costs."""
+
+_SURELY_OVER, _SURELY_BELOW = 2.0, 0.25
+"""Times `MOST_ADDED`: what the first half of the text adds where the second one is not computed."""
 
 TEXT = """中国的首都是北京,它位于华北平原的北部。城市有两千多万居民,三千年的历史。
 
@@ -103,7 +109,7 @@ def settle_kv_cache(
         trial = msgspec.json.decode(rank.group.receive(), type=_Trial)
         if trial.dtypes:
             wait_loaded()
-            _distances(setup, model, rank, trial)
+            _distances(setup, model, rank, trial, ())
         config = setup.config
         return replace(setup, config=replace(config, kv_cache_dtype=rank.group.receive().decode()))
     settled = _settled(setup, model, rank, cache, tokenize, wait_loaded)
@@ -137,7 +143,7 @@ def _settled(
     if trial.dtypes:
         wait_loaded()
         begin = time.perf_counter()
-        distances = _distances(setup, model, rank, trial)
+        distances = _distances(setup, model, rank, trial, dtypes)
         _logger.info("measured what a KV cache in integers costs the model (%.1f s)", time.perf_counter() - begin)
         if cache is not None:
             cache.keep_measured({_name(setup, dtype): distance for dtype, distance in distances.items()})
@@ -228,29 +234,72 @@ def _name(setup: Setup, dtype: str) -> str:
     return f"distance of a KV cache in {dtype}, {setup.config.attention_backend}, {digest.hexdigest()[:16]}"
 
 
-def _distances(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial) -> dict[str, float]:
-    """Of each dtype of the trial from its first; zeros in followers."""
-    reference, *others = (_hidden(setup, model, rank, dtype, trial.token_ids) for dtype in trial.dtypes)
-    errors = _vector_errors(reference, others) if setup.pooling else _logprob_errors(model, rank, reference, others)
+def _distances(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial, dtypes: Sequence[str]) -> dict[str, float]:
+    """Of each dtype of the trial from its first; zeros in followers. dtypes: those to choose from, in the leader."""
+    caches = [_attention(setup, rank, dtype, len(trial.token_ids)) for dtype in trial.dtypes]
+    totals, done, distances = [0.0] * len(caches), 0, dict[str, float]()
+    for end in (len(trial.token_ids) // 2, len(trial.token_ids)):
+        hidden = [_hidden(setup, model, rank, cache, trial.token_ids, done, end) for cache in caches]
+        errors = _vector_errors(*hidden) if setup.pooling else _logprob_errors(model, rank, *hidden)
+        totals, done = [total + error for total, error in zip(totals, errors, strict=True)], end
+        finite = (
+            min(round(total / done, 4), _NOT_A_NUMBER) if math.isfinite(total) else _NOT_A_NUMBER for total in totals
+        )
+        distances = dict(zip(trial.dtypes, finite, strict=True))
+        if _agreed(rank, rank.leads and _is_clear(dtypes, distances)):
+            break
     give_back_free_memory()
-    finite = (min(round(error, 4), _NOT_A_NUMBER) if math.isfinite(error) else _NOT_A_NUMBER for error in errors)
-    return dict(zip(trial.dtypes, (0.0, *finite), strict=True))
+    return distances
+
+
+def _is_clear(dtypes: Sequence[str], distances: Mapping[str, float]) -> bool:
+    """Whether half of the text is enough to choose one of the dtypes."""
+    *integers, floats = dtypes
+    for dtype, fallback in pairwise(dtypes):
+        added = distances[dtype] - distances[floats]
+        if added <= _SURELY_OVER * MOST_ADDED:
+            return fallback not in integers and added < _SURELY_BELOW * MOST_ADDED
+    return True
+
+
+def _agreed(rank: Rank, value: bool) -> bool:
+    """The leader's value, in every rank."""
+    if rank.group is None:
+        return value
+    if rank.leads:
+        rank.group.send(bytes([value]))
+        return value
+    return rank.group.receive() == b"\1"
+
+
+def _attention(setup: Setup, rank: Rank, dtype: str, num_tokens: int) -> AttentionBackend:
+    """With a KV cache of this dtype for so many tokens."""
+    attention = setup.make_attention()
+    shape = replace(setup.kv_shape(rank.stage), dtype=getattr(torch, dtype))
+    attention.make_kv_pool(shape, -(-num_tokens // PAGE) * PAGE, PAGE, setup.placement.device)
+    return attention
 
 
 @torch.inference_mode()
-def _hidden(setup: Setup, model: CausalLM, rank: Rank, dtype: str, token_ids: Sequence[int]) -> torch.Tensor:
-    """Hidden states of the text after all layers, with a KV cache of this dtype; in other stages than the first, nothing of use."""
-    num, stage = len(token_ids), rank.stage
-    attention = setup.make_attention()
-    shape = replace(setup.kv_shape(stage), dtype=getattr(torch, dtype))
-    attention.make_kv_pool(shape, -(-num // PAGE) * PAGE, PAGE, setup.placement.device)
-    rows, own = window_rows(num), None
+def _hidden(
+    setup: Setup,
+    model: CausalLM,
+    rank: Rank,
+    attention: AttentionBackend,
+    token_ids: Sequence[int],
+    start: int,
+    end: int,
+) -> torch.Tensor:
+    """Hidden states of tokens `start` to `end` of the text after all layers; in other stages than the first, nothing of use. attention: has the KV of
+    those before."""
+    num, stage = end - start, rank.stage
+    rows, own = window_rows(num, start), None
     if setup.args.enable_dp_attention:
         has_it = int(rank.shard.leads)
         own = OwnRows(slice(0, has_it), slice(0, has_it * num))
     attention.prepare(rows)
     if stage.is_first:
-        hidden = model.embed(torch.tensor(token_ids))
+        hidden = model.embed(torch.tensor(token_ids[start:end]))
     else:
         assert stage.before is not None, stage
         hidden = stage.before.receive(num)
@@ -261,11 +310,9 @@ def _hidden(setup: Setup, model: CausalLM, rank: Rank, dtype: str, token_ids: Se
 
 
 @torch.inference_mode()
-def _logprob_errors(
-    model: CausalLM, rank: Rank, reference: torch.Tensor, others: Sequence[torch.Tensor]
-) -> list[float]:
-    """Of each of the others, from their hidden states and those of the reference, [n, hidden_size]; zeros in followers."""
-    totals = [0.0] * len(others)
+def _logprob_errors(model: CausalLM, rank: Rank, reference: torch.Tensor, *others: torch.Tensor) -> list[float]:
+    """Of the reference (0) and each of the others, summed over their hidden states, [n, hidden_size]; zeros in followers."""
+    totals = [0.0] * (1 + len(others))
     if not rank.stage.is_first:
         return totals
     for begin in range(0, len(reference), _LOGIT_ROWS):
@@ -274,13 +321,13 @@ def _logprob_errors(
             continue
         for first in range(0, len(want), _ERROR_ROWS):
             wanted = want[first : first + _ERROR_ROWS].log_softmax(-1)
-            for index, logits in enumerate(found):
+            for index, logits in enumerate(found, 1):
                 error = logits[first : first + _ERROR_ROWS].log_softmax(-1) - wanted
                 totals[index] += float((wanted.exp() * error.abs()).sum())
-    return [total / len(reference) for total in totals]
+    return totals
 
 
-def _vector_errors(reference: torch.Tensor, others: Sequence[torch.Tensor]) -> list[float]:
+def _vector_errors(reference: torch.Tensor, *others: torch.Tensor) -> list[float]:
     """As `_logprob_errors`, of models without logits."""
     sizes = reference.float().norm(dim=1)
-    return [float(((hidden.float() - reference.float()).norm(dim=1) / sizes).mean()) for hidden in others]
+    return [float(((hidden.float() - reference.float()).norm(dim=1) / sizes).sum()) for hidden in (reference, *others)]
