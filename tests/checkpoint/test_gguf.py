@@ -1,11 +1,14 @@
 """The GGUF reader against the gguf library, and against broken files."""
 
+from array import array
+
 import gguf
 import numpy as np
 import pytest
 
 from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize, gguf_of, opened
 from headrace.checkpoint.gguf_checkpoint import precision_of
+from headrace.checkpoint.gguf_strings import Strings, text_of
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
 
@@ -116,6 +119,17 @@ def test_strings_are_found_and_survive_their_file(tmp_path):
     for key in ("x.words", "x.text", "absent"):
         with pytest.raises(ModelError, match=key):
             file.integers(key)
+
+
+@pytest.mark.parametrize(
+    "texts", [[], [b"", b"a\xc3", b"\xbcb"], [b"a\0b", b"\0", b""], [b"\xc3\xbc", b"\1" * 300, b""]]
+)
+def test_all_strings_are_what_each_of_them_is(texts):
+    data = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+    starts = np.cumsum([40, *(8 + len(text) for text in texts)]).tolist()
+    strings = Strings(data, array("q", starts))
+
+    assert list(strings) == [text_of(text) for text in texts] == [strings[at] for at in range(len(texts))]
 
 
 def test_a_file_is_opened_once_until_it_changes(tmp_path):

@@ -296,7 +296,7 @@ def test_without_merges_tokens_are_found_and_decoded_as_ever(tmp_path):
         assert [bare.token_to_id(token) for token in whole.added_tokens] == list(whole.added_tokens.values())
 
 
-@pytest.mark.parametrize("text", [*NASTY[1:], "e\u0301t\u00e9 <|im_start|>"])
+@pytest.mark.parametrize("text", [*NASTY[1:], "e\u0301t\u00e9 <|im_start|>", f"a{' ' * 80}{'=' * 80}"])
 def test_a_tokenizer_of_one_text_gives_its_ids(text):
     assert load_tokenizer(resolve_model("smollm2"), text=text).encode(text) == SMOLLM2.encode(text)
 

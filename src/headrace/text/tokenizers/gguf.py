@@ -4,6 +4,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -33,6 +34,9 @@ _ANOTHER = "--tokenizer-path names a folder with the tokenizer.json of the model
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _SPECIAL = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # found in a text before all others
+
+_LOOKED_UP = 24
+"""Characters of the longest parts of a text that are looked up in a set."""
 
 
 def tokenizer_from_gguf(file: GgufFile, *, encodes: bool = True, text: str | None = None) -> Tokenizer:
@@ -206,8 +210,13 @@ def _byte_level_bpe(
         merges = _merges(file, vocab, stated)
     else:
         within = byte_level((unicodedata.normalize("NFC", text) if splits.nfc else text).encode())
-        vocab = {token: index for token, index in vocab.items() if len(token) == 1 or index in added or token in within}
-        merges = _merges(file, vocab, [merge for merge in stated if merge.replace(" ", "", 1) in within])
+        parts = {within[at : at + length] for at in range(len(within)) for length in range(1, _LOOKED_UP + 1)}
+
+        def occurs(token: str) -> bool:
+            return token in parts or (len(token) > _LOOKED_UP and token in within)
+
+        vocab = {token: index for token, index in vocab.items() if len(token) == 1 or index in added or occurs(token)}
+        merges = _merges(file, vocab, [merge for merge in stated if occurs(merge.replace(" ", "", 1))])
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=splits.whole_words))
     if splits.nfc:
         backend.normalizer = normalizers.NFC()
@@ -224,7 +233,7 @@ def _merges(file: GgufFile, vocab: Mapping[str, int], stated: Iterable[str]) -> 
     # A token may begin with a space.
     merges = [(merge[:cut], merge[cut + 1 :]) for merge in stated for cut in (merge.find(" ", 1),)]
     # The library aborts on a merge of others instead of raising.
-    if not vocab.keys() >= {part for left, right in merges for part in (left, right, left + right)}:
+    if not vocab.keys() >= {*chain.from_iterable(merges), *map("".join, merges)}:
         wrong = next(
             merge
             for merge, (left, right) in zip(stated, merges, strict=True)
