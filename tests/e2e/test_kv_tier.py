@@ -7,7 +7,11 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
+import transformers
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, random_ids, running_engine
+from lora_harness import tiny_adapter
+from server_process import serving
 from test_models_gguf_types import PROMPT, save_gguf
 
 from headrace.cache.tier import DiskTier
@@ -96,6 +100,43 @@ def test_memory_of_the_host_is_refused_where_the_pool_is_in_it(tiny_model: str):
         running_engine(tiny_model, kv_cache_host_size=1 << 20),
     ):
         pass
+
+
+def test_an_adapter_finds_its_kv_after_a_restart_while_its_bytes_are_the_same(tiny_model: str, tmp_path: Path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    adapter = tiny_adapter(model, seed=1).save(tmp_path / "adapter")
+
+    def answer(name: str, **options: Any) -> tuple[list[int], int]:
+        with running_engine(tiny_model, lora_paths=f"{name}={adapter}", **options) as engine:
+            reply = engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY, lora_path=name)
+        return reply["output_ids"], reply["meta_info"]["cached_tokens"]
+
+    kept = {"kv_cache_dir": str(tmp_path / "kv")}
+    want = answer("x")[0]
+    assert answer("x", **kept) == (want, 0)
+    assert answer("renamed", **kept) == (want, 192)
+    file = Path(adapter, "adapter_model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert answer("x", **kept) == (answer("x")[0], 0)
+
+
+def test_a_session_goes_on_by_its_id_after_a_restart(tiny_model: str, tmp_path: Path):
+    """Through HTTP, after a `kill -9`."""
+    options = ("--session-dir", str(tmp_path / "sessions"), "--max-total-tokens", "4096", "--single-process")
+    turns, session = ([11, 12, 13], [14, 15]), {"session_params": {"id": "mine"}}
+    asked = [{"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 8}} for ids in turns]
+    with serving(tiny_model, *options) as server:
+        assert server.post("/open_session", {"session_id": "mine", "capacity_of_str_len": 4096}) == "mine"
+        first = server.post("/generate", asked[0] | session)
+        server.kill()
+    with serving(tiny_model, *options) as server:
+        whole = [*turns[0], *first["output_ids"], *turns[1]]
+        want = server.post("/generate", asked[1] | {"input_ids": whole})
+        got = server.post("/generate", asked[1] | session)
+    assert got["output_ids"] == want["output_ids"]
+    assert got["meta_info"]["prompt_tokens"] == len(whole)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
