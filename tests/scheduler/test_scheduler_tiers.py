@@ -311,6 +311,43 @@ def test_two_loads_that_do_not_fit_together_do_not_wait_for_one_another(tmp_path
     rig.check_idle()
 
 
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("writes_back", [False, True])
+def test_loads_under_one_node_that_is_split_meanwhile_end_nobody(tmp_path, writes_back, is_short):
+    """SGLang 34975 and 35931, and 36377 of the same days: an assertion of the scheduler that one load at a time holds a node. Here both are used, or
+    given up for want of pages."""
+    trunk = prompt(12, 1)
+    asked = {"a": trunk + [0] + prompt(36, 2), "b": trunk + [1] + prompt(36, 3)}
+    rig = make(tmp_path, num_pages=64)
+    for rid, ids in asked.items():
+        ask(rig, rid, ids)
+    rig = make(tmp_path, writes_back=writes_back)
+    rig.add("trunk", [*trunk, 0], 4)
+    rig.drain()
+    rig.tier.works = False
+    for rid, ids in asked.items():
+        rig.add(rid, ids, 6)
+    rig.turn()
+    rig.tier.work()  # both are found
+    rig.turn()
+    assert len(rig.state.tier) == 2, "both are loaded"
+    rig.add("other", [*trunk[:8], 1 - trunk[8], 0], 4)
+    if is_short:
+        rig.add("long", prompt(70, 4), 4, namespace='["", "salt"]')  # does not wait for the tier
+    for _ in range(30):
+        rig.turn()
+    assert {"other", "long"} & rig.finish.keys() == {"other", *["long"][:is_short]}
+    assert len(rig.state.tier) == (0 if is_short else 2)
+    rig.tier.works = True
+    rig.drain()
+    for rid, ids in asked.items():
+        assert rig.ids[rid] == expected_outputs(ids, 6, 10**9)
+        assert is_short or rig.rows[rid][0].stats.cached_tokens == 48
+    assert rig.tier.num_loaded == (0 if is_short else 18)
+    rig.turn()
+    rig.check_idle()
+
+
 def test_an_update_of_the_weights_is_another_fingerprint(tmp_path):
     """SGLang 24758: KV of other weights under the same name."""
     ids = prompt(50, 1)
