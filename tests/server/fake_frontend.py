@@ -174,6 +174,25 @@ class FakePins:
         return {"object": "cache", "memory": {"tokens": 16}, "disk": None, "pins": [{"id": self.ID}] * self.is_held}
 
 
+class FakeSlots:
+    """asked: the slots that requests have named, and what was done with slots."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    async def save(self, slot: int, name: str, caller: Any = None) -> dict[str, Any]:
+        self.asked.append(("save", slot, name))
+        return {"id_slot": slot, "filename": name, "n_saved": 8, "n_written": 32, "timings": {"save_ms": 0.5}}
+
+    async def restore(self, slot: int, name: str, caller: Any = None) -> dict[str, Any]:
+        self.asked.append(("restore", slot, name))
+        return {"id_slot": slot, "filename": name, "n_restored": 0, "n_read": 32, "timings": {"restore_ms": 0.5}}
+
+    async def erase(self, slot: int, caller: Any = None) -> dict[str, Any]:
+        self.asked.append(("erase", slot))
+        return {"id_slot": slot, "n_erased": 8}
+
+
 class FakeAdapters:
     """Names, and what was loaded."""
 
@@ -221,6 +240,7 @@ class FakeFrontend:
         self.closed: list[str] = []
         self.adapters = FakeAdapters()
         self.pins = FakePins()
+        self.slots = FakeSlots()
         self.asked_pins: list[Any] = []
         self.faults: list[FaultReq] = []
         self.started = threading.Event()
@@ -253,6 +273,7 @@ class FakeFrontend:
         in_chat: bool = False,
         caller: Any = None,
         pins: Any = (),
+        slot: int = 0,
     ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
             self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=self.context_length,
@@ -263,6 +284,7 @@ class FakeFrontend:
         self.callers.append(caller)
         self.in_chats.append(in_chat)
         self.asked_pins.append(pins)
+        self.slots.asked.append(slot)
         script = self.script
         samples = []
         for prompt in call.prompts:

@@ -110,7 +110,41 @@ async def test_marks_that_are_none_are_refused(frontend):
         assert not frontend.calls
 
 
-async def test_slots_are_refused_in_words(client):
-    reply = await client.post("/slots/0?action=save", json={"filename": "x"})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unsupported_route")
-    assert "/v1/cache/pin" in reply.text
+async def test_slots_of_llama_cpp_are_saved_restored_and_erased(frontend):
+    app, _ = make_app(frontend, ServerStatus(started=True), session_dir="/kept")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        for slot in (2, -1, None, "x"):
+            for path, body in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+                ("/v1/completions", {"prompt": "hello"}),
+            ):
+                reply = await client.post(path, json={"model": "", "max_tokens": 1, "id_slot": slot, **body})
+                assert reply.status_code == 200, reply.text
+        assert frontend.slots.asked == [2, 2, 0, 0, 0, 0, 0, 0]
+
+        saved = (await client.post("/slots/2?action=save", json={"filename": "a.bin"})).json()
+        restored = (await client.post("/slots/0?action=restore", json={"filename": "a.bin"})).json()
+        erased = (await client.post("/slots/2?action=erase")).json()
+        assert (saved["n_saved"], restored["n_restored"], erased) == (8, 0, {"id_slot": 2, "n_erased": 8})
+        assert frontend.slots.asked[8:] == [("save", 2, "a.bin"), ("restore", 0, "a.bin"), ("erase", 2)]
+
+        for path, name in (
+            ("/slots/x?action=save", "a"),
+            ("/slots/-1?action=save", "a"),
+            ("/slots/0?action=load", "a"),
+            ("/slots/0", "a"),
+            ("/slots/0?action=save", "../a"),
+            ("/slots/0?action=save", "a\n"),
+            ("/slots/0?action=save", ""),
+            ("/slots/0?action=restore", None),
+        ):
+            reply = await client.post(path, json={} if name is None else {"filename": name})
+            assert reply.status_code == 400, (path, name, reply.text)
+        assert len(frontend.slots.asked) == 11
+
+
+async def test_slots_need_a_folder(client):
+    for action in ("save", "restore", "erase"):
+        reply = await client.post(f"/slots/0?action={action}", json={"filename": "x"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unsupported_route")
+        assert "--session-dir" in reply.text

@@ -193,7 +193,7 @@ def test_faults_are_injected_only_when_enabled():
 UNDESCRIBED = {"/openapi.json", "/docs", "/ui", "/ui/{path}", "/api/blobs/{digest}", "/slots/{id}"} | {
     f"/api/{name}" for name in ("create", "copy", "push", "delete")
 }
-"""The web pages, what describes the API, and routes of Ollama and llama.cpp that always refuse."""
+"""The web pages, what describes the API, routes of Ollama that always refuse, and one for llama.cpp's clients."""
 
 
 def test_openapi_describes_every_route(client: httpx.Client, server: Running):

@@ -89,7 +89,7 @@ HTTP_ONLY = {
     "/v1/embed": "`encode` gives the same numbers",
     "/v2/embed": "`encode` gives the same numbers",
     "/infill": "for the plug-ins of llama.cpp's server",
-    "/slots/{id}": "refused; for clients of llama.cpp's server",
+    "/slots/{id}": "for clients of llama.cpp's server; a session is kept by its id",
     "/apply-template": "the tokenizer of `get_tokenizer` has it",
     "/info": "for clients of Text Embeddings Inference",
     "/classify": "`encode` gives the same numbers",

@@ -132,6 +132,7 @@ class EngineOptions(ServerOptions):
     hicache_write_policy: str = _UNSET
     kv_offloading_size: float = _UNSET
     cache_ram: float = _UNSET
+    slot_save_path: str = _UNSET
     lora_modules: str | list[str] = _UNSET
     max_cpu_loras: int = _UNSET
     max_loaded_loras: int = _UNSET

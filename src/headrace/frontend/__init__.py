@@ -11,7 +11,7 @@ method says otherwise.
   and their ends), sample_update.py (new output of one, or its error), native_answer.py (the dicts of /generate and /encode)
 - The engine: balancers.py (which replica), engine_parts.py (its health, deaths and restarts)
 - Operations: communicator.py (a request to replicas, their replies), control.py, runtime_settings.py (settings that may
-  change at run time), adapters.py (loaded adapters and their users), pins.py (prefixes that stay cached)
+  change at run time), adapters.py (loaded adapters and their users), pins.py (prefixes that stay cached), slots.py (llama.cpp's slots)
 - Weights: weight_control.py, update_phases.py (all replicas or none, and what every replica must have done), weight_checks.py
 - Records: records.py (what is known of requests afterwards), server_info.py
 - HTTP workers: front_door.py (their calls)

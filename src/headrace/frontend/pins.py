@@ -17,6 +17,7 @@ import msgspec
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, HeadraceError, NotFoundError, RequestError
 from headrace.frontend.sample_update import SampleUpdate, SampleUsage
+from headrace.frontend.slots import NO_SLOT
 from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.log import get_logger
 from headrace.media_kinds import MediaFields
@@ -188,7 +189,7 @@ class Pins:
         for _ in range(_TRIES):
             rid = f"pin-{uuid.uuid4().hex}"
             call = msgspec.structs.replace(prompt, rid=rid, sampling_params=_PROMPT_ONLY)
-            async for update in self._generate(call, caller=caller, pins=(PinAsk(ttl_s, num_tokens),)):
+            async for update in self._generate(call, caller=caller, pins=(PinAsk(ttl_s, num_tokens),), slot=NO_SLOT):
                 usage = usage or update.usage
             record = self._made.pop(rid, None)
             if record is not None and usage is not None and prompt.replica is not None:

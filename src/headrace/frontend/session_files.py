@@ -68,7 +68,8 @@ class SessionFiles:
         self._timeout_s = timeout_s
         self._prune()
 
-    def save(self, owner: str, session: SessionRecord) -> None:
+    def save(self, owner: str, session: SessionRecord) -> bool:
+        """Whether it could be written; if not, the log says why."""
         path = self._path(owner, session.id)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -80,6 +81,8 @@ class SessionFiles:
             _logger.warning("a session is not kept: --session-dir: %s", error.strerror)
             with contextlib.suppress(OSError):
                 unfinished.unlink()
+            return False
+        return True
 
     def load(self, owner: str, session_id: str) -> SessionRecord | None:
         """None: there is no such session."""

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.errors import CapacityError, NotFoundError, RequestError
+from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.session_files import TOKEN_BYTES, SessionFiles, SessionRecord, TurnRecord
 from headrace.frontend.tenants import ANONYMOUS, Caller, Tenant, TenantLimits
 from headrace.log import get_logger
@@ -22,6 +22,8 @@ _logger = get_logger(__name__)
 MAX_SESSION_ID_LENGTH = 512
 SWEEP_INTERVAL_S = 1.0
 """Stale sessions are removed at most this often when a session is opened, and whenever there is no room for another."""
+PUT_RID = "saved"
+"""Of the turn of a session that was `put`."""
 WITHOUT_KEY = Tenant(TenantLimits(name=""))
 """Owner of sessions on a server without keys."""
 
@@ -160,6 +162,29 @@ class Sessions:
                 self.files.remove(session.tenant.name, session_id)
             self._drop(session)
 
+    def put(self, session_id: str, ids: list[int], output_ids: list[int], tenant: Tenant = WITHOUT_KEY) -> None:
+        """A session of one turn that has finished, in place of what has this id. Raises CapacityError, and ExecutionError without a file of it."""
+        self._close_stale(tenant)
+        if (before := self._open.get((tenant.scope, session_id))) is not None:
+            self._drop(before)
+        session = self._enter(session_id, self.timeout_s, 0, tenant)
+        try:
+            self._check_tokens(session, len(ids) + len(output_ids))
+        except CapacityError:
+            self._drop(session)
+            raise
+        self._count(session, len(ids) + len(output_ids))
+        session.latest = session.turns[PUT_RID] = Turn(PUT_RID, session, None, 0, ids, output_ids)
+        if not self._save(session):
+            raise ExecutionError("it could not be written to --session-dir; the server's log says why")
+
+    def get(self, session_id: str, field: str, tenant: Tenant = WITHOUT_KEY) -> list[int]:
+        """The tokens of a session that was `put`, which counts as used. Raises NotFoundError, CapacityError."""
+        session = self._used(session_id, field, tenant)
+        self._save(session)
+        turn = session.turns.get(PUT_RID)
+        return turn.sequence() if turn is not None else []
+
     def begin(
         self,
         params: SessionParams,
@@ -175,10 +200,7 @@ class Sessions:
         """
         if params.id is None:
             raise RequestError("session_params needs the id of a session", "session_params")
-        if (tenant.scope, params.id) not in self._open:
-            self._open_again(params.id, tenant)
-        session = self._find(params.id, tenant.scope, "session_params")
-        session.used_s = self.clock()
+        session = self._used(params.id, "session_params", tenant)
         if rid in session.turns:
             raise RequestError(f"rid {rid[:100]!r} is already a turn of this session", "rid")
         parent = self._parent(session, params)
@@ -221,9 +243,15 @@ class Sessions:
         self._kept.setdefault(tenant.scope, _Kept()).num_sessions += 1
         return session
 
-    def _save(self, session: _Session) -> None:
-        if self.files is not None:
-            self.files.save(session.tenant.name, _recorded(session))
+    def _save(self, session: _Session) -> bool:
+        return self.files is not None and self.files.save(session.tenant.name, _recorded(session))
+
+    def _used(self, session_id: str, field: str, tenant: Tenant) -> _Session:
+        if (tenant.scope, session_id) not in self._open:
+            self._open_again(session_id, tenant)
+        session = self._find(session_id, tenant.scope, field)
+        session.used_s = self.clock()
+        return session
 
     def _open_again(self, session_id: str, tenant: Tenant) -> None:
         """From its file, if there is one. Raises CapacityError."""

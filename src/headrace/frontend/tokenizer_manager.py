@@ -37,6 +37,7 @@ from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate, TokenText
 from headrace.frontend.session_files import SessionFiles
 from headrace.frontend.sessions import Sessions
+from headrace.frontend.slots import Slots
 from headrace.frontend.tenants import ANONYMOUS, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.tokenize import AnyCall, PromptTokenizer
 from headrace.frontend.weight_control import WeightControl
@@ -162,8 +163,11 @@ class TokenizerManager:
             ready,
             self.control,
             self.generate_request,
-            lambda: [replica.index for replica in self.link.replicas_up()],
+            self._replicas_up,
             clock,
+        )
+        self.slots = Slots(
+            ready.max_running_requests, ready.context_length, self.sessions, self.generate_request, self._replicas_up
         )
         self.control.on_flushed = self.pins.sync_soon
         self.weights = WeightControl(
@@ -246,6 +250,7 @@ class TokenizerManager:
         in_chat: bool = False,
         caller: Caller = ANONYMOUS,
         pins: Sequence[PinAsk] = (),
+        slot: int = 0,
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Carry out one call. Yields updates of its samples; each input of an `EmbeddingReqInput` is a sample with one update.
 
@@ -254,7 +259,7 @@ class TokenizerManager:
         unfinished samples.
 
         default_max_new_tokens: for prompts that give no limit; never more than the context has room for. in_chat: see `SampleTask`.
-        caller: whose limits apply. pins: of its prompt, which is one.
+        caller: whose limits apply. pins: of its prompt, which is one. slot: whose last request it is, see `Slots`.
         Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
         """
@@ -271,7 +276,7 @@ class TokenizerManager:
             self._send(state, requests)
             if not obj.stream:
                 await self._wait_for_all(state, is_disconnected)
-                await self._pin(obj, state, pins, caller)
+                await self._keep(obj, state, pins, slot, caller)
                 for sample in state.samples:
                     yield sample.update()
                 return
@@ -283,7 +288,7 @@ class TokenizerManager:
                     if not state.is_list and sample.failed is not None and not sample.output_ids:
                         raise sample.failed
                     if not left:
-                        await self._pin(obj, state, pins, caller)
+                        await self._keep(obj, state, pins, slot, caller)
                 yield sample.update()
         finally:
             self._release(state)
@@ -356,7 +361,11 @@ class TokenizerManager:
                     sample.request, sample.sent_s = None, 0.0
             raise
 
-    async def _pin(self, obj: CallInput, state: CallState, pins: Sequence[PinAsk], caller: Caller) -> None:
+    def _replicas_up(self) -> list[int]:
+        return [replica.index for replica in self.link.replicas_up()]
+
+    async def _keep(self, obj: CallInput, state: CallState, pins: Sequence[PinAsk], slot: int, caller: Caller) -> None:
+        self.slots.keep(slot, obj, state, caller)
         request = state.samples[0].request
         if pins and request is not None and isinstance(obj, GenerateReqInput):
             await self.pins.hold(obj, request, pins, caller)

@@ -1,6 +1,6 @@
-"""Routes of cached prefixes: pin one, unpin it, and what is cached. Runs in the event loop that serves HTTP."""
+"""Routes of cached prefixes: pin one, unpin it, what is cached, and llama.cpp's slots. Runs in the event loop that serves HTTP."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ from headrace.server.openai.protocol import ChatMessage
 from headrace.server.openai.tokenize import TokenizeBody, conversation_to_tokenize
 
 MOST_TTL_S = 86_400.0
+MOST_DIGITS = 9
 
 
 class PinBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +41,18 @@ class UnpinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """id: as `/v1/cache/pin` has said it."""
 
     id: str
+
+
+class SlotQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """action: what to do with the slot."""
+
+    action: Literal["save", "restore", "erase"]
+
+
+class SlotBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """filename: of the saved slot, a name and no path; not for `erase`."""
+
+    filename: Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00-\x1f]{1,255}\Z")]
 
 
 async def pin(exchange: Exchange) -> None:
@@ -84,11 +97,28 @@ async def unpin(exchange: Exchange) -> None:
 
 
 async def slots(exchange: Exchange) -> None:
-    """Refused: a slot of llama.cpp's server holds the KV of one prompt, and here all prompts are in one cache."""
-    raise NotFoundError(
-        "there are no slots here: all prompts are in one cache, which --kv-cache-dir keeps in files; POST /v1/cache/pin keeps one of them",
-        code="unsupported_route",
-    )
+    """llama.cpp's: save, restore or erase what a slot's last request has left. Replies as llama.cpp's server does."""
+    context, number = exchange.context, exchange.path_param("id")
+    action = exchange.read_query(SlotQuery).action
+    if context.args.session_dir is None:
+        raise NotFoundError(
+            "slots are saved with --session-dir only, and their KV with --kv-cache-dir", code="unsupported_route"
+        )
+    if not number.isdecimal() or len(number) > MOST_DIGITS:
+        raise RequestError("the number of a slot is an integer", "id")
+    slot, frontend = int(number), context.frontend
+    if action == "erase":
+        await exchange.reply_json(await frontend.slots.erase(slot, caller=exchange.caller))
+        return
+    name = (await exchange.read_json(SlotBody)).filename
+    if action == "save":
+        await exchange.reply_json(await frontend.slots.save(slot, name, caller=exchange.caller))
+        return
+    if context.args.disable_radix_cache:
+        raise RequestError("this server caches no prefixes (--disable-radix-cache)")
+    async with exchange.until_client_leaves():
+        restored = await frontend.slots.restore(slot, name, caller=exchange.caller)
+    await exchange.reply_json(restored)
 
 
 async def cached(exchange: Exchange) -> None:

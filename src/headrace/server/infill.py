@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.slots import slot_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.conversation import unsupported
@@ -150,7 +151,10 @@ async def infill(noted: HeaderNotes, exchange: Exchange) -> None:
         lora_path=context.adapter_of(request.model),
     )
     updates = context.frontend.generate_request(
-        call, default_max_new_tokens=limit.default(length), caller=exchange.caller
+        call,
+        default_max_new_tokens=limit.default(length),
+        caller=exchange.caller,
+        slot=slot_of(request.id_slot),
     )
 
     def shown(update: SampleUpdate) -> dict[str, object]:

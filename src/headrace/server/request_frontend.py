@@ -23,6 +23,7 @@ from headrace.frontend.pins import PinAsk, Pins
 from headrace.frontend.records import Records
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.slots import Slots
 from headrace.frontend.tenants import Caller
 from headrace.frontend.weight_control import WeightControl
 from headrace.media_kinds import MediaRefs
@@ -52,11 +53,12 @@ class RequestFrontend(Protocol):
         in_chat: bool = ...,
         caller: Caller = ...,
         pins: Sequence[PinAsk] = ...,
+        slot: int = ...,
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Yields the new output of the samples of one call. Without `stream`, one update per sample in prompt-major order, once all have ended.
 
         default_max_new_tokens: used if the request sets none; limited to the room in the context. in_chat: the prompt is a rendered chat.
-        caller: its limits apply. pins: of the call's prompt. Closing the generator early aborts what is unfinished.
+        caller: its limits apply. pins: of the call's prompt. slot: see `Slots`. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """
 
@@ -106,6 +108,9 @@ class RequestFrontend(Protocol):
     def settings(self) -> RuntimeSettings: ...
 
     @property
+    def slots(self) -> Slots: ...
+
+    @property
     def weights(self) -> WeightControl:
         """Operations on weights, generation and memory."""
 
@@ -123,6 +128,7 @@ PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
     "control": (Control.ask, Control.flush_cache, Control.internal_states, Control.inject_fault),
     "pins": (Pins.pin, Pins.unpin, Pins.cache),
     "records": (Records.timelines, Records.latest),
+    "slots": (Slots.save, Slots.restore, Slots.erase),
     "settings": (RuntimeSettings.changed_options,),
     "weights": (WeightControl.operate,),
 }

@@ -172,7 +172,7 @@ def _native_routes(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/v1/cache/pin", POST, "user", cache.pin, "Compute a prompt and keep it cached", cache.PinBody, generates=True, examples=pins),
         RouteSpec("/v1/cache/unpin", POST, "user", cache.unpin, "Keep it no longer", cache.UnpinBody, examples=unpinned),
         RouteSpec("/v1/cache", GET, "user", cache.cached, "What is cached, by tier, and the pins"),
-        RouteSpec("/slots/{id}", POST, "user", cache.slots, "Not here", in_schema=False),
+        RouteSpec("/slots/{id}", POST, "user", cache.slots, "llama.cpp: save, restore or erase a slot", in_schema=False, generates=True),
         RouteSpec("/open_session", POST, "user", native.open_session, "Open a session", native.OpenSessionBody, generates=True, examples=session),
         RouteSpec("/close_session", POST, "user", native.close_session, "Forget a session", native.CloseSessionBody, examples=session),
     ]

@@ -77,7 +77,7 @@ class ChatCall:
         return ChoiceStream(parser, pieces)
 
     async def updates(
-        self, asker: Asker, may_fill_context: bool = False, pins: Sequence[PinAsk] = ()
+        self, asker: Asker, may_fill_context: bool = False, pins: Sequence[PinAsk] = (), slot: int = 0
     ) -> AsyncGenerator[SampleUpdate, None]:
         """Generate. may_fill_context: no limit was asked for, and not just none given. pins: of the prompt. Raises the errors of the engine, which
         name the fields of the request.
@@ -85,7 +85,12 @@ class ChatCall:
         model = self.context.model
         limit = model.context_length if may_fill_context else model.default_reply_tokens
         updates = self.context.frontend.generate_request(
-            self.call, default_max_new_tokens=self.limit.default(limit), in_chat=True, caller=asker.caller, pins=pins
+            self.call,
+            default_max_new_tokens=self.limit.default(limit),
+            in_chat=True,
+            caller=asker.caller,
+            pins=pins,
+            slot=slot,
         )
         try:
             async with aclosing(updates):

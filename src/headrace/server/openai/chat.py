@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.slots import slot_of
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
@@ -125,7 +126,9 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         return choice | {"token_ids": update.ids} if request.return_token_ids else choice
 
     def updates(self, asker: Asker, generation: ChatGeneration) -> AsyncGenerator[SampleUpdate, None]:
-        return generation.chat.updates(asker, generation.request.output_limit == AS_MANY_AS_FIT)
+        request = generation.request
+        slot = slot_of(request.id_slot)
+        return generation.chat.updates(asker, request.output_limit == AS_MANY_AS_FIT, slot=slot)
 
     def chunk_writer(self, generation: ChatGeneration) -> "ChatChunks":
         return ChatChunks(generation)

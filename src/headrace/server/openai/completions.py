@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.slots import slot_of
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.chat.conversation import refused
 from headrace.server.context import Asker
@@ -140,7 +141,10 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, CompletionGeneratio
         unbounded = generation.request.output_limit == AS_MANY_AS_FIT
         limit = self.context.model.context_length if unbounded else DEFAULT_TOKENS
         news = self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=generation.limit.default(limit), caller=asker.caller
+            generation.call,
+            default_max_new_tokens=generation.limit.default(limit),
+            caller=asker.caller,
+            slot=slot_of(generation.request.id_slot),
         )
         async with aclosing(news):
             async for update in news:
