@@ -9,8 +9,9 @@ is changed under the same name. killed: kill -9 while files are written, at --po
 --kills points while it writes: half of them after so many bytes, half after so long; what the next one finds is compared byte for byte.
 
 The pool holds a third of the prompts. A text must be the one that was computed without files, and take at most 1.1 times as long: the report has
-the number of texts that differ, and the median of the seconds over that of computing, of what was found and of what was not. Parts may run one
-at a time, and several times: the report adds to that of the same file.
+the number of texts that differ, and the median of the seconds over that of computing, of what was found and of what was not. What was not found is
+asked again at once of a server without files and tree: that is what computing takes. Parts may run one at a time, and several times: the report adds
+to that of the same file.
 """
 
 import json
@@ -46,11 +47,12 @@ _PARTS = ("files", "full", "gone", "slow", "shared", "weights", "killed", "write
 
 
 class Counts:
-    """Of one part: what its requests said and took, beside what they say and take without files."""
+    """Of one part: what its requests said and took, beside what they say and take without files, on the server `plain`."""
 
-    def __init__(self, texts: Sequence[str], computed_s: float) -> None:
+    def __init__(self, texts: Sequence[str], plain: ServerProcess) -> None:
         self._texts = texts
-        self._computed_s = computed_s
+        self._plain = plain
+        self._computed_s: list[float] = []
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
         self.num_wrong = 0
 
@@ -62,10 +64,13 @@ class Counts:
     def take(self, number: int, seconds: float, cached: int, text: str) -> None:
         self.num_wrong += text != self._texts[number]
         self._seconds[cached > TOKENS // 2].append(seconds)
+        if cached <= TOKENS // 2:
+            self._computed_s.append(ask(self._plain.url, ids_of(number, TOKENS), OUT)[0])
 
     def report(self) -> dict[str, Any]:
+        computed_s = median(self._computed_s) if self._computed_s else None
         over = {
-            name: round(median(self._seconds[found]) / self._computed_s, 3) if self._seconds[found] else None
+            name: round(median(self._seconds[found]) / computed_s, 3) if computed_s and self._seconds[found] else None
             for name, found in (("found_over_computed", True), ("not_found_over_computed", False))
         }
         return {
@@ -73,6 +78,7 @@ class Counts:
             "found": len(self._seconds[True]),
             "wrong_texts": self.num_wrong,
             **over,
+            "computed_s": computed_s and round(computed_s, 4),
         }
 
 
@@ -107,19 +113,21 @@ def metric(server: ServerProcess, name: str) -> int:
 
 
 class Trials:
-    """What all parts share: the model, the folder of the files, and the texts and the time of each prompt without them."""
+    """What all parts share: the model, the folder of the files, a server without them, and its text of each prompt."""
 
-    def __init__(self, model: str, folder: Path, trials: int, points: int, kills: int, seed: int) -> None:
+    def __init__(
+        self, model: str, plain: ServerProcess, folder: Path, trials: int, points: int, kills: int, seed: int
+    ) -> None:
+        self._plain = plain
         self.model, self.folder, self.trials, self.points, self.kills = model, folder, trials, points, kills
         self.source = random.Random(seed)
-        with own_server(model, POOL) as server:
-            ask(server.url, ids_of(-1, TOKENS), OUT)
-            asked = [ask(server.url, ids_of(number, TOKENS), OUT) for number in range(PROMPTS)]
+        ask(plain.url, ids_of(-1, TOKENS), OUT)
+        asked = [ask(plain.url, ids_of(number, TOKENS), OUT) for number in range(PROMPTS)]
         self.texts = [text for _, _, text in asked]
         self.computed_s = median(seconds for seconds, _, _ in asked)
 
     def counts(self) -> Counts:
-        return Counts(self.texts, self.computed_s)
+        return Counts(self.texts, self._plain)
 
     def any_prompt(self) -> int:
         return self.source.randrange(PROMPTS)
@@ -250,11 +258,11 @@ def main() -> None:
     found["model"] = options.model
     folder = Path(tempfile.mkdtemp(prefix="headrace-kv-"))
     try:
-        with refusals():
-            trials = Trials(options.model, folder / "kv", options.trials, options.points, options.kills, options.seed)
+        with refusals(), own_server(options.model, [*POOL, "--disable-radix-cache"]) as plain:
+            counts = options.trials, options.points, options.kills
+            trials = Trials(options.model, plain, folder / "kv", *counts, options.seed)
             for part in options.parts:
-                one = {**getattr(trials, part)(), "computed_s": round(trials.computed_s, 4)}
-                found[part] = [*found.get(part, ()), one]
+                found[part] = [*found.get(part, ()), getattr(trials, part)()]
                 write_report(found, options.output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -44,9 +44,13 @@ def weights_of(folder: Path, shard: Shard = WHOLE, stage: Stage = ALL_LAYERS) ->
 
 def random_pool(rank: int) -> KvPool:
     """Its first rank has twice as many heads as the others."""
-    torch.manual_seed(rank)
+    source = torch.Generator().manual_seed(rank)  # ranks are threads here
     heads = 2 if rank == 0 else 1
-    return KvPool(*([torch.randn(PAGE * PAGES, heads, 8) for _ in range(LAYERS)] for _ in "kv"), PAGE * PAGES, PAGE)
+    return KvPool(
+        *([torch.randn(PAGE * PAGES, heads, 8, generator=source) for _ in range(LAYERS)] for _ in "kv"),
+        PAGE * PAGES,
+        PAGE,
+    )
 
 
 def rows(pool: KvPool, pages: list[int]) -> torch.Tensor:

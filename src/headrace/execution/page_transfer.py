@@ -48,14 +48,18 @@ class PoolPages:
     ) -> None:
         num_pages = pool.num_slots // pool.page_size
         pairs = itertools.chain.from_iterable(zip(pool.k, pool.v, strict=True))
-        self._layers = [tensor.view(num_pages, -1).view(torch.uint8) for tensor in pairs]
+        layers = [tensor.view(num_pages, -1).view(torch.uint8) for tensor in pairs]
+        self.page_bytes = sum(layer.shape[1] for layer in layers)
+        # Rows are copied element by element: eight bytes at a time take a third of the time of one.
+        wide = (torch.int64, torch.int32, torch.int16, torch.uint8)
+        self._dtype = next(one for one in wide if not any(layer.shape[1] % one.itemsize for layer in layers))
+        self._layers = [layer.view(self._dtype) for layer in layers]
         self._weights = weights
         self._facts = facts
         self.adapter = adapter
         self._number = number
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self.page_bytes = sum(layer.shape[1] for layer in self._layers)
 
     def fingerprint(self) -> str:
         return self.fingerprint_of(self.digests())
@@ -96,7 +100,7 @@ class PoolPages:
         """See `PageTransfer.read`."""
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
-            found = torch.cat([layer[index] for layer in self._layers], dim=1).cpu()
+            found = torch.cat([layer.index_select(0, index) for layer in self._layers], dim=1).cpu()
         return bytes_of(found)
 
     @torch.inference_mode()
@@ -104,11 +108,10 @@ class PoolPages:
         """See `PageTransfer.write`."""
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
-            given = torch.frombuffer(data, dtype=torch.uint8).view(len(pages), self.page_bytes).to(self._device)
-            for layer, part in zip(
-                self._layers, given.split([layer.shape[1] for layer in self._layers], dim=1), strict=True
-            ):
-                layer[index] = part
+            given = torch.frombuffer(data, dtype=self._dtype).view(len(pages), -1).to(self._device)
+            parts = given.split([layer.shape[1] for layer in self._layers], dim=1)
+            for layer, part in zip(self._layers, parts, strict=True):
+                layer.index_copy_(0, index, part)
         if self._stream is not None:
             self._stream.synchronize()
 
