@@ -46,6 +46,7 @@ def test_a_saved_slot_is_restored_by_another_server(tiny_model: Path, tmp_path: 
             assert act(b, 1, "restore")[0] == act(a, 1, "restore", "unknown.bin")[0] == 404
             server.process.kill()
 
+    options += ["--dp-size", "2", "--tokenizer-worker-num", "2"]
     with Server(tiny_model, options, keys=True) as server:
         server.wait_started()
         with server.client("secret-a") as a, server.client("secret-b") as b:
