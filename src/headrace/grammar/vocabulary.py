@@ -90,15 +90,15 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 def library_tokenizer(vocabulary: Vocabulary, tokenize: Tokenize | None = None) -> LLTokenizer:
-    """The library's tokenizer; takes 4 us a token, in two calls, since no other thread runs during either.
+    """The library's tokenizer; takes 4 us a token, during which no other thread runs.
 
     tokenize: how the model itself would write a text. Where only one text can follow, a mask allows just the first token of that. Without it,
     the longest token that fits: still the right text, in tokens that the model may not be used to.
     """
     wrapper = _Wrapper(vocabulary, tokenize)
-    tokenizer = LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=vocabulary.eos_ids, slices=[])
+    tokenizer = LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=vocabulary.eos_ids)
     wrapper.tokens = ()  # the library has its own copy
-    return tokenizer.with_slices(LLTokenizer.general_slices())
+    return tokenizer
 
 
 class _Wrapper(TokenizerWrapper):
