@@ -1,6 +1,7 @@
 """Sessions that go on after a restart, from files that may hold anything."""
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import CapacityError, NotFoundError, RequestError
+from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.session_files import SessionFiles, SessionRecord, TurnRecord
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import Caller, Tenant, TenantLimits
@@ -98,6 +99,26 @@ def test_limits_hold_for_sessions_from_files(tmp_path):
         SessionFiles(tmp_path, "model", 3, MOST, 60.0).save("", SessionRecord(f"{number}", 0.0, 0, -1, []))
     started(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_is_put_replaces_what_was_there_and_is_written_or_refused(tmp_path):
+    sessions = started(tmp_path)
+    sessions.put("s", [1, 2], [3])
+    assert turn(sessions, "more", [4], []) == [1, 2, 3, 4]
+    assert started(tmp_path).get("s", "filename") == [1, 2, 3], "what was put, and not what came after it"
+    sessions.put("s", [5], [])
+    assert started(tmp_path).get("s", "filename") == sessions.get("s", "filename") == [5]
+
+    with pytest.raises(CapacityError):
+        sessions.put("s", [1] * MOST, [2])
+    assert sessions.get("s", "filename") == [5]
+    sessions.open("other")
+    assert sessions.get("other", "filename") == []
+    shutil.rmtree(tmp_path)
+    with pytest.raises(ExecutionError, match="--session-dir"):
+        sessions.put("t", [1], [2])
+    with pytest.raises(NotFoundError):
+        sessions.get("t", "filename")
 
 
 def one(rid: str = "a", parent: int = -1, num_kept: int = 0, prompt: bytes = bytes(4), outputs: bytes = bytes(4)):

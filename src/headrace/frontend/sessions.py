@@ -176,6 +176,7 @@ class Sessions:
         self._count(session, len(ids) + len(output_ids))
         session.latest = session.turns[PUT_RID] = Turn(PUT_RID, session, None, 0, ids, output_ids)
         if not self._save(session):
+            self._drop(session)
             raise ExecutionError("it could not be written to --session-dir; the server's log says why")
 
     def get(self, session_id: str, field: str, tenant: Tenant = WITHOUT_KEY) -> list[int]:
