@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import pytest
 import torch
 import transformers
@@ -17,7 +20,14 @@ from test_models_gguf_types import PROMPT, save_gguf
 from headrace.cache.tier import DiskTier
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.errors import ConfigError
+from headrace.execution import page_transfer
+from headrace.execution.page_transfer import PoolPages
+from headrace.processes import scheduler_process
 from headrace.scheduler.tier_queue import TierQueue
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
+
+from device_harness import FakeDevice, queue_on
 
 SAMPLINGS = (GREEDY, SEEDED, FILTERED, PENALISED)
 PROMPTS = [
@@ -100,6 +110,55 @@ def test_memory_of_the_host_is_refused_where_the_pool_is_in_it(tiny_model: str):
         running_engine(tiny_model, kv_cache_host_size=1 << 20),
     ):
         pass
+
+
+def test_memory_of_the_host_behind_a_device(tiny_model: str, monkeypatch: pytest.MonkeyPatch):
+    """A device of the tests, whose pool holds one prompt: pages are copied both ways byte for byte, and what comes back gives the CPU's tokens."""
+    own: dict[str, Any] = {"attention_backend": "torch_native", "dtype": "float32", "page_size": 16}
+    with running_engine(tiny_model, **own) as engine:
+        want = [engine.generate(input_ids=prompt, sampling_params=GREEDY)["output_ids"] for prompt in PROMPTS]
+    copied_out: set[bytes] = set()
+    came_back: list[bool] = []
+
+    class Watched(PoolPages):
+        def __init__(self, pool: Any, *rest: Any) -> None:
+            super().__init__(pool, *rest)
+            self.pool = pool
+
+        def rows(self, pages: Sequence[int]) -> list[bytes]:
+            layers = [layer for pair in zip(self.pool.k, self.pool.v, strict=True) for layer in pair]
+            slots = [slice(16 * page, 16 * page + 16) for page in pages]
+            return [b"".join(layer[where].numpy().tobytes() for layer in layers) for where in slots]
+
+        def read(self, pages: Sequence[int]) -> memoryview:
+            data, rows = super().read(pages), self.rows(pages)
+            copied_out.update(rows if bytes(data) == b"".join(rows) else ())
+            return data
+
+        def write(self, pages: Sequence[int], data: memoryview) -> None:
+            super().write(pages, data)
+            rows = self.rows(pages)
+            came_back.extend(row in copied_out and bytes(data) == b"".join(rows) for row in rows)
+
+    tier = scheduler_process._tier
+    monkeypatch.setattr(
+        scheduler_process,
+        "_tier",
+        lambda args, worker, ready: tier(args, worker, msgspec.structs.replace(ready, device="cuda")),
+    )
+    monkeypatch.setattr(page_transfer, "PoolPages", Watched)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device of the tests")
+    device = FakeDevice()
+    queue_on(device, monkeypatch)
+    with running_engine(tiny_model, kv_cache_host_size=16 << 20, max_total_tokens=256, **own) as engine:
+        for number in range(2):
+            replies = [engine.generate(input_ids=prompt, sampling_params=GREEDY) for prompt in PROMPTS]
+            assert [reply["output_ids"] for reply in replies] == want
+            if number:
+                assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [192, 112, 224]
+    assert device.num_waits > 0
+    assert len(came_back) >= (192 + 112 + 224) // 16 - 8
+    assert all(came_back)
 
 
 def test_an_adapter_finds_its_kv_after_a_restart_while_its_bytes_are_the_same(tiny_model: str, tmp_path: Path):
