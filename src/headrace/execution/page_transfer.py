@@ -100,8 +100,10 @@ class PoolPages:
         """See `PageTransfer.read`."""
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
-            found = torch.cat([layer.index_select(0, index) for layer in self._layers], dim=1).cpu()
-        return bytes_of(found)
+            found = self._layers[0].new_empty((len(pages), self.page_bytes // self._dtype.itemsize))
+            for layer, part in zip(self._layers, self._split(found), strict=True):
+                torch.index_select(layer, 0, index, out=part)
+            return bytes_of(found.cpu())
 
     @torch.inference_mode()
     def write(self, pages: Sequence[int], data: memoryview) -> None:
@@ -109,11 +111,14 @@ class PoolPages:
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
             given = torch.frombuffer(data, dtype=self._dtype).view(len(pages), -1).to(self._device)
-            parts = given.split([layer.shape[1] for layer in self._layers], dim=1)
-            for layer, part in zip(self._layers, parts, strict=True):
+            for layer, part in zip(self._layers, self._split(given), strict=True):
                 layer.index_copy_(0, index, part)
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The part of each layer, of rows of whole pages."""
+        return rows.split([layer.shape[1] for layer in self._layers], dim=1)
 
     def do(self, work: RankPages) -> Prepared:
         """A follower's part of what `LeaderPages` does."""
