@@ -175,6 +175,14 @@ def test_the_oldest_go_when_the_share_of_the_disk_is_used_up(monkeypatch: pytest
     assert third.exists()
 
 
+def test_what_was_measured_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A start would wait for all that is being written, such as the weights."""
+    monkeypatch.setattr(os, "fsync", lambda handle: pytest.fail("it waits"))
+    weight_cache.keep_measured(ONE, {"a": 0.25})
+
+    assert weight_cache.read_measured(ONE) == {"a": 0.25}
+
+
 def test_what_was_measured_is_kept_beside_the_weights_and_goes_with_them(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in (("a", 0.25), ("b", 1.5), ("a", 0.5)):
         weight_cache.keep_measured(ONE, {name: value})

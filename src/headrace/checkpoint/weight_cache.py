@@ -154,7 +154,8 @@ def keep_measured(identity: str, values: Mapping[str, float]) -> None:
 def _keep(path: Path, text: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_whole(path, lambda file: file.write(text))
+        # Without waiting for the disk, which may still be writing packed weights: what a crash leaves of it is not read.
+        _write_whole(path, lambda file: file.write(text), lasting=False)
     except OSError as error:
         raise WeightCacheError(f"cannot write to {path.parent}: {error.strerror}") from error
 
@@ -340,13 +341,14 @@ def write(
     return path
 
 
-def _write_whole(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+def _write_whole(path: Path, fill: Callable[[BinaryIO], object], lasting: bool = True) -> None:
     handle, unfinished = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".unfinished", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             fill(file)
             file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -76,7 +76,7 @@ _ATTENTION = Path(__file__).parents[1] / "attention"
 
 _REFERENCE = "float32"
 _LOGIT_ROWS = 32
-"""At a time: so many that reading the output projection is a small part of it."""
+"""Of each cache at a time: so many that reading the output projection is a small part of it."""
 _ERROR_ROWS = 4
 """Of these at a time: so few that what is computed of a large vocabulary stays in the processor's cache."""
 _NOT_A_NUMBER = 1000.0
@@ -316,13 +316,15 @@ def _logprob_errors(model: CausalLM, rank: Rank, reference: torch.Tensor, *other
     if not rank.stage.is_first:
         return totals
     for begin in range(0, len(reference), _LOGIT_ROWS):
-        want, *found = (model.logits(hidden[begin : begin + _LOGIT_ROWS]) for hidden in (reference, *others))
+        rows = torch.cat([hidden[begin : begin + _LOGIT_ROWS] for hidden in (reference, *others)])
+        logits = model.logits(rows)  # of all caches in one call, which reads the output projection once
         if not rank.leads:  # it has given its columns
             continue
+        want, *found = logits.chunk(len(totals))
         for first in range(0, len(want), _ERROR_ROWS):
             wanted = want[first : first + _ERROR_ROWS].log_softmax(-1)
-            for index, logits in enumerate(found, 1):
-                error = logits[first : first + _ERROR_ROWS].log_softmax(-1) - wanted
+            for index, one in enumerate(found, 1):
+                error = one[first : first + _ERROR_ROWS].log_softmax(-1) - wanted
                 totals[index] += float((wanted.exp() * error.abs()).sum())
     return totals
 

@@ -58,9 +58,6 @@ def tensor_at(data: object, dtype: torch.dtype, shape: tuple[int, ...], offset: 
     return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
 
 
-_LEAST_PRIORITY = 19
-
-
 class WeightCache:
     """The cache of one model at one precision."""
 
@@ -139,8 +136,10 @@ class WeightCache:
         kept = {name: keeper.kept() for name, keeper in _keepers(weights).items()}
 
         def work() -> None:
-            with contextlib.suppress(OSError):  # after what the start still has to do
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+            with contextlib.suppress(
+                OSError
+            ):  # where nothing else wants a core, and no kernel's thread waits for it to end its turn
+                os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
             self._write(kept)
 
         thread = threading.Thread(target=work, name="weight cache")
