@@ -24,6 +24,7 @@ from headrace.execution.model_source import sampling_defaults, with_encoder
 from headrace.messages.channel import FanOutSender, IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.metrics.watchdog import Watchdog
+from headrace.processes import early
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import ModelFiles
 from headrace.processes.parts import ChildParts, Parts
@@ -143,7 +144,9 @@ def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
     if args.single_process:
         return ThreadParts(args)
     resolve_model(args.model_path)  # once, before the children do: it may have to join the files of a model
-    return ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir()), args.detokenize_in))
+    parts = ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir()), args.detokenize_in))
+    early.end()
+    return parts
 
 
 def _tokenizer_manager(

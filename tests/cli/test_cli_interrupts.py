@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from headrace.processes import child as child_module
-from headrace.processes.handshake import IGNORED
+from headrace.processes.early import IGNORED, signals_held
 
 
 def test_ctrl_c_while_commands_are_imported_is_one_line():
@@ -37,7 +36,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [{int(number)}])
 os.kill(os.getpid(), {int(number)})
 print("ignores", flush=True)
 """
-    with child_module._signals_held():
+    with signals_held():
         started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     out, _ = started.communicate(timeout=60)
 

@@ -163,7 +163,7 @@ def test_beside_a_file_in_its_own_bits_8_bits_must_be_hardly_farther_from_floats
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Which tokens of the text were computed, with one cache after the other."""
     found, dtypes = [], {}
-    hidden, attention = kv_precision._hidden, kv_precision._attention
+    hidden, attention = kv_precision.hidden_states, kv_precision.cache_in
 
     def made(setup, rank, dtype, num_tokens):
         cache = attention(setup, rank, dtype, num_tokens)
@@ -177,8 +177,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         assert torch.equal(whole[start:], states)
         return states
 
-    monkeypatch.setattr(kv_precision, "_attention", made)
-    monkeypatch.setattr(kv_precision, "_hidden", recorded)
+    monkeypatch.setattr(kv_precision, "cache_in", made)
+    monkeypatch.setattr(kv_precision, "hidden_states", recorded)
     return found
 
 

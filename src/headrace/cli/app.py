@@ -25,6 +25,7 @@ from headrace.config.cli import ServerCommand, names_beginning, with_server_opti
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
 from headrace.media_kinds import MediaKind
+from headrace.processes import early
 from headrace.version import VERSION
 
 EXIT_USER_ERROR = 2
@@ -108,6 +109,8 @@ _Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", rich_help_
 def serve(model: Model = None, *, server_args: ServerArgs) -> None:
     """Serve a model over HTTP: OpenAI's API, the native API and metrics."""
     args = with_model(server_args, model)
+    if args.ray or args.node_rank or args.single_process:
+        early.end()
     if args.ray:
         from headrace.cluster.ray_server import launch_on_ray
 

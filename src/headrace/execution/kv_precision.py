@@ -236,10 +236,10 @@ def _name(setup: Setup, dtype: str) -> str:
 
 def _distances(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial, dtypes: Sequence[str]) -> dict[str, float]:
     """Of each dtype of the trial from its first; zeros in followers. dtypes: those to choose from, in the leader."""
-    caches = [_attention(setup, rank, dtype, len(trial.token_ids)) for dtype in trial.dtypes]
+    caches = [cache_in(setup, rank, dtype, len(trial.token_ids)) for dtype in trial.dtypes]
     totals, done, distances = [0.0] * len(caches), 0, dict[str, float]()
     for end in (len(trial.token_ids) // 2, len(trial.token_ids)):
-        hidden = [_hidden(setup, model, rank, cache, trial.token_ids, done, end) for cache in caches]
+        hidden = [hidden_states(setup, model, rank, cache, trial.token_ids, done, end) for cache in caches]
         errors = _vector_errors(*hidden) if setup.pooling else _logprob_errors(model, rank, *hidden)
         totals, done = [total + error for total, error in zip(totals, errors, strict=True)], end
         finite = (
@@ -272,7 +272,7 @@ def _agreed(rank: Rank, value: bool) -> bool:
     return rank.group.receive() == b"\1"
 
 
-def _attention(setup: Setup, rank: Rank, dtype: str, num_tokens: int) -> AttentionBackend:
+def cache_in(setup: Setup, rank: Rank, dtype: str, num_tokens: int) -> AttentionBackend:
     """With a KV cache of this dtype for so many tokens."""
     attention = setup.make_attention()
     shape = replace(setup.kv_shape(rank.stage), dtype=getattr(torch, dtype))
@@ -281,7 +281,7 @@ def _attention(setup: Setup, rank: Rank, dtype: str, num_tokens: int) -> Attenti
 
 
 @torch.inference_mode()
-def _hidden(
+def hidden_states(
     setup: Setup,
     model: CausalLM,
     rank: Rank,

@@ -9,9 +9,8 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -22,8 +21,9 @@ from headrace.errors import ConfigError, ExecutionError, ModelError
 from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 from headrace.messages.front import HttpWorkerStart
+from headrace.processes import early
+from headrace.processes.early import PROGRAM, child_environment
 from headrace.processes.handshake import (
-    IGNORED,
     Bootstrap,
     Failed,
     Kind,
@@ -40,16 +40,6 @@ def without_secrets(args: ServerArgs) -> ServerArgs:
     return replace(args, api_key=None, admin_api_key=None, api_key_file=None, otlp_traces_endpoint=None)
 
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """What is started within is not reached by IGNORED until it has said that it ignores them (`child_main`)."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class ChildProcess:
     """A started child.
 
@@ -58,7 +48,7 @@ class ChildProcess:
     rank: which a follower is. info: what a scheduler said when it was ready. program: the command that is run, without the kind.
     """
 
-    program: Sequence[str] = (sys.executable, "-m", "headrace.processes.child_main")
+    program: Sequence[str] = PROGRAM
 
     def __init__(
         self,
@@ -75,23 +65,17 @@ class ChildProcess:
         self.index = index
         self.source = source
         self.info: ReadyInfo | None = None
-        self._reports_fd, report_fd = os.pipe()
+        own_environment, started = environment(os.environ, kind, args, index), None
+        # What binds itself to a NUMA node, or starts other ranks, does so before it imports torch.
+        if kind == "scheduler" and self.program == PROGRAM and not args.numa_bind and args.num_ranks == 1:
+            started = early.take(own_environment)
+        if started is None:
+            passed = [*([] if http is None else [http.listening_fd]), *([] if rank is None else rank.descriptors)]
+            started = early.started([*self.program, kind], own_environment, passed)
+        self._popen, self._reports_fd = started.popen, started.reports_fd
         # An HTTP worker decides who may call what; nobody else needs the keys.
         given = args if http is not None else without_secrets(args)
-        bootstrap = Bootstrap(given, ports, report_fd, os.getpid(), index, source, http, rank)
-        passed = [report_fd]
-        if http is not None:
-            passed.append(http.listening_fd)
-        if rank is not None:
-            passed += rank.descriptors
-        with _signals_held():
-            self._popen = subprocess.Popen(
-                [*self.program, kind],
-                stdin=subprocess.PIPE,
-                pass_fds=passed,
-                env=environment(os.environ, kind, args, index),
-            )
-        os.close(report_fd)
+        bootstrap = Bootstrap(given, ports, started.report_fd, os.getpid(), index, source, http, rank)
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once; `wait_ready` says so
             # Left open: its end of file tells the child that we are gone.
@@ -197,29 +181,6 @@ def stop_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
         child.stop(max(0.0, deadline - time.monotonic()))
 
 
-# Which variables of the environment children get: what the libraries that they use read, and nothing that may be a secret. A server is often
-# started from a shell or a container that holds keys of all kinds, and the engine's processes run code that is not ours: a model's libraries and
-# the operator's logit processors. So a variable is passed on only when a rule here, or --child-env, names it.
-_NAMES = frozenset({
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TMP", "TEMP", "TZ", "LANG", "LANGUAGE", "TERM", "HOSTNAME", "VIRTUAL_ENV",
-    "CONDA_PREFIX", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LIBRARY_PATH", "CPATH", "HF_HOME", "NO_COLOR",
-})  # fmt: skip
-"""Passed on as they are."""
-
-PREFIXES = (
-    "HEADRACE_", "PYTHON", "LC_", "LD_", "XDG_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "ONEDNN_", "DNNL_", "MALLOC_",
-    "GLIBC_", "NUMEXPR_", "CUDA", "CUBLAS_", "CUDNN_", "NVIDIA_", "NV_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "TRITON_",
-    "FLASHINFER_", "HF_HUB_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "ASAN_", "UBSAN_", "TSAN_", "LSAN_", "COVERAGE_",
-)  # fmt: skip
-"""Variables that begin so are passed on, too: compilers' and libraries' threads, devices, caches and debugging."""
-
-SECRET_WORDS = frozenset({
-    "KEY", "KEYS", "APIKEY", "TOKEN", "TOKENS", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS",
-    "AUTH", "COOKIE",
-})  # fmt: skip
-"""A variable with one of these words in its name is passed on by no rule, but HEADRACE_DIST_SECRET to ranks, which need it."""
-
-
 def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int) -> dict[str, str]:
     """Ours without what may be secret. A replica sees as many GPUs as it has ranks: its own of those that we may use."""
     given = child_environment(own, args.child_env)
@@ -233,15 +194,3 @@ def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int
         # Beyond the last one it sees none, and `of_all_replicas` refuses.
         return {**given, "CUDA_VISIBLE_DEVICES": ",".join(visible[own_places.start : own_places.stop])}
     return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, own_places))}
-
-
-def child_environment(own: Mapping[str, str], more: str = "") -> dict[str, str]:
-    """Those of `own` that a child gets. more: names of --child-env, comma-separated; they are passed on whatever they are called."""
-    named = {name.strip() for name in more.split(",")}
-    return {name: value for name, value in own.items() if name in named or _is_passed_on(name)}
-
-
-def _is_passed_on(name: str) -> bool:
-    if not SECRET_WORDS.isdisjoint(name.upper().split("_")):
-        return False
-    return name in _NAMES or name.startswith(PREFIXES)

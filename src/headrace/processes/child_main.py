@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Literal, assert_never
 
@@ -26,8 +27,8 @@ from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.messages.sockets import SocketChannels
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes import lifeline
+from headrace.processes.early import IGNORED, IS_EARLY
 from headrace.processes.handshake import (
-    IGNORED,
     Bootstrap,
     Failed,
     Kind,
@@ -90,7 +91,12 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     garbage.pause()
     kind = msgspec.convert(sys.argv[1], Kind)
-    bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
+    if sys.argv[2:] == [IS_EARLY]:
+        threading.Thread(target=_import_torch, name="import", daemon=True).start()
+    told = sys.stdin.buffer.readline()
+    if not told:  # nobody needs it
+        os._exit(1)
+    bootstrap = msgspec.json.decode(told, type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
     if kind == "follower":
         lifeline.die_with(bootstrap.parent_pid)  # whose main thread has started it
@@ -108,6 +114,12 @@ def main() -> None:
         raise
     finally:
         channels.close()
+
+
+def _import_torch() -> None:
+    """What takes longest of a scheduler's imports, which wait for it."""
+    with contextlib.suppress(Exception):  # they raise it again
+        import headrace.execution.build  # noqa: F401
 
 
 def _run(kind: Kind, bootstrap: Bootstrap, channels: Channels, reporter: Reporter) -> None:

@@ -1,6 +1,5 @@
 """What a child process is given when it starts, and what it reports until it can serve. Imported by both sides."""
 
-import signal
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,9 +10,6 @@ from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 from headrace.messages.front import HttpWorkerStart
 from headrace.processes.numa import Binding
-
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a child ignores, because its parent drains and tells it to leave. Blocked when it starts, so that none ends its imports."""
 
 Kind = Literal["scheduler", "follower", "detokenizer", "http"]
 
