@@ -24,9 +24,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[early.Started]:
     monkeypatch.setattr("headrace.processes.child.PROGRAM", _WAITS)
     monkeypatch.setattr(ChildProcess, "program", _WAITS)
     monkeypatch.setenv(early.LIFELINE, "3:1")
-    early.begin()
+    begun = early.begin()
     monkeypatch.delenv(early.LIFELINE)  # as a server does before it starts children
-    yield early._waiting[0]
+    yield begun
     early.end()
 
 

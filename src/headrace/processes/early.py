@@ -40,10 +40,11 @@ def started(command: Sequence[str], environment: dict[str, str], passed: Sequenc
 _waiting: list[Started] = []
 
 
-def begin() -> None:
+def begin() -> Started:
     """Start the scheduler. Followed by `end`, whatever happens."""
     own = {name: value for name, value in os.environ.items() if name != LIFELINE}
     _waiting.append(started([*PROGRAM, "scheduler", IS_EARLY], child_environment(own)))
+    return _waiting[0]
 
 
 def take(environment: Mapping[str, str]) -> Started | None:
