@@ -355,8 +355,8 @@ class ServerOptions:
     max_step_ms: int | None = _memory(
         None,
         "How long a step should take at most, in milliseconds, when prompts share it with running streams; without any it is 800. "
-        "-1 = no bound in either case. Default: 200 where tokens do not depend on how prompts are cut (on CPU), longer where prompts would get less "
-        "than 6 tokens for each stream; else no bound.",
+        "-1 = no bound in either case. Default: 200 where tokens do not depend on how prompts are cut (on CPU), up to 250 where prompts then get "
+        "5 tokens for each stream; else no bound.",
     )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = _memory(
         "fcfs",

@@ -18,6 +18,7 @@ from headrace.scheduler.state import ScheduleBatch, SchedulerState
 from headrace.scheduler.step_cost import (
     ALONE_STEP_S,
     LEAST_TOKENS,
+    LONGEST_MIXED,
     SHORTER_SHARE,
     SHORTER_SHARE_OF_OTHERS,
     PromptBudget,
@@ -165,11 +166,11 @@ def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget 
     tokens = min(config.chunk_tokens, config.step_tokens - batch.num_tokens)
     if config.max_step_s == math.inf:
         return PromptBudget(tokens, state.cost)
+    if batch.rows:
+        longest_s = LONGEST_MIXED * config.max_step_s if config.max_step_s == config.default_step_s else 0.0
+        return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s, longest_s)
     # There are as many steps in flight as stages, and they end one after the other.
     usual_s = ALONE_STEP_S / config.num_stages
-    if batch.rows:
-        longest_s = usual_s if config.max_step_s == config.default_step_s else 0.0
-        return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s, longest_s)
     left_s = ALONE_STEP_S - sum(other.expected_s for other in state.in_flight)
     if state.in_flight and left_s < usual_s / 2:
         return None

@@ -119,10 +119,13 @@ LEAST_TOKENS = 16
 LEAST_SHARE = 0.25
 """Prompts may use this share of the time, even if decode rows need more than the rest."""
 
-TOKENS_PER_ROW = 6
-"""Where nobody has asked for a bound in time, prompts get so many tokens for each decode row, within `ALONE_STEP_S`. Prompts that are two to three
-times as long as their answers bring half as many tokens for each row and step, so that on slow machines, too, most steps have none: the median time
-between tokens is that of decoding."""
+TOKENS_PER_ROW = 5
+"""Where nobody has asked for a bound in time, prompts get so many tokens for each decode row, if the step takes at most `LONGEST_MIXED` times the
+default then. Prompts that are two to three times as long as their answers bring half as many for each row and step, so that most steps have none:
+the median time between tokens is that of decoding. On machines too slow for that the default is kept."""
+
+LONGEST_MIXED = 1.25
+"""The longest times between tokens grow by so much at most for the sake of their median."""
 
 GROWTH = 2
 """Until larger steps have been timed, a step that streams wait for has at most this many times the tokens of the largest one (a slow start, as of
@@ -162,11 +165,13 @@ class PromptBudget:
     def beside(
         cls, decoding: StepWork, tokens: int, cost: StepCost, max_step_s: float, longest_s: float = 0.0
     ) -> "PromptBudget":
-        """The budget of a step that also computes the decode rows `decoding`, which should take at most `max_step_s`; up to `longest_s`, if that is
-        longer, for the sake of `TOKENS_PER_ROW`."""
+        """The budget of a step that also computes the decode rows `decoding`, which should take at most `max_step_s`, or `longest_s` for the
+        sake of `TOKENS_PER_ROW`."""
         decoding_s = cost.seconds(decoding)
         wanted_s = cost.prompt_seconds(0, TOKENS_PER_ROW * decoding.tokens)
-        seconds = max(max_step_s - decoding_s, LEAST_SHARE * max_step_s, min(wanted_s, longest_s - decoding_s))
+        seconds = max(max_step_s - decoding_s, LEAST_SHARE * max_step_s)
+        if decoding_s + wanted_s <= longest_s:
+            seconds = max(seconds, wanted_s)
         familiar = GROWTH * cost.most_tokens - decoding.tokens
         return cls(min(tokens, max(familiar, LEAST_TOKENS)), cost, seconds)
 
