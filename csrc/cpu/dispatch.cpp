@@ -48,6 +48,12 @@
 
 namespace headrace {
 
+#if defined(__x86_64__)
+const bool kAskForWeights = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
+#else
+const bool kAskForWeights = true;
+#endif
+
 #define HEADRACE_VARIANT(name, needs) \
   namespace name {                    \
   const KernelTable& table();         \

@@ -96,7 +96,7 @@ void rows_of_blocks(const float* x, int64_t x_stride, const T* weight, int64_t b
   auto column_of = [&](int64_t unit) { return unit / kParts * kColumns + unit % kParts * kLanes; };
   auto ahead_of = [&](int64_t unit) {
     if (ahead != nullptr) return *ahead;
-    return Ahead{reinterpret_cast<const char*>(at(unit)) + kAheadBytes, kColumns * static_cast<int64_t>(sizeof(T))};
+    return Ahead{reinterpret_cast<const char*>(at(unit)) + (kAskForWeights ? kAheadBytes : 0), kColumns * static_cast<int64_t>(sizeof(T))};
   };
   auto one = [&](int64_t unit) {
     const T* const weights[1] = {at(unit)};

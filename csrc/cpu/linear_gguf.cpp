@@ -1,6 +1,7 @@
 // Linear layers over blocks of GGUF files: products of bytes in 32-bit integers, scales in float, every bit of the file.
 //
-// A run of records is unpacked first: codes to bytes, scales and minimums to floats, which is exact. Then all rows are multiplied with it.
+// A run of records is unpacked first: codes to bytes, scales and minimums to floats, which is exact. Then all rows are multiplied with it. One
+// row takes less time than memory, and reads records in order (one_row), with the same bits.
 // Integer sums are exact, and an output is one chain of fused multiply-adds over the records 0, 1, ... (both halves of a record where they
 // have scales of their own, and its minimums), whatever the number of rows and the tile they fall in; between two runs it waits in memory. So
 // a row's bits do not depend on its batch, on chunking or on threads.
@@ -31,92 +32,88 @@ HEADRACE_INLINE void for_constants(Body body) {
   for_each_of(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-// The codes of a record, [8][32][4].
-template <GgufType kType>
-HEADRACE_INLINE void unpack_codes(const uint8_t* record, uint8_t* codes) {
+// Step s of the codes of a record, [32][4] bytes, from byte `at` on.
+template <GgufType kType, int s>
+HEADRACE_INLINE vi load_codes(const uint8_t* record, int64_t at) {
   constexpr GgufFormat kFormat = gguf_format(kType);
-  constexpr int64_t kVector = kLanes * 4;
   constexpr int64_t kPairs = kFormat.planes & kNibblePlane ? kColumns * 16 : 0, kBits = kPairs + (kFormat.planes & kPairPlane ? kColumns * 8 : 0);
   constexpr int kPairBit = kFormat.planes & kNibblePlane ? 4 : 0, kBit = kPairBit + (kFormat.planes & kPairPlane ? 2 : 0);
-  for (int64_t at = 0; at < kStepBytes; at += kVector) {
-    for_constants<8>([&](auto step) {
-      constexpr int s = decltype(step)::value;
-      vi code = splat_int(0);
-      if constexpr ((kFormat.planes & kNibblePlane) != 0) {
-        const vi both = load_bytes(record + s / 2 * kStepBytes + at);
-        code = s % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
-      }
-      if constexpr ((kFormat.planes & kPairPlane) != 0) {
-        const vi four = load_bytes(record + kPairs + s / 4 * kStepBytes + at);
-        code = or_bits(code, moved_bits<(3 << kPairBit), kPairBit - s % 4 * 2>(four));
-      }
-      if constexpr ((kFormat.planes & kBitPlane) != 0) {
-        code = or_bits(code, moved_bits<(1 << kBit), kBit - s>(load_bytes(record + kBits + at)));
-      }
-      if constexpr (kType == GgufType::kIQ4_NL || kType == GgufType::kIQ4_XS) code = look_up(kIq4Codes, code);
-      if constexpr (kType == GgufType::kMXFP4) code = look_up(kMxfp4Codes, code);
-      store_bytes(codes + s * kStepBytes + at, code);
-    });
+  if constexpr (kFormat.planes == kWholePlane) return load_bytes(record + s * kStepBytes + at);
+  vi code = splat_int(0);
+  if constexpr ((kFormat.planes & kNibblePlane) != 0) {
+    const vi both = load_bytes(record + s / 2 * kStepBytes + at);
+    code = s % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
   }
+  if constexpr ((kFormat.planes & kPairPlane) != 0) {
+    const vi four = load_bytes(record + kPairs + s / 4 * kStepBytes + at);
+    code = or_bits(code, moved_bits<(3 << kPairBit), kPairBit - s % 4 * 2>(four));
+  }
+  if constexpr ((kFormat.planes & kBitPlane) != 0) {
+    code = or_bits(code, moved_bits<(1 << kBit), kBit - s>(load_bytes(record + kBits + at)));
+  }
+  if constexpr (kType == GgufType::kIQ4_NL || kType == GgufType::kIQ4_XS) code = look_up(kIq4Codes, code);
+  if constexpr (kType == GgufType::kMXFP4) code = look_up(kMxfp4Codes, code);
+  return code;
 }
 
-HEADRACE_INLINE void halves_to_floats(const uint8_t* halves, float* floats) {
-  HEADRACE_UNROLL for (int64_t i = 0; i < kColumns; i += kLanes) store(floats + i, load_half(reinterpret_cast<const uint16_t*>(halves) + i));
-}
+// Of kLanes columns: factors of the two halves of a record, and what is added for their minimums.
+struct Scales {
+  vf factor[2], minimum[2];
+};
 
-// kLanes scales: the factor of 256 elements times numbers of at most 8 bits, which is exact.
-HEADRACE_INLINE void store_scaled(float* to, const float* factor, vi numbers) { store(to, mul(load(factor), to_float(numbers))); }
+HEADRACE_INLINE vf load_halves(const uint8_t* halves, int64_t c) { return load_half(reinterpret_cast<const uint16_t*>(halves) + c); }
 
-// d, d_min: the head as floats, [32] each.
+// Columns [c, c + kLanes) of a record. d, d_min: those of the head; times numbers of at most 8 bits, which is exact.
 template <GgufType kType>
-HEADRACE_INLINE void unpack_scales(const uint8_t* scales, const float* d, const float* d_min, float* factors) {
+HEADRACE_INLINE Scales load_scales(const uint8_t* scales, int64_t c, vf d, vf d_min) {
   constexpr ScaleKind kScales = gguf_format(kType).scales;
-  float* const second = factors + kColumns;
-  float* const minimums = factors + 2 * kColumns;
+  Scales result = {};
   if constexpr (kScales == ScaleKind::kHalf || kScales == ScaleKind::kHalfMinimum) {
-    halves_to_floats(scales, factors);
-    if constexpr (kScales == ScaleKind::kHalfMinimum) {  // in the file they are added
-      halves_to_floats(scales + 2 * kColumns, minimums);
-      HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) store(minimums + c, sub(splat(0.0f), load(minimums + c)));
-    }
+    result.factor[0] = load_halves(scales, c);
+    // In the file they are added.
+    if constexpr (kScales == ScaleKind::kHalfMinimum) result.minimum[0] = sub(splat(0.0f), load_halves(scales, kColumns + c));
   } else if constexpr (kScales == ScaleKind::kSixBits) {
-    HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) {
-      const vi low = load_widened(scales + c), both = load_widened(scales + kColumns + c % 16);
-      const vi upper = c < 16 ? low_nibbles(both) : high_nibbles(both);
-      const vi one = or_bits(low_nibbles(low), moved_bits<0x30, 4>(upper)), other = or_bits(high_nibbles(low), moved_bits<0x30, 2>(upper));
-      if constexpr (gguf_format(kType).minimum) {
-        store_scaled(factors + c, d + c, one);
-        store_scaled(minimums + c, d_min + c, other);
-      } else {
-        store_scaled(factors + c, d + c, sub_int(one, splat_int(32)));
-        store_scaled(second + c, d + c, sub_int(other, splat_int(32)));
-      }
+    const vi low = load_widened(scales + c), both = load_widened(scales + kColumns + c % 16);
+    const vi upper = c < 16 ? low_nibbles(both) : high_nibbles(both);
+    const vi one = or_bits(low_nibbles(low), moved_bits<0x30, 4>(upper)), other = or_bits(high_nibbles(low), moved_bits<0x30, 2>(upper));
+    if constexpr (gguf_format(kType).minimum) {
+      result.factor[0] = mul(d, to_float(one));
+      result.minimum[0] = mul(d_min, to_float(other));
+    } else {
+      result.factor[0] = mul(d, to_float(sub_int(one, splat_int(32))));
+      result.factor[1] = mul(d, to_float(sub_int(other, splat_int(32))));
     }
   } else if constexpr (kScales == ScaleKind::kSixBitsOne) {
+    using Words = uint64_t __attribute__((vector_size(16)));
     constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0fu, kPairs = 0x0303030303030303u;
-    uint64_t low[2], upper, numbers[4];
-    memcpy(low, scales, 16);
+    Words low;
+    uint64_t upper;
+    memcpy(&low, scales, 16);
     memcpy(&upper, scales + 16, 8);
-    HEADRACE_UNROLL for (int i = 0; i < 4; ++i) numbers[i] = (low[i % 2] >> i / 2 * 4 & kNibbles) | (upper >> 2 * i & kPairs) << 4;
-    HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) {
-      store_scaled(factors + c, d + c, sub_int(load_widened(reinterpret_cast<const uint8_t*>(numbers) + c), splat_int(32)));
-    }
+    const uint64_t bit = static_cast<uint64_t>(c / 16 * 4);
+    const Words numbers = (low >> Words{bit, bit} & kNibbles) | (Words{upper >> bit, upper >> (bit + 2)} & kPairs) << 4;
+    uint8_t bytes[16];
+    memcpy(bytes, &numbers, 16);
+    result.factor[0] = mul(d, to_float(sub_int(load_widened(bytes + c % 16), splat_int(32))));
   } else if constexpr (kScales == ScaleKind::kNibbles) {
-    HEADRACE_UNROLL for (int64_t i = 0; i < 2 * kColumns; i += kLanes) {
-      const vi both = load_widened(scales + i);
-      store_scaled(factors + i, d + i % kColumns, low_nibbles(both));
-      store_scaled(minimums + i, d_min + i % kColumns, high_nibbles(both));
+    HEADRACE_UNROLL for (int half = 0; half < 2; ++half) {
+      const vi both = load_widened(scales + half * kColumns + c);
+      result.factor[half] = mul(d, to_float(low_nibbles(both)));
+      result.minimum[half] = mul(d_min, to_float(high_nibbles(both)));
     }
   } else if constexpr (kScales == ScaleKind::kBytes) {
-    HEADRACE_UNROLL for (int64_t i = 0; i < 2 * kColumns; i += kLanes) {
-      store_scaled(factors + i, d + i % kColumns, load_widened(reinterpret_cast<const int8_t*>(scales) + i));
+    HEADRACE_UNROLL for (int half = 0; half < 2; ++half) {
+      result.factor[half] = mul(d, to_float(load_widened(reinterpret_cast<const int8_t*>(scales) + half * kColumns + c)));
     }
   } else {
-    for (int64_t c = 0; c < kColumns; ++c) {
-      const uint32_t bits = power_bits(scales[c]);
-      memcpy(factors + c, &bits, 4);
-    }
+    using Lanes = uint32_t __attribute__((vector_size(kLanes * 4)));
+    const vi exponents = load_widened(scales + c);
+    Lanes e;
+    memcpy(&e, &exponents, sizeof e);
+    e = e < 2 ? 0x00200000u << e : (e - 1) << 23;  // as power_bits
+    memcpy(&result.factor[0], &e, sizeof e);
   }
+  return result;
 }
 
 // Unpacked records [begin, end) of a block, whose first is at `records`.
@@ -126,6 +123,9 @@ struct Run {
   const uint8_t* records;
   int64_t record_bytes, begin, end;
 };
+
+constexpr int64_t kFewRows = 4;  // take less time than memory
+HEADRACE_INLINE bool asks_ahead(int64_t rows) { return kAskForWeights || rows > kFewRows; }
 
 // For one row, half of the lines of a record are asked for while records are unpacked, and the others while they are multiplied, so that memory works
 // all the time. More rows take longer than memory.
@@ -140,16 +140,36 @@ void unpack(const uint8_t* block, const Run& run, int64_t rows) {
   float d[kColumns] = {}, d_min[kColumns] = {};
   for (int64_t g = run.begin; g < run.end; ++g) {
     const uint8_t* const record = block + kFormat.record_at(g);
-    prefetch_half(record, kFormat.record_bytes(), 0);
-    if (rows > 1) prefetch_half(record, kFormat.record_bytes(), 1);
+    if (asks_ahead(rows)) {
+      prefetch_half(record, kFormat.record_bytes(), 0);
+      if (rows > 1) prefetch_half(record, kFormat.record_bytes(), 1);
+    }
     if constexpr (kFormat.head_bytes() != 0) {
       if (g % kGgufHeadGroups == 0) {
-        halves_to_floats(record - kFormat.head_bytes(), d);
-        if constexpr (kFormat.minimum) halves_to_floats(record - kFormat.head_bytes() + 2 * kColumns, d_min);
+        const uint8_t* const head = record - kFormat.head_bytes();
+        HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) {
+          store(d + c, load_halves(head, c));
+          if constexpr (kFormat.minimum) store(d_min + c, load_halves(head, kColumns + c));
+        }
       }
     }
-    if constexpr (kFormat.planes != kWholePlane) unpack_codes<kType>(record, run.codes + (g - run.begin) * kGroup * kColumns);
-    unpack_scales<kType>(record + kFormat.code_bytes(), d, d_min, run.factors + (g - run.begin) * kFactors);
+    if constexpr (kFormat.planes != kWholePlane) {
+      uint8_t* const codes = run.codes + (g - run.begin) * kGroup * kColumns;
+      for (int64_t at = 0; at < kStepBytes; at += kLanes * 4) {
+        for_constants<8>([&](auto step) {
+          constexpr int s = decltype(step)::value;
+          store_bytes(codes + s * kStepBytes + at, load_codes<kType, s>(record, at));
+        });
+      }
+    }
+    float* const factors = run.factors + (g - run.begin) * kFactors;
+    HEADRACE_UNROLL for (int64_t c = 0; c < kColumns; c += kLanes) {
+      const Scales scales = load_scales<kType>(record + kFormat.code_bytes(), c, load(d + c), load(d_min + c));
+      HEADRACE_UNROLL for (int half = 0; half < (kFormat.halves ? 2 : 1); ++half) {
+        store(factors + half * kColumns + c, scales.factor[half]);
+        if constexpr (kFormat.minimum) store(factors + (2 + half) * kColumns + c, scales.minimum[half]);
+      }
+    }
   }
 }
 
@@ -182,7 +202,7 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
     }
   }
   for (int64_t g = run.begin; g < run.end; ++g, x += kGroup, record += codes.stride, factors += kFactors) {
-    if (R == 1 && unit == 0) prefetch_half(run.records + (g - run.begin) * run.record_bytes, run.record_bytes, 1);
+    if (R == 1 && unit == 0 && kAskForWeights) prefetch_half(run.records + (g - run.begin) * run.record_bytes, run.record_bytes, 1);
     HEADRACE_UNROLL for (int half = 0; half < K::kHalves; ++half) {
       vi sum[R][C];
       int32_t x_sums[R];
@@ -269,10 +289,76 @@ constexpr int small_steps() {
   return steps_in_words(kType == GgufType::kMXFP4 ? kMxfp4Codes[7] : kFormat.largest_code(), kFormat.halves ? 4 : 8);
 }
 
+// Each record is read once, in order, and multiplied out of registers.
+template <GgufType kType>
+void one_row(const QuantizedLinearArgs& a, int64_t row, int64_t column, const uint8_t* block) {
+  constexpr GgufFormat kFormat = gguf_format(kType);
+  constexpr int kUnits = kUnitsOfBlock, C = kUnits < 2 ? kUnits : 2, kHalves = kFormat.halves ? 2 : 1, kSteps = 8 / kHalves;
+  constexpr int kSmallSteps = small_steps<kType>();
+  const int64_t groups = a.k_padded / kGroup;
+  const int8_t* x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
+  vf result[1][kUnits], d[kUnits] = {}, d_min[kUnits] = {};
+  HEADRACE_UNROLL for (int u = 0; u < kUnits; ++u) result[0][u] = splat(0.0f);
+  const uint8_t* record = block;
+  for (int64_t g = 0; g < groups; ++g, x += kGroup, record += kFormat.record_bytes()) {
+    if constexpr (kFormat.head_bytes() != 0) {
+      if (g % kGgufHeadGroups == 0) {
+        HEADRACE_UNROLL for (int u = 0; u < kUnits; ++u) {
+          d[u] = load_halves(record, u * kLanes);
+          if constexpr (kFormat.minimum) d_min[u] = load_halves(record, kColumns + u * kLanes);
+        }
+        record += kFormat.head_bytes();
+      }
+    }
+    if (kAskForWeights) {
+      prefetch_half(record, kFormat.record_bytes(), 0);
+      prefetch_half(record, kFormat.record_bytes(), 1);
+    }
+    const int32_t x_sums = a.x.starts[row * groups + g];
+    const float x_scale = a.x.scales[row * groups + g];
+    HEADRACE_UNROLL for (int first = 0; first < kUnits; first += C) {
+      Scales scales[C];
+      HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+        scales[c] = load_scales<kType>(record + kFormat.code_bytes(), (first + c) * kLanes, d[first + c], d_min[first + c]);
+      }
+      for_constants<kHalves>([&](auto of_half) {
+        constexpr int half = decltype(of_half)::value;
+        const int32_t x_sum = kHalves == 2 ? half_sum(x_sums, half) : half_sum(x_sums, 0) + half_sum(x_sums, 1);
+        vi sum[C], words[C];
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+          sum[c] = kFormat.wide ? start_of_bytes(-128 * x_sum) : kFormat.minimum ? splat_int(0) : splat_int(-kFormat.zero * x_sum);
+          words[c] = splat_int(0);
+        }
+        for_constants<kSteps>([&](auto of_step) {
+          constexpr int i = decltype(of_step)::value, step = half * kSteps + i;
+          const vi values = splat_bytes(x + step * 4);
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+            const vi codes = load_codes<kType, step>(record, (first + c) * kLanes * 4);
+            if constexpr (kFormat.wide) dot(sum[c], weights_of(codes), values);
+            else if constexpr (kSmallSteps == 0) dot_nibbles(sum[c], codes, values);
+            else dot_small(sum[c], words[c], codes, values);
+            if constexpr (kSmallSteps != 0 && (i + 1) % (kSmallSteps == 0 ? 1 : kSmallSteps) == 0) add_small(sum[c], words[c]);
+          }
+        });
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+          vf& chain = result[0][first + c];
+          chain = fma(to_float(sum[c]), mul(scales[c].factor[half], splat(x_scale)), chain);
+          if constexpr (kFormat.minimum) chain = fma(scales[c].minimum[half], splat(x_scale * static_cast<float>(-x_sum)), chain);
+        }
+      });
+    }
+  }
+  finish<1, kUnits>(a, row, column, result);
+}
+
 template <GgufType kType>
 void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const uint8_t* block, Run run, float* partial) {
   constexpr GgufFormat kFormat = gguf_format(kType);
   constexpr bool kInPlace = kFormat.planes == kWholePlane;
+  // Not where the registers are too few for the sums, scales and minimums of a record.
+  if constexpr (kUnitsOfBlock <= 2 || kInPlace) {
+    if (rows == 1) return one_row<kType>(a, row, column, block);
+  }
   const int64_t groups = a.k_padded / kGroup;
   run.record_bytes = kFormat.record_bytes();
   for (run.begin = 0; run.begin < groups; run.begin = run.end) {

@@ -24,6 +24,11 @@
 #endif
 
 namespace headrace {
+
+// Whether weights that few rows use are asked for ahead of their use. Not on AMD's: there the processor reads ahead by itself, faster if no others
+// are asked for beside it (Zen 4). A Xeon was faster with it.
+extern const bool kAskForWeights;
+
 namespace HEADRACE_ISA {
 
 using bf16 = uint16_t;  // the bits of a bfloat16

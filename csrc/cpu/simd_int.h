@@ -68,7 +68,7 @@ HEADRACE_INLINE void dot_bytes(vi& sum, vi weights, vi x) { asm("vpdpbusd %2, %1
 struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
   vi codes;
 };
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
 // start: what makes a sum of codes the sum of weights, -128 times the sum of the activations.
 HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
@@ -82,8 +82,8 @@ struct Bytes {
   vi magnitude;
   __mmask64 negative;
 };
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
-  const vi weights = _mm512_xor_si512(load_bytes(p), _mm512_set1_epi8(static_cast<char>(0x80)));
+HEADRACE_INLINE Bytes weights_of(vi codes) {
+  const vi weights = _mm512_xor_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80)));
   return {_mm512_abs_epi8(weights), _mm512_movepi8_mask(weights)};
 }
 HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
@@ -185,7 +185,7 @@ HEADRACE_INLINE void dot_bytes(vi& sum, vi weights, vi x) { asm("%{vex%} vpdpbus
 struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
   vi codes;
 };
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
 HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_bytes(sum, weights, x); }
@@ -196,8 +196,8 @@ HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_bytes(sum, code
 struct Bytes {
   vi weights, magnitude;
 };
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
-  const vi weights = _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(static_cast<char>(0x80)));
+HEADRACE_INLINE Bytes weights_of(vi codes) {
+  const vi weights = _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80)));
   return {weights, _mm256_abs_epi8(weights)};
 }
 HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
@@ -306,8 +306,8 @@ HEADRACE_INLINE vf load_half(const uint16_t* p) {
 struct Bytes {
   vi weights, magnitude;
 };
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
-  const vi weights = _mm_xor_si128(load_bytes(p), _mm_set1_epi8(static_cast<char>(0x80)));
+HEADRACE_INLINE Bytes weights_of(vi codes) {
+  const vi weights = _mm_xor_si128(codes, _mm_set1_epi8(static_cast<char>(0x80)));
   return {weights, _mm_abs_epi8(weights)};
 }
 HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
@@ -391,7 +391,7 @@ struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
 HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
   sum = vusdotq_s32(sum, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x));
 }
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
 HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_unsigned(sum, w.codes, x); }
 
@@ -400,7 +400,7 @@ HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_unsigned(sum, w.co
 struct Bytes {
   vi weights;
 };
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {vreinterpretq_s32_u8(veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80)))}; }
+HEADRACE_INLINE Bytes weights_of(vi codes) { return {vreinterpretq_s32_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(0x80)))}; }
 HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_signed(sum, w.weights, x); }
 // Seven bits and the eighth apart: as a signed byte that is -128.
@@ -496,7 +496,7 @@ HEADRACE_INLINE vf load_half(const uint16_t* p) {
 struct Bytes {
   vi codes;
 };
-HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
 HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
   for (int i = 0; i < 16; ++i) sum.lane[i / 4] += byte_of(weights, i) * static_cast<int8_t>(byte_of(x, i));
@@ -523,6 +523,7 @@ HEADRACE_INLINE UnsignedBytes splat_unsigned(const void* p) { return splat_bytes
 HEADRACE_INLINE SignedBytes load_signed(const void* p) { return load_bytes(p); }
 #endif
 
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return weights_of(load_bytes(p)); }
 HEADRACE_INLINE vf load(const f16* p) { return load_half(&p->bits); }
 
 }  // namespace HEADRACE_ISA
