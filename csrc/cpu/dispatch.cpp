@@ -49,9 +49,9 @@
 namespace headrace {
 
 #if defined(__x86_64__)
-const bool kAskForWeights = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
+extern const bool kAskForWeights = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
 #else
-const bool kAskForWeights = true;
+extern const bool kAskForWeights = true;
 #endif
 
 #define HEADRACE_VARIANT(name, needs) \
