@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import msgspec
 import pytest
 import torch
 import transformers
@@ -20,9 +19,9 @@ from test_models_gguf_types import PROMPT, save_gguf
 from headrace.cache.tier import DiskTier
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.errors import ConfigError
-from headrace.execution import page_transfer
+from headrace.execution import build, page_transfer
 from headrace.execution.page_transfer import PoolPages
-from headrace.processes import scheduler_process
+from headrace.messages.control import ReadyInfo
 from headrace.scheduler.tier_queue import TierQueue
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
@@ -140,12 +139,7 @@ def test_memory_of_the_host_behind_a_device(tiny_model: str, monkeypatch: pytest
             rows = self.rows(pages)
             came_back.extend(row in copied_out and bytes(data) == b"".join(rows) for row in rows)
 
-    tier = scheduler_process._tier
-    monkeypatch.setattr(
-        scheduler_process,
-        "_tier",
-        lambda args, worker, ready: tier(args, worker, msgspec.structs.replace(ready, device="cuda")),
-    )
+    monkeypatch.setattr(build, "ReadyInfo", lambda **about: ReadyInfo(**about | {"device": "cuda"}))
     monkeypatch.setattr(page_transfer, "PoolPages", Watched)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device of the tests")
     device = FakeDevice()
