@@ -85,7 +85,8 @@ def longest_calls(seed: int) -> dict[str, Any]:
 def copies(rounds: int = 15) -> dict[str, Any]:
     """Bytes a second out of the pool, into it, and of a memcpy: medians."""
     shape = (4 * TOKENS, HEADS, HEAD_DIM)
-    pool = KvPool(*([torch.randn(shape).bfloat16() for _ in range(LAYERS)] for _ in "kv"), shape[0], PAGE)
+    k, v = ([torch.randn(shape).bfloat16() for _ in range(LAYERS)] for _ in "kv")
+    pool = KvPool(k, v, shape[0], PAGE)
     pages = PoolPages(pool, list, dict)
     at_once, num_pages = pages_at_once(pages.page_bytes), TOKENS // PAGE
     memory = pages.host_memory((2 * num_pages + at_once) * pages.page_bytes)
