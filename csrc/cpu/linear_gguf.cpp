@@ -1,7 +1,7 @@
 // Linear layers over blocks of GGUF files: products of bytes in 32-bit integers, scales in float, every bit of the file.
 //
 // A run of records is unpacked first: codes to bytes, scales and minimums to floats, which is exact. Then all rows are multiplied with it. One
-// row takes less time than memory, and reads records in order (one_row), with the same bits.
+// or few rows take less time than memory, and read records in order (rows_in_order), with the same bits.
 // Integer sums are exact, and an output is one chain of fused multiply-adds over the records 0, 1, ... (both halves of a record where they
 // have scales of their own, and its minimums), whatever the number of rows and the tile they fall in; between two runs it waits in memory. So
 // a row's bits do not depend on its batch, on chunking or on threads.
@@ -289,16 +289,18 @@ constexpr int small_steps() {
   return steps_in_words(kType == GgufType::kMXFP4 ? kMxfp4Codes[7] : kFormat.largest_code(), kFormat.halves ? 4 : 8);
 }
 
-// Each record is read once, in order, and multiplied out of registers.
-template <GgufType kType>
-void one_row(const QuantizedLinearArgs& a, int64_t row, int64_t column, const uint8_t* block) {
+// R rows: each record is read once, in order, and multiplied out of registers.
+template <GgufType kType, int R>
+void rows_in_order(const QuantizedLinearArgs& a, int64_t row, int64_t column, const uint8_t* block) {
   constexpr GgufFormat kFormat = gguf_format(kType);
   constexpr int kUnits = kUnitsOfBlock, C = kUnits < 2 ? kUnits : 2, kHalves = kFormat.halves ? 2 : 1, kSteps = 8 / kHalves;
   constexpr int kSmallSteps = small_steps<kType>();
   const int64_t groups = a.k_padded / kGroup;
   const int8_t* x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
-  vf result[1][kUnits], d[kUnits] = {}, d_min[kUnits] = {};
-  HEADRACE_UNROLL for (int u = 0; u < kUnits; ++u) result[0][u] = splat(0.0f);
+  vf result[R][kUnits], d[kUnits] = {}, d_min[kUnits] = {};
+  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    HEADRACE_UNROLL for (int u = 0; u < kUnits; ++u) result[r][u] = splat(0.0f);
+  }
   const uint8_t* record = block;
   for (int64_t g = 0; g < groups; ++g, x += kGroup, record += kFormat.record_bytes()) {
     if constexpr (kFormat.head_bytes() != 0) {
@@ -314,8 +316,6 @@ void one_row(const QuantizedLinearArgs& a, int64_t row, int64_t column, const ui
       prefetch_half(record, kFormat.record_bytes(), 0);
       prefetch_half(record, kFormat.record_bytes(), 1);
     }
-    const int32_t x_sums = a.x.starts[row * groups + g];
-    const float x_scale = a.x.scales[row * groups + g];
     HEADRACE_UNROLL for (int first = 0; first < kUnits; first += C) {
       Scales scales[C];
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
@@ -323,32 +323,42 @@ void one_row(const QuantizedLinearArgs& a, int64_t row, int64_t column, const ui
       }
       for_constants<kHalves>([&](auto of_half) {
         constexpr int half = decltype(of_half)::value;
-        const int32_t x_sum = kHalves == 2 ? half_sum(x_sums, half) : half_sum(x_sums, 0) + half_sum(x_sums, 1);
-        vi sum[C], words[C];
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-          sum[c] = kFormat.wide ? start_of_bytes(-128 * x_sum) : kFormat.minimum ? splat_int(0) : splat_int(-kFormat.zero * x_sum);
-          words[c] = splat_int(0);
+        int32_t x_sums[R];
+        vi sum[R][C], words[R][C];
+        HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+          const int32_t sums = a.x.starts[(row + r) * groups + g];
+          x_sums[r] = kHalves == 2 ? half_sum(sums, half) : half_sum(sums, 0) + half_sum(sums, 1);
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+            sum[r][c] = kFormat.wide ? start_of_bytes(-128 * x_sums[r]) : kFormat.minimum ? splat_int(0) : splat_int(-kFormat.zero * x_sums[r]);
+            words[r][c] = splat_int(0);
+          }
         }
         for_constants<kSteps>([&](auto of_step) {
           constexpr int i = decltype(of_step)::value, step = half * kSteps + i;
-          const vi values = splat_bytes(x + step * 4);
-          HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-            const vi codes = load_codes<kType, step>(record, (first + c) * kLanes * 4);
-            if constexpr (kFormat.wide) dot(sum[c], weights_of(codes), values);
-            else if constexpr (kSmallSteps == 0) dot_nibbles(sum[c], codes, values);
-            else dot_small(sum[c], words[c], codes, values);
-            if constexpr (kSmallSteps != 0 && (i + 1) % (kSmallSteps == 0 ? 1 : kSmallSteps) == 0) add_small(sum[c], words[c]);
+          vi codes[C];
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) codes[c] = load_codes<kType, step>(record, (first + c) * kLanes * 4);
+          HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+            const vi values = splat_bytes(x + r * a.k_padded + step * 4);
+            HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+              if constexpr (kFormat.wide) dot(sum[r][c], weights_of(codes[c]), values);
+              else if constexpr (kSmallSteps == 0) dot_nibbles(sum[r][c], codes[c], values);
+              else dot_small(sum[r][c], words[r][c], codes[c], values);
+              if constexpr (kSmallSteps != 0 && (i + 1) % (kSmallSteps == 0 ? 1 : kSmallSteps) == 0) add_small(sum[r][c], words[r][c]);
+            }
           }
         });
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-          vf& chain = result[0][first + c];
-          chain = fma(to_float(sum[c]), mul(scales[c].factor[half], splat(x_scale)), chain);
-          if constexpr (kFormat.minimum) chain = fma(scales[c].minimum[half], splat(x_scale * static_cast<float>(-x_sum)), chain);
+        HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+          const float x_scale = a.x.scales[(row + r) * groups + g];
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+            vf& chain = result[r][first + c];
+            chain = fma(to_float(sum[r][c]), mul(scales[c].factor[half], splat(x_scale)), chain);
+            if constexpr (kFormat.minimum) chain = fma(scales[c].minimum[half], splat(x_scale * static_cast<float>(-x_sums[r])), chain);
+          }
         }
       });
     }
   }
-  finish<1, kUnits>(a, row, column, result);
+  finish<R, kUnits>(a, row, column, result);
 }
 
 template <GgufType kType>
@@ -357,7 +367,12 @@ void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t c
   constexpr bool kInPlace = kFormat.planes == kWholePlane;
   // Not where the registers are too few for the sums, scales and minimums of a record.
   if constexpr (kUnitsOfBlock <= 2 || kInPlace) {
-    if (rows == 1) return one_row<kType>(a, row, column, block);
+    if (rows == 1) return rows_in_order<kType, 1>(a, row, column, block);
+  }
+  if constexpr (kUnitsOfBlock <= 2) {
+    if (rows == 2) return rows_in_order<kType, 2>(a, row, column, block);
+    if (rows == 3) return rows_in_order<kType, 3>(a, row, column, block);
+    if (rows == 4) return rows_in_order<kType, 4>(a, row, column, block);
   }
   const int64_t groups = a.k_padded / kGroup;
   run.record_bytes = kFormat.record_bytes();
