@@ -1,6 +1,7 @@
 """GGUF files served beside llama.cpp, in turns: the same greedy text, and the speed of 1, 8 and 32 streams and of prompts of 700 and 2,048 tokens.
 
-    .venv/bin/python -m bench.gguf_types --llama-cpp FOLDER --work FOLDER [--types Q4_K_M,MXFP4 | --files A.gguf,smollm2] [--output FILE]
+    .venv/bin/python -m bench.gguf_types --llama-cpp FOLDER --work FOLDER [--types Q4_K_M,MXFP4 | --files A.gguf,smollm2]
+        [--streams 1,8,32] [--prompts 700,2048] [--output FILE]
 
 For types that SmolLM2's sizes cannot have, a random Llama of 1,024 columns with its tokenizer is made in bfloat16, and quantised by llama.cpp's
 `llama-quantize`. Where the texts part, the two likeliest tokens of the dequantised weights in float32 must be near, or ours the likeliest, else the
@@ -24,7 +25,7 @@ import gguf
 import numpy as np
 from rich.progress import track
 
-from bench.program import parser_of, refusals, words, write_report
+from bench.program import counts, parser_of, refusals, words, write_report
 from bench.servers import ServerProcess, free_port
 from headrace import Engine
 from headrace.benchmark.agreement import PROMPTS
@@ -37,7 +38,8 @@ NEAR = 0.1
 TOKENS = 64
 SLOTS = 32
 SLOT_TOKENS = 2304
-WORKLOADS = [("streams", streams) for streams in (1, 8, SLOTS)] + [("prompt", length) for length in (700, 2048)]
+STREAMS, PROMPT_TOKENS = (1, 8, SLOTS), (700, 2048)
+Workload = tuple[str, int]
 Prompt = str | list[int]
 Ask = Callable[[str, Prompt, int], list[int]]
 FLOAT32: dict[str, Any] = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "float32"}
@@ -158,7 +160,9 @@ def judged(file: Path, partings: Sequence[tuple[str, list[int], int]]) -> list[d
     ]
 
 
-def compare(file: Path, llama_server: Path, work: Path, texts: int, turns: int) -> dict[str, Any]:
+def compare(
+    file: Path, llama_server: Path, work: Path, texts: int, turns: int, workloads: Sequence[Workload]
+) -> dict[str, Any]:
     """A row of the report."""
     ports = [free_port() for _ in range(3)]
     llama = f"{llama_server} -m {file} --host 127.0.0.1 --port {ports[0]} -np {SLOTS} -c {SLOTS * SLOT_TOKENS} --no-kv-unified -fa on --no-ui"
@@ -190,7 +194,7 @@ def compare(file: Path, llama_server: Path, work: Path, texts: int, turns: int) 
                 partings.append((prompt, a[:at], b[at]))
         figures: dict[str, dict[str, list[float]]] = {}
         for turn in range(turns):
-            for kind, size in WORKLOADS:
+            for kind, size in workloads:
                 measure = speed if kind == "streams" else prompt_speed
                 for one, ask in ((peer, theirs), (server, ours), (default, ours)):
                     figures.setdefault(f"{kind} {size}", {}).setdefault(one.name, []).append(
@@ -222,7 +226,10 @@ def main() -> None:
     parser.add_argument("--files", type=words, default=(), help="these instead of files of types")
     parser.add_argument("--texts", type=int, default=10)
     parser.add_argument("--turns", type=int, default=3, help="0: texts alone")
+    parser.add_argument("--streams", type=counts, default=STREAMS)
+    parser.add_argument("--prompts", type=counts, default=PROMPT_TOKENS, help="lengths in tokens; empty: none")
     options = parser.parse_args()
+    workloads = [("streams", one) for one in options.streams] + [("prompt", one) for one in options.prompts]
     options.work.mkdir(parents=True, exist_ok=True)
     source = options.work / "bf16.gguf"
     if not source.exists() and not options.files:
@@ -231,7 +238,7 @@ def main() -> None:
     server = options.llama_cpp / "llama-server"
     with refusals():
         for name in track(options.files, description="files") if options.files else ():
-            row = compare(Path(resolve_model(name)), server, options.work, options.texts, options.turns)
+            row = compare(Path(resolve_model(name)), server, options.work, options.texts, options.turns, workloads)
             rows.append({"file": Path(name).name, **row})
         for kind in () if options.files else track(options.types, description="types"):
             file = quantise(options.llama_cpp / "llama-quantize", source, kind)
@@ -241,7 +248,7 @@ def main() -> None:
                 {
                     "type": kind,
                     "is_that_type": is_that_type,
-                    **compare(file, server, options.work, options.texts, options.turns),
+                    **compare(file, server, options.work, options.texts, options.turns, workloads),
                 }
             )
     write_report({"files": rows}, options.output)
