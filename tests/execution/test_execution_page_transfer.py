@@ -6,7 +6,9 @@ import pytest
 import torch
 from runner_harness import CONTEXT, int32, make_driver, prompt, save_llama
 
+from headrace.execution import weight_files
 from headrace.execution.page_transfer import PoolPages
+from headrace.kernels import cpu as native_cpu
 
 PROMPT = prompt(40, 1)
 
@@ -40,6 +42,42 @@ def test_tokens_after_copied_pages_are_those_after_computed_ones(tmp_path, optio
 
         slots = int32(range(CONTEXT, CONTEXT + (len(PROMPT) - 1) // size * size))
         assert second.generate(1, PROMPT, 8, prefix_slots=slots) == want
+
+
+@pytest.mark.skipif(bool(native_cpu.why_not()), reason="packed weights are the native kernels'")
+def test_packed_weights_that_were_read_are_not_hashed_again(tmp_path, monkeypatch):
+    """But what an update brings is."""
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    save_llama(tmp_path / "model")
+    fingerprints, hashed, counts = [], [], []
+
+    def bytes_of(tensor):
+        hashed.append(tensor.nbytes)
+        return plain(tensor)
+
+    plain = weight_files.bytes_of
+    monkeypatch.setattr(weight_files, "bytes_of", bytes_of)
+    for _ in range(2):
+        driver = make_driver(tmp_path / "model", attention_backend="cpu", quantization="int8")
+        with contextlib.closing(driver.worker):
+            pages = driver.worker.pages
+            hashed.clear()
+            fingerprints.append(pages.fingerprint())
+            counts.append(sum(hashed))
+            keeper = next(weight for weight in driver.worker.runner.model.weights() if "q_proj" in weight.name).keepers[
+                0
+            ]
+            kept = dict(keeper.kept())
+            name = max(
+                (name for name, value in kept.items() if isinstance(value, torch.Tensor)),
+                key=lambda name: kept[name].nbytes,
+            )
+            changed = kept[name].clone()
+            changed.view(torch.uint8).view(-1)[5] ^= 1
+            keeper.restore({**kept, name: changed})
+            fingerprints.append(pages.fingerprint())
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1] == fingerprints[3]
+    assert counts[0] > 10 * counts[1], counts  # the norms are no packed weights
 
 
 def test_a_fingerprint_is_of_every_weight(tmp_path):

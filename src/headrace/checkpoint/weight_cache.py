@@ -54,13 +54,14 @@ class WeightCacheError(HeadraceError):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """dtype: its torch name. offset: bytes from the start of the data."""
+    """dtype: its torch name. offset: bytes from the start of the data. sha256: of its bytes, in hexadecimal; for who asks which weights these are."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
     crc32: int
+    sha256: str
 
 
 class StoredLayer(msgspec.Struct, frozen=True):
@@ -314,8 +315,10 @@ def write(
         described: dict[str, StoredTensor | int | str | None] = {}
         for field, value in fields.items():
             if isinstance(value, TensorBytes):
-                num_bytes = value.data.nbytes
-                described[field] = StoredTensor(value.dtype, value.shape, offset, num_bytes, zlib.crc32(value.data))
+                num_bytes, sha256 = value.data.nbytes, hashlib.sha256(value.data).hexdigest()
+                described[field] = StoredTensor(
+                    value.dtype, value.shape, offset, num_bytes, zlib.crc32(value.data), sha256
+                )
                 buffers.append((offset, value.data))
                 offset = _round_up(offset + num_bytes, _ALIGNMENT)
             else:

@@ -460,8 +460,8 @@ def _beside_steps(built: _Built, resources: ExitStack, refusal: str) -> _Beside:
 
 
 def _pages(built: _Built) -> PoolPages | str:
-    runner = built.runner
-    return page_transfer(built.setup, runner.model, built.memory.pool, built.rank, runner.loras)
+    runner, tensors = built.runner, None if built.cache is None else built.cache.digests
+    return page_transfer(built.setup, runner.model, built.memory.pool, built.rank, runner.loras, tensors)
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:

@@ -22,7 +22,7 @@ from headrace.errors import ExecutionError
 from headrace.execution.lora import LoraPool
 from headrace.execution.rank_jobs import LeaderJobs
 from headrace.execution.setup import Setup
-from headrace.execution.weight_files import bytes_of
+from headrace.execution.weight_files import Digests, bytes_of
 from headrace.kernels import PAGE_SIZE
 from headrace.kernels import cpu as native_cpu
 from headrace.layers.weight import Keeper, Weight
@@ -36,7 +36,7 @@ NUMERICS = 1
 
 class PoolPages:
     """The pages of a pool. weights, facts: called for each fingerprint: all of the model, and what KV depends on beside them. adapter: see
-    `PageTransfer`. number: of the rank."""
+    `PageTransfer`. number: of the rank. tensors: what is known of the tensors of the weights."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class PoolPages:
         facts: Callable[[], Mapping[str, object]],
         adapter: Callable[[int], str] = lambda lora_id: "",
         number: int = 0,
+        tensors: Digests | None = None,
     ) -> None:
         num_pages = pool.num_slots // pool.page_size
         pairs = itertools.chain.from_iterable(zip(pool.k, pool.v, strict=True))
@@ -58,6 +59,7 @@ class PoolPages:
         self._facts = facts
         self.adapter = adapter
         self._number = number
+        self._tensors = tensors or Digests()
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
@@ -82,12 +84,10 @@ class PoolPages:
         for name, keeper in keepers.values():
             kept, found = keeper.kept(), hashlib.sha256(digests.get(name, "").encode())
             for part, value in sorted(kept.items()):
-                found.update(f"{part} ".encode())
+                told = str(value)
                 if isinstance(value, torch.Tensor):
-                    found.update(f"{value.dtype} {list(value.shape)} ".encode())
-                    found.update(bytes_of(value.cpu().contiguous()))
-                else:
-                    found.update(f"{value} ".encode())
+                    told = f"{value.dtype} {list(value.shape)} {self._tensors.of(value)}"
+                found.update(f"{part} {told} ".encode())
             if kept:
                 digests[name] = found.hexdigest()
         return digests
@@ -199,8 +199,10 @@ class LeaderPages:
             raise ExecutionError(f"ranks cannot exchange KV: the temporary directory: {error.strerror}") from error
 
 
-def page_transfer(setup: Setup, model: CausalLM, pool: KvPool, rank: Rank, loras: LoraPool) -> PoolPages | str:
-    """The pages of a rank's pool, or why they cannot be copied."""
+def page_transfer(
+    setup: Setup, model: CausalLM, pool: KvPool, rank: Rank, loras: LoraPool, tensors: Digests | None
+) -> PoolPages | str:
+    """The pages of a rank's pool, or why they cannot be copied. tensors: see `PoolPages`."""
     config = setup.config
     if setup.args.enable_dp_attention:
         return "ranks have KV of other requests (--enable-dp-attention): not supported yet"
@@ -208,7 +210,7 @@ def page_transfer(setup: Setup, model: CausalLM, pool: KvPool, rank: Rank, loras
         return "ranks on several hosts (--nnodes) cannot exchange KV yet"
     if config.attention_backend == "cpu" and config.page_size != PAGE_SIZE:
         return f"its pages lie scattered with --page-size {config.page_size}: use {PAGE_SIZE}"
-    return PoolPages(pool, model.weights, partial(_facts, setup), loras.content, rank.number)
+    return PoolPages(pool, model.weights, partial(_facts, setup), loras.content, rank.number, tensors)
 
 
 def _facts(setup: Setup) -> dict[str, object]:

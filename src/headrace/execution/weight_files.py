@@ -10,6 +10,7 @@ thread of the operation.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -17,11 +18,12 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.checkpoint import weight_cache as files
 from headrace.checkpoint.base import Checkpoint
@@ -58,10 +60,27 @@ def tensor_at(data: object, dtype: torch.dtype, shape: tuple[int, ...], offset: 
     return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
 
 
+class Digests:
+    """The SHA-256 of tensors. What a file says of those that are its own is known as long as they live, since they are never written
+    (`layers.weight.Keeper`)."""
+
+    def __init__(self) -> None:
+        self._known: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+
+    def add(self, tensor: torch.Tensor, digest: str) -> None:
+        self._known[tensor] = digest
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """In hexadecimal."""
+        known = self._known.get(tensor)
+        return hashlib.sha256(bytes_of(tensor.cpu().contiguous())).hexdigest() if known is None else known
+
+
 class WeightCache:
-    """The cache of one model at one precision."""
+    """The cache of one model at one precision. digests: of what was restored, as the file has them; its bytes have been checked."""
 
     def __init__(self, identity: str, model: str, precision: str, ahead: files.ReadAhead = files.NOTHING_AHEAD) -> None:
+        self.digests = Digests()
         self._ahead = ahead
         self._identity = identity
         self._model = model
@@ -87,7 +106,7 @@ class WeightCache:
             if file.header.identity != self._identity or [layer.name for layer in file.header.layers] != list(keepers):
                 return self._refuse("it is of another model")
             data = file.read(progress)
-            kept = [_tensors(layer, data) for layer in file.header.layers]
+            kept = [_tensors(layer, data, self.digests) for layer in file.header.layers]
         except WeightCacheError as error:
             return self._refuse(error.message)
         finally:
@@ -206,12 +225,13 @@ def _stored(kept: Kept) -> dict[str, TensorBytes | int | str | None]:
     return fields
 
 
-def _tensors(layer: StoredLayer, data: object) -> Kept:
+def _tensors(layer: StoredLayer, data: object, digests: Digests) -> Kept:
     """The layer's fields, its tensors views of `data`."""
     kept: dict[str, torch.Tensor | int | str | None] = {}
     for name, field in layer.fields.items():
         if isinstance(field, StoredTensor):
-            kept[name] = tensor_at(data, getattr(torch, field.dtype), field.shape, field.offset)
+            tensor = kept[name] = tensor_at(data, getattr(torch, field.dtype), field.shape, field.offset)
+            digests.add(tensor, field.sha256)
         else:
             kept[name] = field
     return kept
