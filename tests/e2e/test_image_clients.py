@@ -202,7 +202,8 @@ def test_a_mark_behind_images_pins_them_with_the_text(runtime: Runtime, server: 
         assert other.cache_read_input_tokens < pin["tokens"]
 
         def pins() -> Any:
-            return sorted(httpx.get(f"{server.url}/v1/cache").json().get("pins", []), key=lambda one: one["id"])
+            found = httpx.get(f"{server.url}/v1/cache").json().get("pins", [])
+            return {one["id"]: (one["tokens"], one["held"]) for one in found}
 
         def schedulers() -> list[psutil.Process]:
             return [child for child in psutil.Process().children(recursive=True) if "scheduler" in child.cmdline()]
