@@ -84,10 +84,10 @@ class PoolPages:
         for name, keeper in keepers.values():
             kept, found = keeper.kept(), hashlib.sha256(digests.get(name, "").encode())
             for part, value in sorted(kept.items()):
-                told = str(value)
                 if isinstance(value, torch.Tensor):
-                    told = f"{value.dtype} {list(value.shape)} {self._tensors.of(value)}"
-                found.update(f"{part} {told} ".encode())
+                    found.update(f"{part} {value.dtype} {list(value.shape)} {self._tensors.of(value)} ".encode())
+                else:
+                    found.update(f"{part} {value} ".encode())
             if kept:
                 digests[name] = found.hexdigest()
         return digests
