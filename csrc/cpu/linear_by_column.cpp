@@ -185,7 +185,8 @@ void units(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_
     // Several tiles over the same weights ask for the next ones, each for its share, so that memory works all the time.
     const int64_t next = g + 1 < num_groups ? group_bytes : ceil_div(C, kUnitsOfBlock) * block_bytes - g * group_bytes;
     for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t t, int64_t num_tiles) {
-      const Ahead ahead = num_tiles == 1 ? Ahead{kAskForWeights ? kAheadBytes : 0, kStepBytes} : Ahead{next + group_bytes * t / num_tiles, kStepBytes / num_tiles};
+      const Ahead in_order = {kAskForWeights ? kAheadBytes : 0, kStepBytes};
+      const Ahead ahead = num_tiles == 1 ? in_order : Ahead{next + group_bytes * t / num_tiles, kStepBytes / num_tiles};
       const Place place = {first, column, g, num_groups, depth};
       float* const sums = partial + (first - row) * C * kLanes;
 #define HEADRACE_TILE(R)                                                                  \

@@ -155,9 +155,8 @@ class WeightCache:
         kept = {name: keeper.kept() for name, keeper in _keepers(weights).items()}
 
         def work() -> None:
-            with contextlib.suppress(
-                OSError
-            ):  # where nothing else wants a core, and no kernel's thread waits for it to end its turn
+            # Where nothing else wants a core, and no kernel's thread waits for it to end its turn.
+            with contextlib.suppress(OSError):
                 os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
             self._write(kept)
 
