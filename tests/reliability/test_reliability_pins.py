@@ -99,18 +99,18 @@ def test_pins_are_made_again_after_a_death_of_the_scheduler_unless_they_were_flu
     a, _, _, admin = clients
     made = pin(a)
 
-    def crash(rid: str) -> None:
-        server.inject("forward", "crash", rid)
-        assert admin.post("/generate", json={"text": "x", "rid": rid, "sampling_params": greedy(4)}).status_code == 500
-        wait_until(lambda: a.get("/v1/cache").status_code == 200, "it serves again", START_S)
-
-    crash("first")
+    server.inject("forward", "crash", "first")
+    assert admin.post("/generate", json={"text": "x", "rid": "first", "sampling_params": greedy(4)}).status_code == 500
+    wait_until(lambda: a.get("/v1/cache").status_code == 200, "it serves again", START_S)
     wait_until(lambda: cached(a)["memory"]["pinned_tokens"] == made["tokens"], "the pin is there again", START_S)
     assert [one["id"] for one in cached(a)["pins"]] == [made["id"]]
     assert num_cached(a) >= made["tokens"]
 
     server.flush()
     wait_until(lambda: not cached(admin)["pins"], "the pins are forgotten")
-    crash("second")
-    assert not cached(admin)["pins"]
+    (scheduler,) = [one for one in server.process.children() if "scheduler" in one.cmdline()]
+    scheduler.kill()
+    wait_until(lambda: a.get("/v1/cache").status_code != 200, "its death is noticed", START_S)
+    other = pin(a, "Another text. " * 8)  # waits until it serves again, as a request does
+    assert [one["id"] for one in cached(admin)["pins"]] == [other["id"]]
     assert num_cached(a) == 0

@@ -91,6 +91,10 @@ class EngineLink:
     def replicas_up(self) -> list[Replica]:
         return [replica for replica in self._replicas if not replica.is_lost]
 
+    def replicas_to_ask(self) -> list[int]:
+        """Indices of those that serve. If none does, of all: a call that names one waits until it is back."""
+        return [replica.index for replica in self.replicas_up() or self._replicas]
+
     @property
     def num_restarting(self) -> int:
         return sum(replica.is_lost and replica.index not in self._left_for_good for replica in self._replicas)

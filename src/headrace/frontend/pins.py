@@ -59,7 +59,7 @@ class _Record:
 
 
 class Pins:
-    """generate: carries out a call with pins. replicas_up: indices of those that serve. clock: time.monotonic, and that of the schedulers."""
+    """generate: carries out a call with pins. replicas_to_ask: indices, at least one. clock: time.monotonic, and that of the schedulers."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Pins:
         ready: ReadyInfo,
         control: Asks,
         generate: Callable[..., AsyncGenerator[SampleUpdate, None]],
-        replicas_up: Callable[[], Iterable[int]],
+        replicas_to_ask: Callable[[], Iterable[int]],
         clock: Callable[[], float],
     ) -> None:
         self._args = args
@@ -76,7 +76,7 @@ class Pins:
         self._limit = int(args.kv_pin_share * ready.max_total_tokens)
         self._control = control
         self._generate = generate
-        self._replicas_up = replicas_up
+        self._replicas_to_ask = replicas_to_ask
         self._clock = clock
         self._records: dict[str, _Record] = {}
         self._made: dict[str, _Record] = {}  # by the rid of the call that made it
@@ -85,7 +85,7 @@ class Pins:
     async def pin(self, obj: GenerateReqInput, ttl_s: float, caller: Caller = ANONYMOUS) -> dict[str, Any]:
         """Compute a prompt, unless it is cached, and keep it: on the replica that the call names, or on all. Raises as `generate_request` does."""
         self._check_kept()
-        replicas = list(self._replicas_up()) if obj.replica is None else [obj.replica]
+        replicas = list(self._replicas_to_ask()) if obj.replica is None else [obj.replica]
         cached = []
         for replica in replicas:
             record, usage = await self._compute(msgspec.structs.replace(obj, routed_dp_rank=replica), ttl_s, caller)
@@ -254,7 +254,7 @@ class Pins:
             if left_s <= 0:
                 self._records.pop(pin_id, None)
                 continue
-            for replica in [replica for replica in self._replicas_up() if record.held.get(replica)]:
+            for replica in [replica for replica in self._replicas_to_ask() if record.held.get(replica)]:
                 try:
                     again = msgspec.structs.replace(record.prompt, routed_dp_rank=replica)
                     await self._compute(again, left_s, record.caller, num_tokens)

@@ -42,7 +42,7 @@ class _Last:
 
 
 class Slots:
-    """num_slots: those of each key. context_length: of the model. generate: carries out a call. replicas_up: indices of those that serve."""
+    """num_slots: those of each key. context_length: of the model. generate: carries out a call. replicas_to_ask: indices, at least one."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Slots:
         context_length: int,
         sessions: Sessions,
         generate: Callable[..., AsyncGenerator[SampleUpdate, None]],
-        replicas_up: Callable[[], Iterable[int]],
+        replicas_to_ask: Callable[[], Iterable[int]],
     ) -> None:
         self._num_slots = num_slots
         self._context_length = context_length
         self._sessions = sessions
         self._generate = generate
-        self._replicas_up = replicas_up
+        self._replicas_to_ask = replicas_to_ask
         self._last: OrderedDict[tuple[str, int], _Last] = OrderedDict()  # the one that was used last comes last
         self._num_tokens = 0
 
@@ -80,7 +80,7 @@ class Slots:
         if not ids:
             raise NotFoundError("this session is no saved slot", "filename")
         prompt, found = ids[: self._context_length - 1], []
-        for replica in self._replicas_up():
+        for replica in self._replicas_to_ask():
             call = GenerateReqInput(input_ids=[*prompt], sampling_params=_PROMPT_ONLY, routed_dp_rank=replica)
             await self._num_cached(call, caller)
             longer = msgspec.structs.replace(call, input_ids=[*prompt, prompt[-1]])

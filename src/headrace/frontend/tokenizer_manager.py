@@ -163,11 +163,15 @@ class TokenizerManager:
             ready,
             self.control,
             self.generate_request,
-            self._replicas_up,
+            self.link.replicas_to_ask,
             clock,
         )
         self.slots = Slots(
-            ready.max_running_requests, ready.context_length, self.sessions, self.generate_request, self._replicas_up
+            ready.max_running_requests,
+            ready.context_length,
+            self.sessions,
+            self.generate_request,
+            self.link.replicas_to_ask,
         )
         self.control.on_flushed = self.pins.sync_soon
         self.weights = WeightControl(
@@ -360,9 +364,6 @@ class TokenizerManager:
                 if sample.replica == NOWHERE:
                     sample.request, sample.sent_s = None, 0.0
             raise
-
-    def _replicas_up(self) -> list[int]:
-        return [replica.index for replica in self.link.replicas_up()]
 
     async def _keep(self, obj: CallInput, state: CallState, pins: Sequence[PinAsk], slot: int, caller: Caller) -> None:
         self.slots.keep(slot, obj, state, caller)
