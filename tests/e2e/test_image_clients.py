@@ -1,6 +1,7 @@
 """A server whose model sees, and the official clients: one image, one prompt and one greedy text through every API."""
 
 import base64
+import contextlib
 import io
 import sys
 import time
@@ -205,14 +206,17 @@ def test_a_mark_behind_images_pins_them_with_the_text(runtime: Runtime, server: 
             found = httpx.get(f"{server.url}/v1/cache").json().get("pins", [])
             return {one["id"]: (one["tokens"], one["held"]) for one in found}
 
-        def schedulers() -> list[psutil.Process]:
-            return [child for child in psutil.Process().children(recursive=True) if "scheduler" in child.cmdline()]
+        def schedulers() -> Iterator[psutil.Process]:
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now, or is not waited for yet
+                    if "scheduler" in child.cmdline():
+                        yield child
 
         before = pins()
         (scheduler,) = schedulers()
         scheduler.kill()
         scheduler.wait()
-        while not schedulers() and time.monotonic() < until_s:
+        while not list(schedulers()) and time.monotonic() < until_s:
             time.sleep(0.05)
         while (held := pins()) != before and time.monotonic() < until_s:
             time.sleep(0.05)
