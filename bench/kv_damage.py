@@ -10,8 +10,8 @@ is changed under the same name. killed: kill -9 while files are written, at --po
 
 The pool holds a third of the prompts. A text must be the one that was computed without files, and take at most 1.1 times as long: the report has
 the number of texts that differ, and the median of the seconds over that of computing, of what was found and of what was not. What was not found is
-asked again at once of a server without files and tree: that is what computing takes. Parts may run one at a time, and several times: the report adds
-to that of the same file.
+asked again at once of a server without files and tree (of a new one, where it was the first request of a server): that is what computing takes.
+Parts may run one at a time, and several times: the report adds to that of the same file.
 """
 
 import json
@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +42,7 @@ from headrace.checkpoint.names import resolve_model
 
 PROMPTS, TOKENS, OUT = 9, 256, 4
 POOL = ("--max-total-tokens", str(PROMPTS * TOKENS // 3 + 256))
+PLAIN = (*POOL, "--disable-radix-cache")
 SLOW_BYTES_PER_S = 20e6
 _PARTS = ("files", "full", "gone", "slow", "shared", "weights", "killed", "writer")
 
@@ -61,11 +62,17 @@ class Counts:
         self.take(number, seconds, cached, text)
         return cached
 
-    def take(self, number: int, seconds: float, cached: int, text: str) -> None:
+    def ask_first(self, server: ServerProcess, number: int, model: str) -> None:
+        """The first request of a new server: what is not found is compared with the first one of a new server without files."""
+        seconds, cached, text = ask(server.url, ids_of(number, TOKENS), OUT)
+        with own_server(model, PLAIN) if cached <= TOKENS // 2 else nullcontext(self._plain) as plain:
+            self.take(number, seconds, cached, text, plain)
+
+    def take(self, number: int, seconds: float, cached: int, text: str, plain: ServerProcess | None = None) -> None:
         self.num_wrong += text != self._texts[number]
         self._seconds[cached > TOKENS // 2].append(seconds)
         if cached <= TOKENS // 2:
-            self._computed_s.append(ask(self._plain.url, ids_of(number, TOKENS), OUT)[0])
+            self._computed_s.append(ask((plain or self._plain).url, ids_of(number, TOKENS), OUT)[0])
 
     def report(self) -> dict[str, Any]:
         computed_s = median(self._computed_s) if self._computed_s else None
@@ -230,13 +237,14 @@ class Trials:
         counts = self.counts()
         for _ in track(range(self.points), "kill -9", transient=True):
             with self.server() as server, ThreadPoolExecutor(1) as client:
-                counts.ask(server, self.any_prompt())
+                counts.ask_first(server, self.any_prompt(), self.model)
                 asked = client.submit(ask, server.url, ids_of(self.any_prompt(), TOKENS), OUT)
                 time.sleep(self.source.random() * 1.5 * self.computed_s)
                 kill(server)
                 with suppress(httpx.HTTPError):
                     asked.result()
         with self.server() as server:
+            counts.ask_first(server, self.any_prompt(), self.model)
             return {**self.rounds(counts, server), "unfinished": len(unfinished(self.folder))}
 
     def writer(self) -> dict[str, Any]:
@@ -258,7 +266,7 @@ def main() -> None:
     found["model"] = options.model
     folder = Path(tempfile.mkdtemp(prefix="headrace-kv-"))
     try:
-        with refusals(), own_server(options.model, [*POOL, "--disable-radix-cache"]) as plain:
+        with refusals(), own_server(options.model, PLAIN) as plain:
             counts = options.trials, options.points, options.kills
             trials = Trials(options.model, plain, folder / "kv", *counts, options.seed)
             for part in options.parts:
