@@ -10,7 +10,7 @@ import pytest
 from headrace.api.options import option_values
 from headrace.cli.app import main
 from headrace.config.cli import parse
-from headrace.config.other_servers import LISTS, VALUES, table
+from headrace.config.other_servers import DROPPED, LISTS, VALUES, table
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import own_options
 from headrace.errors import ConfigError
@@ -105,6 +105,9 @@ def changed(argv):
         ),
         ("--speculative-algorithm none", {"speculative_algorithm": "off"}),
         ("--nccl-init-addr a:1 --nnodes 2", {"dist_init_addr": "a:1", "nnodes": 2}),
+        ("--attention-backend fa3 --sampling-backend pytorch --enable-nan-detection", {}),
+        ("--attention-backend FLASH_ATTN --sampling-backend=flashinfer --port 1", {"port": 1}),
+        ("--attention-backend TORCH_SDPA", {"attention_backend": "torch_native"}),
     ],
 )
 def test_command_lines_of_other_servers_are_understood(argv, fields_set):
@@ -168,6 +171,8 @@ def test_a_python_program_and_a_file_may_name_a_model_several_times(tmp_path):
         ("--max-model-len", "needs a value"),
         ("--tp", "needs a value"),
         ("--allowed-origins [1", "not JSON"),
+        ("--sampling-backend token_oracle", "one sampler for each device"),
+        ("--enable-nan-detection=False", "NaN logits are always found"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_to_do(argv, words):
@@ -197,6 +202,16 @@ def test_what_is_already_so_is_logged_once(capsys):
     ]
 
 
+@pytest.mark.parametrize("backend", ["fa3", "flashmla", "cutlass_mla", "aiter", "ascend", "intel_amx", "FLASH_ATTN"])
+def test_attention_kernels_of_other_servers_are_a_hint_and_what_runs_is_said(capsys, backend):
+    parse(["--attention-backend", backend])
+    (line,) = capsys.readouterr().err.splitlines()
+    says = f"--attention-backend {backend}: the fastest backend for the model on this device runs instead"
+    assert says in line
+    assert "attention_backend" in line
+    assert "attention_backend" not in option_values("m", {"attention_backend": backend})
+
+
 def test_a_refusal_is_one_line_and_exit_code_2(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--swap-space", "4"])
@@ -215,7 +230,7 @@ def test_the_table_speaks_of_options_that_exist():
     targets = {name for entry in table() for name in entry.sets}
     targets |= {entry.unless[0] for entry in table() if entry.unless}
     assert targets <= FIELDS.keys()
-    assert {*VALUES, *LISTS} <= FIELDS.keys()
+    assert {*VALUES, *LISTS, *DROPPED} <= FIELDS.keys()
     assert all(entry.otherwise for entry in table() if entry.values)
 
 
@@ -225,6 +240,11 @@ def test_other_spellings_of_values_mean_values_of_ours():
         if get_origin(annotation) is Literal:
             assert set(pairs.values()) <= set(get_args(annotation))
             assert not set(pairs) & set(get_args(annotation))
+    for name, (_, values) in DROPPED.items():
+        assert not {value.lower() for value in (*get_args(FIELDS[name].type), *VALUES.get(name, ()))} & set(
+            values.split()
+        )
+        assert values == values.lower()
 
 
 def test_every_remark_names_options_that_exist():

@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from headrace.config.cli import ALIASES, ENV_VARS, choices_of, is_on, metavar_of
-from headrace.config.other_servers import VALUES, Entry, table
+from headrace.config.other_servers import DROPPED, VALUES, Entry, table
 from headrace.config.server_args import ServerArgs
 from headrace.config.server_options import flag
 
@@ -62,13 +62,17 @@ def markdown(server: str) -> str:
         for entry in mine
         if entry.already
     ]
+    already += [
+        f"| `{flag(name)}` | {', '.join(f'`{value}`' for value in values.split())} | {says} |  |"
+        for name, (says, values) in DROPPED.items()
+    ]
     refused = [f"| {_names(entry.names)} | {entry.refused} |" for entry in mine if entry.refused]
     return "\n".join(
         [
             "### Other names\n\n| there | here | remark |\n|---|---|---|",
             *aliases,
             *values,
-            "\n### Already so\n\nAccepted with a line of log. Other values are refused.\n",
+            "\n### Already so\n\nAccepted with a line of log. Values that are neither here nor in [cli.md](cli.md) are refused.\n",
             "| option | values | how it is here | contradicts |\n|---|---|---|---|",
             *already,
             "\n### Not supported\n\nRefused with this remark.\n\n| option | remark |\n|---|---|",

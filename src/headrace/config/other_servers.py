@@ -90,11 +90,22 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Values of options of ours, by field, as others write them."""
 
-CHECKPOINT_FORMATS = (
-    *("auto-round", "awq", "awq_marlin", "compressed-tensors", "fbgemm_fp8", "gptq", "gptq_marlin", "hqq", "modelopt"),
-    *("modelopt_fp4", "quark", "torchao"),
-)
-"""Values of --quantization that say what a checkpoint is: accepted, since its own config says that, and it is served as it is stored."""
+DROPPED: Mapping[str, tuple[str, str]] = {
+    "attention_backend": (
+        "the fastest backend for the model on this device runs instead; /server_info names it: attention_backend",
+        "aiter ascend compressed cpu_attn cutedsl_mla cutlass_mla dsa dsv4 dual_chunk_flash_attn fa3 fa4 flash_attn flash_attn_diffkv "
+        "flash_attn_mla flash_attn_mla_sparse flashinfer_mla flashinfer_mla_sparse flashmla flashmla_sparse flex_attention hpc_attn hpc_ops "
+        "intel_amx intel_xpu minicpm_flashattn minicpm_flashinfer mlu nsa rocm_aiter_fa rocm_aiter_mla rocm_aiter_mla_sparse "
+        "rocm_aiter_triton_mla rocm_aiter_unified_attn rocm_attn tokenspeed_mla tree_attn triton_attn_diffkv triton_mla trtllm_mha trtllm_mla "
+        "wave xpu_mla_sparse",
+    ),
+    "quantization": (
+        "checkpoints are served in the format that they have",
+        "auto-round awq awq_marlin compressed-tensors fbgemm_fp8 gptq gptq_marlin hqq modelopt modelopt_fp4 quark torchao",
+    ),
+}
+"""By field, what is logged of values that are accepted and change nothing, and these in small letters: kernels that are not here, formats that
+the checkpoint's own config names."""
 
 LISTS: Mapping[str, str] = {
     "lora_paths": r"[^-].*=.*",
@@ -107,6 +118,11 @@ LISTS: Mapping[str, str] = {
 
 COUNTS = frozenset({"context_length", "max_prefill_tokens"})
 """Fields whose aliases also take `32k` (thousands) and `32K` (times 1,024)."""
+
+
+def is_dropped(field_name: str, value: str) -> bool:
+    """Whether a value of a field of ours is accepted without effect."""
+    return field_name in DROPPED and value.lower() in DROPPED[field_name][1].split()
 
 
 @functools.cache
@@ -198,8 +214,8 @@ def _own(name: str, value: str | None, takes_value: bool, rest: deque[str], done
 
 def _set(field_name: str, option: str, value: str, rest: deque[str], done: Translation) -> None:
     """Append one of our options with a value, as we write it."""
-    if field_name == "quantization" and value in CHECKPOINT_FORMATS:
-        done.notes.append(f"{option} {value}: checkpoints are served in the format that they have")
+    if is_dropped(field_name, value):
+        done.notes.append(f"{option} {value}: {DROPPED[field_name][0]}")
         return
     if field_name in LISTS:
         value = _joined(option, value)

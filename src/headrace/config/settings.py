@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from headrace.config.other_servers import CHECKPOINT_FORMATS, FALSE, LISTS, TRUE, VALUES, check_unless, find, translate
+from headrace.config.other_servers import FALSE, LISTS, TRUE, VALUES, check_unless, find, is_dropped, translate
 from headrace.config.server_args import ServerArgs
 from headrace.config.server_options import flag
 from headrace.errors import ConfigError
@@ -111,9 +111,7 @@ def _is_written_otherwise(name: str, value: Any) -> bool:
     """Whether a value of an option of ours is one that other servers have for it."""
     if isinstance(value, list):
         return name in LISTS
-    return isinstance(value, str) and (
-        value in VALUES.get(name, ()) or (name == "quantization" and value in CHECKPOINT_FORMATS)
-    )
+    return isinstance(value, str) and (value in VALUES.get(name, ()) or is_dropped(name, value))
 
 
 def _add(found: Settings, option: str, value: Any, origin: str) -> None:
