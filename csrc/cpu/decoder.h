@@ -75,8 +75,12 @@ class Decoder {
     for (size_t i = 0; i < layers_.size(); ++i) layers_[i].channel_order = orders.at(i);
   }
   // The layers are one rank's parts of those of a model: from now on what `out` and `down` give is summed over the ranks of `group`, which
-  // must outlive the decoder and run the same steps in each. Null: they are whole. Then forward throws what the group does, too.
-  void set_group(RankGroup* group) { group_ = group; }
+  // must outlive the decoder and run the same steps in each. Null: they are whole. Then forward throws what the group does, too. in_halves: a step
+  // of two rows or more goes through the layers in two halves, so that sums of one half are on their way while the other is computed.
+  void set_group(RankGroup* group, bool in_halves = false) {
+    group_ = group;
+    in_halves_ = in_halves;
+  }
 
   // Throws std::invalid_argument, and then nothing is written, when a position, a slot, a length, a start or a page does not fit.
   // One call at a time; a second one waits.
@@ -89,6 +93,8 @@ class Decoder {
   struct Buffers {
     float *normed, *qkv, *attended, *gate_up, *activated, *added;
   };
+  class Part;
+  using Clock = LapClock<Phase, kNumPhases>;
   Buffers buffers(int64_t tokens);
   void check(const DecoderStep& step) const;
 
@@ -96,6 +102,7 @@ class Decoder {
   const float* final_norm_;
   std::vector<DecoderLayer> layers_;
   RankGroup* group_ = nullptr;
+  bool in_halves_ = false;
   std::mutex mutex_;
   LayerMemory memory_;
   std::array<double, kNumPhases> phase_seconds_ = {};

@@ -30,6 +30,8 @@ using Word = std::atomic<uint32_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 4);
 
 constexpr int64_t kSlotFloats = 1 << 16;     // of a sum or a gather
+constexpr int64_t kBegunFloats = 1 << 20;    // of a sum that has begun; what goes beyond is summed when it ends
+constexpr uint32_t kBegunSlots = 4;
 constexpr int64_t kPartsFloats = 1 << 13;    // from here on each of three and more ranks adds up a part of a sum only
 constexpr int64_t kMessageBytes = 64 << 10;  // of a piece of a message
 constexpr uint32_t kMessageSlots = 8;
@@ -41,6 +43,8 @@ constexpr int64_t kNapNs = 50'000'000;           // how long a rank sleeps befor
 enum State : uint32_t { kOpen, kBreaking, kBroken };
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+constexpr int64_t kMessageSlotBytes = round_up(kMessageBytes + static_cast<int64_t>(sizeof(int64_t)), 4096);
 
 // Sleeps while the word is `seen`, for kNapNs at most, or for no reason.
 void sleep_while(Word& word, uint32_t seen) {
@@ -126,17 +130,22 @@ struct alignas(128) RankGroup::Signal {
   }
 };
 
-// Numbers that one rank raises. taken: by rank 0, of this rank's pieces. added: elements of its pieces of sums, by slot; on the cache line of
-// `met`, which is read anyway.
+// Numbers that one rank raises. taken: by rank 0, of this rank's pieces. added: elements of its pieces of sums, by slot; seen_ns: with a
+// delay, when others see them. On the cache line of the number, which is read anyway.
 struct RankGroup::Rank {
-  struct : Signal {
-    int64_t added[2];
-  } met;
+  template <int kSlots>
+  struct Sums : Signal {
+    static constexpr uint32_t kCount = kSlots;
+    int64_t added[kSlots], seen_ns[kSlots];
+  };
+  Sums<2> met;
+  Sums<kBegunSlots> begun;
   Signal gathered, taken, received;
 };
 
 struct RankGroup::Shared {
   alignas(128) Word state;
+  std::atomic<int64_t> delay_ns;  // of sums
   char reason[kReasonBytes];
   Signal sent;
   Rank ranks[kMaxRanks];
@@ -146,9 +155,9 @@ int64_t RankGroup::bytes(int size) {
   if (size < 1 || size > kMaxRanks) {
     throw std::invalid_argument("a group of " + std::to_string(size) + " ranks: it has 1 to " + std::to_string(kMaxRanks));
   }
-  const int64_t floats = int64_t{size} * 4 * kSlotFloats;
+  const int64_t floats = int64_t{size} * (4 * kSlotFloats + kBegunSlots * kBegunFloats);
   return round_up(sizeof(Shared), 4096) + floats * static_cast<int64_t>(sizeof(float)) +
-         kMessageSlots * round_up(kMessageBytes + static_cast<int64_t>(sizeof(int64_t)), 4096);
+         kMessageSlots * kMessageSlotBytes;
 }
 
 RankGroup::RankGroup(void* memory, int rank, int size, double limit_s)
@@ -180,11 +189,16 @@ float* RankGroup::sum_slot(int rank, uint32_t piece) const {
   return reinterpret_cast<float*>(slots) + (int64_t{rank} * 2 + piece % 2) * kSlotFloats;
 }
 
+// The last ones, behind the messages.
+float* RankGroup::begun_slot(int rank, uint32_t piece) const {
+  char* const slots = message_slot(0) + kMessageSlots * kMessageSlotBytes;
+  return reinterpret_cast<float*>(slots) + (int64_t{rank} * kBegunSlots + piece % kBegunSlots) * kBegunFloats;
+}
+
 float* RankGroup::gather_slot(int rank, uint32_t piece) const { return sum_slot(size_ + rank, piece); }
 
 char* RankGroup::message_slot(uint32_t piece) const {
-  constexpr int64_t kSlotBytes = round_up(kMessageBytes + static_cast<int64_t>(sizeof(int64_t)), 4096);
-  return reinterpret_cast<char*>(sum_slot(2 * size_, 0)) + piece % kMessageSlots * kSlotBytes;
+  return reinterpret_cast<char*>(sum_slot(2 * size_, 0)) + piece % kMessageSlots * kMessageSlotBytes;
 }
 
 void RankGroup::check_open() const {
@@ -210,7 +224,8 @@ void RankGroup::break_up(const char* reason) {
   shared_->state.store(kBroken, std::memory_order_seq_cst);
   wake_all(shared_->sent.value);
   for (Rank& rank : shared_->ranks) {
-    for (Signal* signal : {static_cast<Signal*>(&rank.met), &rank.gathered, &rank.taken, &rank.received}) wake_all(signal->value);
+    Signal *const met = &rank.met, *const begun = &rank.begun;
+    for (Signal* signal : {met, begun, &rank.gathered, &rank.taken, &rank.received}) wake_all(signal->value);
   }
 }
 
@@ -258,22 +273,74 @@ void RankGroup::all_reduce(float* x, int64_t n) {
   }
 }
 
-// Meets the others with x[n] in a slot. Ranks that add up different sizes are not in the same call: their sum would be wrong in silence.
+void RankGroup::delay_sums(double seconds) { shared_->delay_ns.store(static_cast<int64_t>(seconds * 1e9), std::memory_order_relaxed); }
+
+// Says what lies in the own slot of this piece.
+template <class Sums>
+void RankGroup::note(Sums& own, uint32_t piece, int64_t n) const {
+  const int64_t delay_ns = shared_->delay_ns.load(std::memory_order_relaxed);
+  const uint32_t slot = piece % Sums::kCount;
+  own.added[slot] = n;
+  own.seen_ns[slot] = delay_ns > 0 ? std::chrono::nanoseconds(Clock::now().time_since_epoch()).count() + delay_ns : 0;
+}
+
+// Looks at what the others have put into this piece. Ranks that add up different sizes are not in the same call: their sum would be wrong in silence.
+template <class Sums>
+void RankGroup::take(Sums Rank::*sums, uint32_t piece, int64_t n) {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank == rank_) continue;
+    const Sums& there = shared_->ranks[rank].*sums;
+    const int64_t theirs = there.added[piece % Sums::kCount];
+    if (theirs != n) {
+      char reason[120];
+      std::snprintf(reason, sizeof reason, "ranks %d and %d disagree about a step: one adds up %lld numbers, the other %lld", rank_, rank,
+                    static_cast<long long>(n), static_cast<long long>(theirs));
+      break_up(reason);
+      check_open();
+    }
+    const int64_t seen_ns = there.seen_ns[piece % Sums::kCount];
+    if (seen_ns > 0) std::this_thread::sleep_until(Clock::time_point(std::chrono::nanoseconds(seen_ns)));
+  }
+}
+
+// Meets the others with x[n] in a slot.
 uint32_t RankGroup::put_in(const float* x, int64_t n) {
   const uint32_t piece = num_sums_++;
   copy(x, sum_slot(rank_, piece), n);
-  shared_->ranks[rank_].met.added[piece % 2] = n;
+  note(shared_->ranks[rank_].met, piece, n);
   meet();
-  for (int rank = 0; rank < size_; ++rank) {
-    const int64_t theirs = shared_->ranks[rank].met.added[piece % 2];
-    if (theirs == n) continue;
-    char reason[120];
-    std::snprintf(reason, sizeof reason, "ranks %d and %d disagree about a step: one adds up %lld numbers, the other %lld", rank_, rank,
-                  static_cast<long long>(n), static_cast<long long>(theirs));
-    break_up(reason);
-    check_open();
-  }
+  take(&Rank::met, piece, n);
   return piece;
+}
+
+// A rank that begins sum k has finished k - 2, so it has seen that every other has begun k - 2, after it finished k - 4: nobody reads the slot.
+void RankGroup::begin_sum(const float* x, int64_t n) {
+  check_open();
+  const uint32_t num_open = num_begun_ - num_finished_;
+  if (n < 0 || num_open > 1) {
+    throw std::invalid_argument("begin_sum: " + std::to_string(n) + " elements, and " + std::to_string(num_open) + " sums have begun");
+  }
+  const uint32_t piece = num_begun_++;
+  Rank& own = shared_->ranks[rank_];
+  if (size_ > 1) copy(x, begun_slot(rank_, piece), std::min(n, kBegunFloats));
+  note(own.begun, piece, n);
+  own.begun.raise(num_begun_);
+}
+
+void RankGroup::finish_sum(float* x, int64_t n) {
+  check_open();
+  if (num_begun_ == num_finished_) throw std::invalid_argument("finish_sum: no sum has begun");
+  const uint32_t piece = num_finished_++;
+  if (size_ == 1) return;
+  const float* slots[kMaxRanks];
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank != rank_) wait(shared_->ranks[rank].begun, num_finished_, rank);
+    slots[rank] = begun_slot(rank, piece);
+  }
+  take(&Rank::begun, piece, n);
+  const int64_t count = std::min(n, kBegunFloats);
+  add_up(slots, size_, x, count);
+  if (n > count) all_reduce(x + count, n - count);
 }
 
 // Each rank adds up everything.

@@ -40,6 +40,15 @@ class RankGroup {
   // different n break the group up.
   void all_reduce(float* x, int64_t n);
 
+  // all_reduce in two calls, with the same bits: the first hands x out and does not wait, the second waits. Between the two this rank computes
+  // something else. Two sums may have begun at a time; they end in the order in which they began, each with the x and n it began with.
+  void begin_sum(const float* x, int64_t n);
+  void finish_sum(float* x, int64_t n);
+  uint32_t num_begun() const { return num_begun_; }
+
+  // For measurements: what a rank gives to a sum is seen by the others this much later, as over a network. By one rank for all, between sums.
+  void delay_sums(double seconds);
+
   // Rank r has x [rows, columns[r]], rows x_stride apart; rank 0's out [rows, sum of columns], rows out_stride apart, gets them side by side.
   // The others pass null for out, and may return before rank 0 has read their part.
   void gather(const float* x, int64_t x_stride, int64_t rows, const int64_t* columns, float* out, int64_t out_stride);
@@ -62,9 +71,14 @@ class RankGroup {
   void wait(Signal& signal, uint32_t number, int whose, Limit limit = Limit::kOurs);
   void meet();
   uint32_t put_in(const float* x, int64_t n);
+  template <class Sums>
+  void note(Sums& own, uint32_t piece, int64_t n) const;
+  template <class Sums>
+  void take(Sums Rank::*sums, uint32_t piece, int64_t n);
   void sum_directly(float* x, int64_t n);
   void sum_in_parts(float* x, int64_t n);
   float* sum_slot(int rank, uint32_t piece) const;
+  float* begun_slot(int rank, uint32_t piece) const;
   float* gather_slot(int rank, uint32_t piece) const;
   char* message_slot(uint32_t piece) const;
 
@@ -75,7 +89,7 @@ class RankGroup {
   void* mapped_ = nullptr;  // what the destructor unmaps
 
   // How often this rank has met the others, and how many pieces it has put into slots, or taken out of them.
-  uint32_t num_meetings_ = 0, num_sums_ = 0, num_messages_ = 0;
+  uint32_t num_meetings_ = 0, num_sums_ = 0, num_begun_ = 0, num_finished_ = 0, num_messages_ = 0;
   uint32_t num_gathered_[kMaxRanks] = {};  // of each rank; of the own one alone in ranks other than 0
 };
 

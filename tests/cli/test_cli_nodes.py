@@ -70,6 +70,10 @@ def test_each_node_has_whole_stages_whose_ranks_share_memory_there():
             {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True},
             "--enable-dp-attention cannot be combined with --nnodes",
         ),
+        (
+            {"tp_size": 2, "enable_two_batch_overlap": True},
+            "--enable-two-batch-overlap needs ranks that sum in the mem",
+        ),
         ({"nnodes": None}, "give --nnodes, too"),
     ],
 )

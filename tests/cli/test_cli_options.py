@@ -23,6 +23,7 @@ NEEDED_WITH = {
     "enable_priority_preemption": ["--schedule-policy", "priority"],
     "ep_size": ["--tp-size", "16"],
     "enable_dp_attention": ["--tp-size", "2", "--dp-size", "2"],
+    "enable_two_batch_overlap": ["--tp-size", "2"],
     "speculative_shared_tokens": ["--speculative-algorithm", "ngram"],
     "speculative_draft_model_path": ["--speculative-algorithm", "draft"],
     "speculative_draft_model_quantization": [

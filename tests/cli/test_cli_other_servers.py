@@ -155,6 +155,7 @@ def test_a_python_program_and_a_file_may_name_a_model_several_times(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        ("--enable-dbo", "--enable-two-batch-overlap needs --tp-size above 1"),
         ("--tp 2 --ep 8", r"--ep-size must be 1 or the value of --tp-size \(2\), .* got 8"),
         ("--enable-expert-parallel", "give --ep-size the value of --tp-size"),
         ("--speculative-config {}", "--speculative-algorithm chooses the method"),

@@ -33,7 +33,7 @@ def layers():
         yield matrices, [1 + 0.2 * torch.randn(HIDDEN, generator=generator) for _ in range(4)]
 
 
-def decoder(rank, size, group=None):
+def decoder(rank, size, group=None, **options):
     """A rank's decoder, and what it is called with: three steps of a sequence each."""
     angles = torch.arange(64).float()[:, None] / 100 ** torch.linspace(0, 1, HEAD_DIM // 2)
 
@@ -66,7 +66,7 @@ def decoder(rank, size, group=None):
     spec = DecoderSpec(tuple(specs), torch.ones(HIDDEN), 1e-5, Q_HEADS // size, KV_HEADS // size, HEAD_DIM)
     shapes = kv_cache_shapes(4, spec.num_kv_heads, HEAD_DIM, torch.float32)
     caches = [[torch.zeros(shape) for _ in specs] for shape in shapes]
-    return FusedDecoder(spec, *caches, group=group)
+    return FusedDecoder(spec, *caches, group=group, **options)
 
 
 def run(fused):
@@ -100,6 +100,25 @@ def test_two_ranks_have_the_hidden_states_of_one():
     assert not torch.equal(got, want)  # it was split
     assert seconds["reduce"] > 0
     assert alone["reduce"] == 0
+
+
+def run_on_two(**options):
+    """The hidden states of both ranks, and the sums that the first has begun without waiting."""
+    with new_group(2) as (leader, fd), ThreadPoolExecutor(1) as other:
+        follower = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
+        theirs = other.submit(lambda: run(decoder(1, 2, follower, **options)))
+        ours, _ = run(decoder(0, 2, leader, **options))
+        return ours, theirs.result(LIMIT_S)[0], leader.num_begun
+
+
+def test_a_prompt_in_two_halves_has_the_same_bits():
+    whole, _, none_begun = run_on_two()
+    got, same, num_begun = run_on_two(in_halves=True)
+
+    assert torch.equal(got, whole)
+    assert torch.equal(same, whole)
+    # Two halves of a prompt with two sums a layer; where nothing is read, the last layer ends before them; one token is not cut.
+    assert (none_begun, num_begun) == (0, 2 * (2 * NUM_LAYERS) + 2 * (2 * NUM_LAYERS - 2))
 
 
 def test_a_broken_group_ends_the_call():

@@ -64,6 +64,7 @@ def test_a_gpu_captures_batches_up_to_what_runs_at_once():
         ({"tp_size": 2, "pp_size": 2}, "--pp-size above 1 works on CPUs only"),
         ({"tp_size": 2, "nnodes": 2}, "--nnodes above 1 works on CPUs only"),
         ({"tp_size": 2, "enable_deterministic_inference": True}, "order of sums over ranks depends on the batch"),
+        ({"tp_size": 2, "enable_two_batch_overlap": True}, "--enable-two-batch-overlap works on CPUs only so far"),
         ({"tp_size": 2, "enable_torch_compile": True}, "--tp-size above 1 cannot be combined with --enable-torch-comp"),
     ],
 )

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../rank_group.h"
@@ -84,10 +86,14 @@ std::string told(const char* what, const RankGroup& group, int call, int64_t n) 
          std::to_string(group.size());
 }
 
-void sum(RankGroup& group, int call, int64_t n) {
+std::vector<float> own_elements(const RankGroup& group, int call, int64_t n) {
   std::vector<float> x(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) x[static_cast<size_t>(i)] = element(group.rank(), call, i);
-  group.all_reduce(x.data(), n);
+  return x;
+}
+
+void expect_sum(const std::vector<float>& x, const RankGroup& group, int call) {
+  const auto n = static_cast<int64_t>(x.size());
   bool same = true;
   for (int64_t i = 0; i < n; ++i) {
     float want = element(0, call, i);
@@ -95,6 +101,12 @@ void sum(RankGroup& group, int call, int64_t n) {
     same = same && std::memcmp(&x[static_cast<size_t>(i)], &want, sizeof want) == 0;
   }
   expect(same, told("sum", group, call, n));
+}
+
+void sum(RankGroup& group, int call, int64_t n) {
+  std::vector<float> x = own_elements(group, call, n);
+  group.all_reduce(x.data(), n);
+  expect_sum(x, group, call);
 }
 
 // Rows of each rank lie further apart than they are wide.
@@ -150,6 +162,41 @@ void calls() {
     }
   }
   set_num_threads(1);
+}
+
+// Always a sum on its way, another beside it half of the time, and whole sums between them. The last ones do not fit into a slot.
+void begun_sums() {
+  for (const int size : {1, 2, 3, 4}) {
+    in_ranks(size, [](RankGroup& group) {
+      std::vector<float> before;
+      for (int call = 0; call < 200; ++call) {
+        std::vector<float> x = own_elements(group, call, call < 197 ? call * 131 % 5000 : (1 << 20) + call);
+        group.begin_sum(x.data(), static_cast<int64_t>(x.size()));
+        if (call > 0) {
+          group.finish_sum(before.data(), static_cast<int64_t>(before.size()));
+          expect_sum(before, group, call - 1);
+        }
+        if (call % 3 == 0) sum(group, call, 50);
+        before = std::move(x);
+      }
+      group.finish_sum(before.data(), static_cast<int64_t>(before.size()));
+      expect_sum(before, group, 199);
+    });
+  }
+}
+
+// What was given to a sum is not seen before the delay is over.
+void delayed_sums() {
+  in_ranks(2, [](RankGroup& group) {
+    if (group.rank() == 0) group.delay_sums(0.02);
+    message(group, 0, 0);
+    const auto begin = std::chrono::steady_clock::now();
+    sum(group, 0, 10);
+    float x = 0;
+    group.begin_sum(&x, 1);
+    group.finish_sum(&x, 1);
+    expect(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(40), "two sums over a slow network");
+  });
 }
 
 // Many messages that nobody receives yet, up to the room there is: none is lost, and rank 0 goes on at once.
@@ -218,6 +265,7 @@ void refused() {
   for (const std::function<void()>& call : std::vector<std::function<void()>>{
            [&] { RankGroup(memory.data, 2, 2, kLimit); }, [&] { RankGroup(memory.data, 0, RankGroup::kMaxRanks + 1, kLimit); },
            [&] { RankGroup(memory.data, 0, 2, 0); }, [&] { RankGroup(-1, 0, 2, kLimit); }, [&] { first.all_reduce(x, -1); },
+           [&] { first.begin_sum(x, -1); }, [&] { first.finish_sum(x, 1); },
            [&] { first.gather(x, 1, 1, negative, x, 2); }, [&] { first.gather(x, 1, 1, columns, nullptr, 2); },
            [&] { first.gather(x, 1, 2, columns, x, 1); }, [&] { second.gather(x, 1, 1, columns, x, 2); }, [&] { first.receive(got); },
            [&] { second.send("", 0); }}) {
@@ -252,6 +300,8 @@ void files() {
 
 int run() {
   calls();
+  begun_sums();
+  delayed_sums();
   messages_ahead();
   broken();
   limits();

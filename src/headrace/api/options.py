@@ -123,6 +123,7 @@ class EngineOptions(ServerOptions):
     tp: int = _UNSET
     pipeline_parallel_size: int = _UNSET
     pp: int = _UNSET
+    enable_dbo: bool = _UNSET
     expert_parallel_size: int = _UNSET
     ep: int = _UNSET
     data_parallel_size: int = _UNSET

@@ -160,6 +160,8 @@ def _check_processes(args: ServerOptions) -> None:
         )
     if args.enable_dp_attention:
         _check_dp_attention(args)
+    if args.enable_two_batch_overlap:
+        _check_two_batches(args)
     if args.tokenizer_worker_num > 1 and args.single_process:
         raise ConfigError("--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process")
 
@@ -176,6 +178,14 @@ def _check_dp_attention(args: ServerOptions) -> None:
         raise ConfigError(f"{option} cannot be combined with --pp-size: use --tp-size alone")
     if args.lora_paths:
         raise ConfigError(f"{option} cannot be combined with --lora-paths: adapters are not supported with it")
+
+
+def _check_two_batches(args: ServerOptions) -> None:
+    option = "--enable-two-batch-overlap"
+    if args.tp_size == 1:
+        raise ConfigError(f"{option} needs --tp-size above 1: it hides the sums over those processes")
+    if args.enable_dp_attention:
+        raise ConfigError(f"{option} cannot be combined with --enable-dp-attention")
 
 
 def guesses_by_text(algorithm: str) -> bool:

@@ -191,6 +191,10 @@ def _check_nodes(args: ServerArgs) -> None:
         )
     if args.enable_dp_attention:
         raise ConfigError("--enable-dp-attention cannot be combined with --nnodes yet: use --tp-size and --ep-size")
+    if args.enable_two_batch_overlap and args.pp_size == 1:
+        raise ConfigError(
+            "--enable-two-batch-overlap needs ranks that sum in the memory of one host: with --nnodes, use it with --pp-size"
+        )
     if args.num_replicas > 1:
         raise ConfigError(
             "--dp-size cannot be combined with --nnodes: start several groups of nodes, with a router in front"

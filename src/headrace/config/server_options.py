@@ -70,9 +70,7 @@ class ServerOptions:
         "A known name, a model of the Hugging Face cache (`org/name`, see `headrace models`), a Hugging Face folder, or a GGUF file.",
         FILLED,
     )
-    tokenizer_path: str | None = _model(
-        None, "Folder, file or model whose tokenizer to use instead of the model's own."
-    )
+    tokenizer_path: str | None = _model(None, "Folder, file or model whose tokenizer is used instead of its own.")
     skip_tokenizer_init: bool = _model(
         False, "Load no tokenizer: requests send and receive token ids. Requests that need text are refused (400)."
     )
@@ -231,6 +229,10 @@ class ServerOptions:
         False,
         "MoE models: data-parallel attention, each process of --tp-size for requests of its own. Give --dp-size the same value.",
     )
+    enable_two_batch_overlap: bool = _serving(
+        False,
+        "With --tp-size, compute one half of a step's rows while the processes sum the other half's layers: for slow connections between them.",
+    )
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _serving(
         "round_robin",
         "With --dp-size, which replica gets a request: the next in turn, the one with the fewest requests, the one with the fewest tokens, or "
@@ -337,9 +339,7 @@ class ServerOptions:
     image_processes: int = _media(
         1, "Processes that decode images and audio; one more decodes videos.", Bounds(least=1, most=64)
     )
-    image_cache_bytes: int = _media(
-        256 << 20, "Size of the cache of decoded images, audio and videos, in bytes.", COUNT
-    )
+    image_cache_bytes: int = _media(256 << 20, "Bytes of the cache of decoded images, audio and videos.", COUNT)
     encoder_cache_bytes: int = _media(
         256 << 20, "Size of the cache of encoder outputs of images, audio and videos, in bytes.", POSITIVE
     )
@@ -491,9 +491,7 @@ class ServerOptions:
     )
     disable_native_kernels: bool = _kernels(False, "Use PyTorch instead of the native CPU kernels.")
 
-    log_level: Literal["debug", "info", "warning", "error"] = _observability(
-        "info", "Log lines of this level and above."
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = _observability("info", "Lowest level of log lines.")
     log_format: Literal["text", "json"] = _observability("text", "Lines of the log as text, or each as a JSON object.")
     log_requests: bool = _observability(False, "Log a line for each finished request, with token counts and times.")
     log_requests_level: Literal[0, 1, 2, 3] = _observability(

@@ -75,11 +75,13 @@ class Group(Collectives, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a model that a rank has. group: None if it has the whole."""
+    """The part of a model that a rank has. group: None if it has the whole. two_batches: each half of a step's rows is computed while the ranks sum
+    the other's (SGLang's two-batch overlap, as in DeepSeek-V3's serving)."""
 
     rank: int = 0
     size: int = 1
     group: Collectives | None = None
+    two_batches: bool = False
 
     @property
     def is_whole(self) -> bool:

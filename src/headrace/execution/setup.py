@@ -252,6 +252,8 @@ def check_can_be_split(args: ServerArgs, spec: ModelSpec, config: Config) -> Non
             raise ConfigError(f"{name} above 1 works on CPUs only so far, and the device is {config.device}")
     if args.enable_dp_attention:
         raise ConfigError(f"{option} works on CPUs only so far, and the device is {config.device}")
+    if args.enable_two_batch_overlap:
+        raise ConfigError(f"--enable-two-batch-overlap works on CPUs only so far, and the device is {config.device}")
     if config.deterministic:
         raise ConfigError(
             f"--enable-deterministic-inference cannot be combined with {option} on GPUs: the order of sums over ranks depends on the batch"

@@ -459,7 +459,10 @@ class DecoderLM:
         )
         k, v = kv.pool.k[begin:end], kv.pool.v[begin:end]
         sparsity = None if kv.sparsity is None else kv.sparsity.of_layers(begin, end)
-        return FusedDecoder(part, k, v, rounded=kv.rounded, group=self._shard.group, sparsity=sparsity)
+        shard = self._shard
+        return FusedDecoder(
+            part, k, v, rounded=kv.rounded, group=shard.group, in_halves=shard.two_batches, sparsity=sparsity
+        )
 
     def compile_pieces(self, backend: str = "inductor") -> str:
         """Run the parts between attention calls as compiled functions from now on. Returns "", or why that is impossible. Weights must be loaded."""

@@ -108,9 +108,9 @@ def joined(args: ServerArgs, start: RankStart) -> Iterator[Rank]:
         if start.shard_fd is not None:
             of_stage = SharedMemoryGroup.join(start.shard_fd, shard_index, args.tp_size, limit_s)
             resources.callback(of_stage.close)
-            shard = Shard(shard_index, args.tp_size, of_stage)
+            shard = Shard(shard_index, args.tp_size, of_stage, args.enable_two_batch_overlap)
         elif args.tp_size > 1:
-            shard = Shard(shard_index, args.tp_size, group)
+            shard = Shard(shard_index, args.tp_size, group, args.enable_two_batch_overlap)
         yield Rank(shard, stage, group)
 
 

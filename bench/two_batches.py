@@ -1,0 +1,186 @@
+"""What two-batch overlap gains, and what it costs: the same steps of two ranks with it and without, over sums that are delayed as by a network.
+
+    .venv/bin/python -m bench.two_batches [--model bench/configs/llama-1b] [--rows 2,8,32] [--delays-ms 0,2] [--rounds 5] [--output FILE]
+
+Each rank is a process with one thread: two beside each other, with the option and without, take turns of some decode steps, so that a busy moment of
+the machine meets both. With a delay, ranks see each other's part of a sum that much later, and have the processor until then. First the tokens of
+both are compared. Medians over all steps, in milliseconds; spread: the 10th and 90th percentile. Prints JSON. A folder with a config alone gets
+random weights.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.program import counts, parser_of, refusals, words, write_report
+from headrace.config.server_args import ServerArgs
+from headrace.distributed.base import Shard
+from headrace.distributed.one_host import SharedMemoryGroup
+from headrace.distributed.rank import Rank
+from headrace.execution.build import build_follower, build_worker
+from headrace.messages.requests import PromptContent, SampleTask
+from headrace.messages.step import ModelWorkerBatch, NewSequence, Worker
+from headrace.sampling.params import ResolvedSamplingParams
+
+LIMIT_S = 120.0
+STEPS = 5  # of a turn
+CACHED = 256  # tokens of each row before the first step
+GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temperature=0.0))
+
+
+def server_args(options: argparse.Namespace, overlaps: bool) -> ServerArgs:
+    room = -(-(CACHED + 8 + STEPS * (options.rounds + 1) * len(options.delays_ms)) // 16) * 16
+    is_file = options.model.endswith(".gguf")
+    return ServerArgs(
+        model_path=options.model,
+        load_format="auto" if is_file or any(Path(options.model).glob("*.safetensors")) else "dummy",
+        quantization=options.quantization,
+        tp_size=2,
+        enable_two_batch_overlap=overlaps,
+        skip_tokenizer_init=True,
+        disable_overlap_schedule=True,
+        disable_weight_cache=True,
+        kv_cache_dtype=options.kv_cache_dtype,
+        num_threads=1,
+        max_running_requests=max(options.rows),
+        context_length=room,
+        max_total_tokens=room * max(options.rows),
+    )
+
+
+def follow(options: argparse.Namespace, fd: int, overlaps: bool) -> None:
+    group = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
+    runner, resources = build_follower(server_args(options, overlaps), Rank(Shard(1, 2, group, overlaps), group=group))
+    with resources:
+        runner.follow()
+
+
+@dataclass
+class Pair:
+    """Two ranks, this process the first of them. start: of the next step, in each row."""
+
+    worker: Worker
+    group: SharedMemoryGroup
+    room: int
+    vocab_size: int
+    num_steps: int = 0
+    start: int = 0
+
+    def step(self, rows: int, enters: bool = False) -> tuple[list[int], float]:
+        """A decode step of the first `rows` rows: its ids and its seconds. enters: they begin anew."""
+        new: tuple[NewSequence, ...] = ()
+        if enters:
+            self.start = CACHED
+            new = tuple(self._entering(row) for row in range(rows))
+        seqs = np.arange(rows, dtype=np.int32)
+        plan = ModelWorkerBatch(
+            step=self.num_steps,
+            new=new,
+            seqs=seqs,
+            starts=np.full(rows, self.start, np.int32),
+            counts=np.ones(rows, np.int32),
+            num_logits=np.ones(rows, np.int32),
+            out_slots=seqs * self.room + self.start,
+        )
+        begin = time.perf_counter()
+        self.worker.submit(plan)
+        result = self.worker.collect()
+        taken = time.perf_counter() - begin
+        assert not result.errors, result.errors
+        self.num_steps += 1
+        self.start += 1
+        return result.ids.tolist(), taken
+
+    def _entering(self, row: int) -> NewSequence:
+        tokens = np.random.default_rng(row).integers(0, self.vocab_size, CACHED + 1).astype(np.int32)
+        return NewSequence(
+            seq=row,
+            rid=str(row),
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            prefix_slots=np.arange(row * self.room, row * self.room + CACHED, dtype=np.int32),
+            task=GREEDY,
+            end_token_ids=(),
+            content=PromptContent(tokens.tobytes()),
+        )
+
+
+@contextmanager
+def pair_of(options: argparse.Namespace, overlaps: bool) -> Iterator[Pair]:
+    args = server_args(options, overlaps)
+    fd = SharedMemoryGroup.memory(2)
+    group = SharedMemoryGroup.join(fd, 0, 2, LIMIT_S)
+    command = [sys.executable, "-m", "bench.two_batches", *sys.argv[1:], "--follow", str(fd), str(int(overlaps))]
+    follower = subprocess.Popen(command, pass_fds=[fd])
+    os.close(fd)
+    worker, info = build_worker(args, rank=Rank(Shard(0, 2, group, overlaps), group=group))
+    try:
+        assert args.context_length is not None
+        yield Pair(worker, group, args.context_length, info.vocab_size)
+    finally:
+        worker.close()
+        assert follower.wait(LIMIT_S) == 0
+
+
+def measure(pairs: dict[str, Pair], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for rows in options.rows:
+        ids = {name: [pair.step(rows, enters=step == 0)[0] for step in range(4)] for name, pair in pairs.items()}
+        assert ids["whole"] == ids["overlapped"], "the tokens differ"
+        for delay_ms in options.delays_ms:
+            taken: dict[str, list[float]] = {name: [] for name in pairs}
+            for number in range(options.rounds + 1):
+                for name, pair in list(pairs.items())[:: -1 if number % 2 else 1]:
+                    pair.group.delay_sums(delay_ms / 1e3)
+                    times = [pair.step(rows)[1] for _ in range(STEPS)]
+                    taken[name] += times if number else []
+            found = {name: summary(times, rows) for name, times in taken.items()}
+            gain = found["whole"]["median_ms"] / found["overlapped"]["median_ms"]
+            yield {"rows": rows, "delay_ms": delay_ms, **found, "gain": round(gain, 3)}
+
+
+def summary(times: list[float], rows: int) -> dict[str, float]:
+    tenths = statistics.quantiles(times, n=10)
+    median = statistics.median(times)
+    return {
+        "median_ms": round(median * 1e3, 2),
+        "p10_ms": round(tenths[0] * 1e3, 2),
+        "p90_ms": round(tenths[-1] * 1e3, 2),
+        "tokens_per_s": round(rows / median, 1),
+        "steps": len(times),
+    }
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default="bench/configs/llama-1b")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--rows", type=counts, default=(2, 8, 32))
+    parser.add_argument("--delays-ms", type=lambda text: tuple(map(float, words(text))), default=(0.0, 2.0))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--follow", nargs=2, type=int, help=argparse.SUPPRESS)  # how a follower is started
+    options = parser.parse_args()
+    with refusals():
+        if options.follow is not None:
+            follow(options, options.follow[0], bool(options.follow[1]))
+            return
+        with pair_of(options, False) as whole, pair_of(options, True) as overlapped:
+            results = list(measure({"whole": whole, "overlapped": overlapped}, options))
+    model = {"path": options.model, "quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    write_report(
+        {"model": model, "ranks": 2, "threads_per_rank": 1, "cached": CACHED, "results": results}, options.output
+    )
+
+
+if __name__ == "__main__":
+    main()
