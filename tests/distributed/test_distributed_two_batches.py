@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_harness import LIMIT_S, new_group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 from lora_harness import tiny_adapter
-from runner_harness import CONTEXT, DRAWN, GREEDY, WEARY, Driver, prompt, save_llama
+from model_harness import save_tiny, tiny_config
+from runner_harness import CONTEXT, DRAWN, GREEDY, VOCAB_SIZE, WEARY, Driver, prompt, save_llama
 
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
 from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.distributed.rank import Rank
+from headrace.distributed.two_halves import TwoHalves
+from headrace.errors import ExecutionError
 from headrace.execution.build import build_follower, build_worker
 from headrace.kernels import cpu
 
@@ -30,9 +34,12 @@ NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("two batches")
-    save_llama(made, intermediate_size=256)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in ("llama", "mixture")}
+    save_llama(made["llama"], intermediate_size=256)
+    mixture = tiny_config("mixtral")
+    mixture.vocab_size, mixture.num_hidden_layers, mixture.max_position_embeddings = VOCAB_SIZE, NUM_LAYERS, CONTEXT
+    save_tiny(mixture, made["mixture"])
     return made
 
 
@@ -93,20 +100,33 @@ def answers(driver: Driver, group: SharedMemoryGroup) -> tuple[list[Any], list[i
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}], ids=str
+    ("model", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}),
+        # Where layers run one by one.
+        ("mixture", {"ep_size": 2}),
+        ("mixture", {"page_size": 1}),
+        ("llama", {"attention_backend": "torch_native", "page_size": 1}),
+    ],
+    ids=str,
 )
-def test_halves_give_the_bits_of_whole_steps(folder: Path, options: dict[str, Any]):
+def test_halves_give_the_bits_of_whole_steps(folders: dict[str, Path], model: str, options: dict[str, Any]):
+    folder = folders[model]
     with two_ranks(folder, False, **options) as (driver, group):
         want, none_begun = answers(driver, group)
+        fused = "fused decoder: yes" in str(driver.info.decisions)
+    assert fused == (model == "llama" and "page_size" not in options)
     with two_ranks(folder, True, **options) as (driver, group):
         got, begun = answers(driver, group)
         assert "two-batch overlap: in steps of two tokens or more" in str(driver.info.decisions)
 
     assert got == want
     each = 2 * 2 * NUM_LAYERS
-    # Nothing is read of the first step, nor of one half of the next two: these stop before the two sums of the last layer.
+    # Nothing is read of the first step, nor of one half of the next two: in the native call these stop before the two sums of the last layer.
+    first = [each - 4, each - 2, each - 2] if fused else [each] * 3
     assert set(none_begun) == {0}
-    assert begun == [each - 4, each - 2, each - 2, *[each] * 13, 0, 0, 0]
+    assert begun == [*first, *[each] * 13, 0, 0, 0]
 
 
 def test_steps_with_adapters_run_whole(tmp_path: Path):
@@ -129,3 +149,26 @@ def test_steps_with_adapters_run_whole(tmp_path: Path):
     assert got == want
     assert whole == [False] * 3
     assert cut == [False, False, True]
+
+
+def test_a_half_that_fails_ends_the_other():
+    """Neither waits for the sums of the other rank, which does not come."""
+    with new_group(2) as (group, fd):
+        SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
+        halves = TwoHalves(group)
+        ends: list[str] = []
+
+        def fail() -> None:
+            raise ValueError("of this half")
+
+        def sum_once() -> None:
+            try:
+                halves.all_reduce(torch.zeros(3))
+            except ExecutionError as error:
+                ends.append(error.message)
+                raise
+
+        for acts in ((fail, sum_once), (sum_once, fail)):
+            with pytest.raises(ValueError, match="of this half"):
+                halves.run(*acts)
+    assert ends == ["the other half of the step failed"] * 2

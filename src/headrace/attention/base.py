@@ -8,7 +8,9 @@ import contextlib
 import math
 import mmap
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -118,6 +120,32 @@ class StepRows:
     sparse_first: torch.Tensor | None = None
     share_sequences: bool = False
 
+    def part(self, tokens: slice) -> tuple["StepRows", slice]:
+        """Some of the tokens as a step of their own, and which rows these belong to; what comes before in a row must be computed before."""
+        ends = list(accumulate(self.counts))
+        rows = slice(bisect_right(ends, tokens.start), bisect_left(ends, tokens.stop) + 1)
+        starts, counts = self.starts[rows], self.counts[rows]
+        before, after = tokens.start - (ends[rows.start] - counts[0]), ends[rows.stop - 1] - tokens.stop
+        starts[0] += before
+        counts[0] -= before
+        counts[-1] -= after
+        seq_lens = self.seq_lens[rows].clone()
+        seq_lens[-1] -= after
+        own = StepRows(
+            starts,
+            counts,
+            self.positions[tokens],
+            seq_lens,
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+            self.out_slots[tokens],
+            self.slots[rows],
+            None if self.pages is None else self.pages[rows],
+            None if self.last_keys is None else self.last_keys[tokens],
+            None if self.sparse_first is None else self.sparse_first[rows],
+            self.share_sequences,
+        )
+        return own, rows
+
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens:
@@ -130,6 +158,12 @@ class ReadTokens:
 
     index: torch.Tensor
     starts: list[int]
+
+    def part(self, tokens: slice, rows: slice) -> "ReadTokens":
+        """See `StepRows.part`."""
+        first, last = (int((self.index < end).sum()) for end in (tokens.start, tokens.stop))
+        starts = [min(max(start, first), last) - first for start in self.starts[rows.start : rows.stop + 1]]
+        return ReadTokens(self.index[first:last] - tokens.start, starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +208,10 @@ class StepAttention(ABC):
 
     def paged_kv(self) -> PagedKv | None:
         """The pool for a native call over all layers, used instead of `forward`; None if the pool has another layout."""
+        return None
+
+    def part(self, tokens: slice) -> "tuple[StepAttention, slice] | None":
+        """A view for some tokens of the prepared step, and which rows these belong to; None if there is no such view."""
         return None
 
     @abstractmethod

@@ -4,6 +4,9 @@ Owns the paged pool in the kernels' layout (pages of 16) and the page table of a
 these pages and are collected for each layer (`CollectedPages`). Does not own the kernels. Runs in the thread that runs the model.
 """
 
+from copy import copy
+from dataclasses import replace
+
 import torch
 
 from headrace import kernels
@@ -14,6 +17,7 @@ from headrace.attention.base import (
     KvShape,
     PagedKv,
     ReadTokens,
+    StepAttention,
     StepRows,
 )
 from headrace.config.resolve import AttentionNeeds
@@ -107,6 +111,7 @@ class CpuAttention(AttentionBackend):
         assert num_slots % page_size == 0, (num_slots, page_size)
         num_pages = -(-num_slots // kernels.PAGE_SIZE)
         k_shape, v_shape = kernels.kv_cache_shapes(num_pages, shape.num_kv_heads, shape.head_dim, shape.dtype)
+        self._shape = shape
         self._collected = None if page_size == kernels.PAGE_SIZE else CollectedPages(shape)
         pool = KvPool.zeros(shape, (k_shape, v_shape), num_slots, page_size, device)
         rounded = self.rounded and shape.dtype == torch.bfloat16
@@ -126,6 +131,14 @@ class CpuAttention(AttentionBackend):
             self._kv.page_table = rows.pages
         else:
             self._kv.page_table = torch.from_numpy(rows.slots.numpy()[:, :: kernels.PAGE_SIZE] // kernels.PAGE_SIZE)
+
+    def part(self, tokens: slice) -> tuple[StepAttention, slice]:
+        own, rows = self._kv.rows.part(tokens)
+        view = copy(self)
+        view._kv = replace(self._kv)
+        view._collected = None if self._collected is None else CollectedPages(self._shape)
+        view.prepare(own)
+        return view, rows
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         rows = self._kv.rows

@@ -8,13 +8,14 @@ position 0, with the softmax carried from block to block (M. Milakov and N. Gime
 2018). A row's bits then cannot depend on the chunk it came in. On other devices each sequence is one product and one softmax.
 """
 
+from copy import copy
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from headrace import kernels
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepAttention, StepRows
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.packing import rotate_heads, rotation_size
 
@@ -59,6 +60,12 @@ class TorchNativeAttention(AttentionBackend):
 
     def prepare(self, rows: StepRows) -> None:
         self._rows = rows
+
+    def part(self, tokens: slice) -> tuple[StepAttention, slice]:
+        own, rows = self._rows.part(tokens)
+        view = copy(self)
+        view.prepare(own)
+        return view, rows
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]

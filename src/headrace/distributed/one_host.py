@@ -71,6 +71,14 @@ class SharedMemoryGroup:
         check_sum(x)
         self._call(self._native.all_reduce, x.data_ptr(), x.numel())
 
+    def begin_sum(self, x: torch.Tensor) -> None:
+        """The first part of `all_reduce`, which waits for nobody; `finish_sum` of the same x is the second. Two may have begun, and end in order."""
+        check_sum(x)
+        self._call(self._native.begin_sum, x.data_ptr(), x.numel())
+
+    def finish_sum(self, x: torch.Tensor) -> None:
+        self._call(self._native.finish_sum, x.data_ptr(), x.numel())
+
     @property
     def num_begun(self) -> int:
         """Sums that this rank did not wait for at once."""

@@ -358,8 +358,6 @@ def _allocate(
             raise ConfigError(f"--enable-double-sparsity needs the fused decoder, and {reason}")
         decisions.append(str(sparsity))
     if rank.shard.two_batches:
-        if reason:
-            raise ConfigError(f"--enable-two-batch-overlap needs the fused decoder, and {reason}")
         decisions.append("two-batch overlap: in steps of two tokens or more, unless a row has an adapter")
     draft_attention = None if draft is None else draft.with_cache(num_slots)
     return _Memory(plan, graph_sizes, verifying, attention, pool, draft_attention)

@@ -3,8 +3,9 @@
 Differences between families are in `DecoderOptions`, which each fills in (`headrace.families`). Runs in the thread that runs the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,8 @@ from headrace.checkpoint.family import DecoderOptions
 from headrace.checkpoint.layer_config import RopeConfig
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.distributed.base import head_share
+from headrace.distributed.one_host import SharedMemoryGroup
+from headrace.distributed.two_halves import TwoHalves
 from headrace.errors import ModelError
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
@@ -269,6 +272,11 @@ class DecoderLM:
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, placement: Placement) -> None:
+        self._halves: TwoHalves | None = None
+        if placement.shard.two_batches:
+            assert isinstance(placement.shard.group, SharedMemoryGroup), placement.shard
+            self._halves = TwoHalves(placement.shard.group)
+            placement = replace(placement, shard=replace(placement.shard, group=self._halves))
         self._config = config
         self._options, self._placement = options, placement
         self.media_encoder: MediaEncoder | None = None
@@ -364,6 +372,40 @@ class DecoderLM:
         if self._pieces is not None and not by_layer:
             out = self._pieces(hidden, positions, attention, [block.attention.spec for block in self._blocks])
             return out if reads is None else out[reads.index]
+        if self._halves is not None and not by_layer and len(hidden) > 1:
+            middle = len(hidden) // 2
+            parts = [
+                self._part(tokens, hidden, positions, attention, reads)
+                for tokens in (slice(0, middle), slice(middle, len(hidden)))
+            ]
+            if parts[0] is not None and parts[1] is not None:
+                return torch.cat(self._halves.run(parts[0], parts[1]))
+        return self._run_blocks(hidden, positions, attention, reads, own)
+
+    def _part(
+        self,
+        tokens: slice,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None,
+    ) -> Callable[[], torch.Tensor] | None:
+        """`_run_blocks` for some tokens, None if this attention has no views."""
+        found = attention.part(tokens)
+        if found is None:
+            return None
+        view, rows = found
+        own_reads = None if reads is None else reads.part(tokens, rows)
+        return partial(self._run_blocks, hidden[tokens], positions[tokens], view, own_reads)
+
+    def _run_blocks(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None,
+        own: OwnRows | None = None,
+    ) -> torch.Tensor:
         *blocks, last = self._blocks
         residual, added = hidden, None
         self._tapped = []
