@@ -41,6 +41,9 @@ class Pages:
     def fingerprint(self) -> str:
         return "pages of a bench"
 
+    def facts(self) -> dict[str, str]:
+        return {}
+
     def adapter(self, lora_id: int) -> str:
         return ""
 
@@ -51,7 +54,8 @@ class Pages:
         digest = hashlib.blake2b(self.tokens[: 4 * PAGE_TOKENS * (number + 1)]).digest()
         return digest * (PAGE_BYTES // len(digest))
 
-    def read(self, pages: Sequence[int]) -> memoryview:
+    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
+        assert into is None
         return memoryview(b"".join(map(self.page, pages)))
 
     def write(self, pages: Sequence[int], data: memoryview) -> None:

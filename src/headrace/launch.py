@@ -114,11 +114,9 @@ def launch_engine(
 
 
 def _check_node(args: ServerArgs) -> None:
-    if args.num_nodes > 1:
-        if args.node_rank:
-            raise ConfigError(
-                f"--node-rank {args.node_rank}: only node 0 serves; start the others with `headrace serve`"
-            )
+    if args.num_nodes > 1 and args.node_rank:
+        raise ConfigError(f"--node-rank {args.node_rank}: only node 0 serves; start the others with `headrace serve`")
+    if args.num_nodes > 1 or args.disaggregation_mode != "null":
         dist_secret(args, os.environ)
 
 

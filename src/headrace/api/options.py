@@ -255,14 +255,16 @@ class GenerateOptions(_CallFields, total=False):
     top_logprobs_num: int | list[int]
     token_ids_logprob: list[int | list[int]] | None
     return_text_in_logprobs: bool
-    return_normalized_logprob: bool | list[bool]
-    normalized_logprob_start_len: int | list[int] | None
     return_hidden_states: bool | list[bool]
     return_routed_experts: bool | list[bool]
     return_progress: bool
     custom_logit_processor: str | list[str | None] | None
     prediction: str | list[str | None] | None
     session_params: dict[str, Any] | list[dict[str, Any]] | None
+    bootstrap_host: str | list[str | None] | None
+    bootstrap_port: int | list[int | None] | None
+    bootstrap_room: int | list[int | None] | None
+    disagg_prefill_dp_rank: int | None
 
 
 class EncodeOptions(_CallFields, total=False):

@@ -31,7 +31,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A cached prefix: `num_tokens` tokens (a multiple of page_size) in `pages`. `lease` is held until released."""
+    """A cached prefix: `num_tokens` tokens in `pages`, of a cache a multiple of page_size. `lease` is held until released."""
 
     num_tokens: int
     pages: list[int] = field(default_factory=list)

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from headrace.config.bounds import Bounds
 from headrace.config.kv_events import read_kv_events
-from headrace.config.server_options import Bounds, ServerOptions, flag
+from headrace.config.server_options import ServerOptions, flag
 from headrace.errors import ConfigError
 
 _MAX_INT = 2**63 - 1
@@ -86,6 +87,7 @@ def check_combinations(args: ServerOptions) -> None:
         option = "--kv-cache-dir" if args.kv_cache_dir is not None else "--kv-cache-host-size"
         raise ConfigError(f"{option} is behind the prefix cache: it cannot be combined with --disable-radix-cache")
     _check_sparsity(args)
+    _check_disaggregation(args)
     for option, value in (("--chunked-prefill-size", args.chunked_prefill_size), ("--max-step-ms", args.max_step_ms)):
         if value is not None and value != -1 and value < 1:
             raise ConfigError(f"{option} must be -1 or at least 1, got {value}")
@@ -108,6 +110,30 @@ def check_combinations(args: ServerOptions) -> None:
         raise ConfigError("--crash-dump-prompts needs --crash-dump-dir or --dump-requests-dir")
     if args.log_requests_level and not args.log_requests:
         raise ConfigError(f"--log-requests-level {args.log_requests_level} needs --log-requests")
+
+
+def _check_disaggregation(args: ServerOptions) -> None:
+    mode, backend = args.disaggregation_mode, args.disaggregation_transfer_backend
+    if mode == "null":
+        return
+    option = f"--disaggregation-mode {mode}"
+    if backend == "nixl":
+        raise ConfigError("--disaggregation-transfer-backend nixl is not there yet: use tcp, or shm on one machine")
+    if backend == "shm" and not Path("/dev/shm").is_dir():
+        raise ConfigError("--disaggregation-transfer-backend shm: this system has no /dev/shm; use tcp")
+    if args.disaggregation_bootstrap_port + args.num_replicas > 65536:
+        raise ConfigError("--disaggregation-bootstrap-port: each replica needs a port of its own above it")
+    beside = {
+        "--disable-radix-cache: KV that is sent is that of the prefix cache": args.disable_radix_cache,
+        "--kv-on-update recompute or keep": args.kv_on_update != "flush",
+        "--enable-double-sparsity": args.enable_double_sparsity,
+        "--enable-dp-attention": args.enable_dp_attention,
+        "--ray": args.ray,
+        "--nnodes": (args.nnodes or 1) > 1,
+    }
+    for other, given in beside.items():
+        if given:
+            raise ConfigError(f"{option} cannot be combined with {other}")
 
 
 def _check_sparsity(args: ServerOptions) -> None:

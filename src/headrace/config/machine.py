@@ -215,7 +215,7 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def dist_secret(args: ServerArgs, environ: Mapping[str, str]) -> bytes:
-    """What proves that a process belongs to the group. Raises ConfigError if there is none, or a short one."""
+    """What proves that a process belongs to the group, or a server to those that exchange KV. Raises ConfigError if there is none, or a short one."""
     if args.dist_secret_file is None:
         source, secret = SECRET_VARIABLE, environ.get(SECRET_VARIABLE, "").encode()
     else:
@@ -226,7 +226,8 @@ def dist_secret(args: ServerArgs, environ: Mapping[str, str]) -> bytes:
             raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
     secret = secret.strip()
     if not secret:
-        raise ConfigError(f"--nnodes above 1 needs a secret: {_MAKE_SECRET}")
+        option = "--nnodes above 1" if args.num_nodes > 1 else "--disaggregation-mode"
+        raise ConfigError(f"{option} needs a secret: {_MAKE_SECRET}")
     if len(secret) < _MIN_SECRET_BYTES:
         raise ConfigError(
             f"{source}: the secret has {len(secret)} bytes, fewer than {_MIN_SECRET_BYTES}; {_MAKE_SECRET}"

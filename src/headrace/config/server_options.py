@@ -3,30 +3,12 @@
 `config.server_args.ServerArgs` is the same with its values checked.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.checkpoint.weight_formats import Quantization, help_text
+from headrace.config.bounds import COUNT, FILLED, POSITIVE, SECONDS, Bounds, group
 from headrace.media_kinds import DEFAULT_FILE_BYTES, MediaKind
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Range of a number: least <= value <= most, above < value < below. `filled`: a text must not be blank."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf
-    below: float = math.inf
-    filled: bool = False
-
-
-POSITIVE = Bounds(least=1)
-COUNT = Bounds(least=0)
-SECONDS = Bounds(least=0.0, most=1e9)  # about thirty years: no system clock counts that far
-FILLED = Bounds(filled=True)
 
 
 def flag(name: str) -> str:
@@ -34,23 +16,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _group(name: str) -> Callable[..., Any]:
-    """What makes the options of a group of the help: fields of the dataclass, each with its default, its meaning and its range."""
-
-    def option(default: Any, help_text: str, bounds: Bounds = Bounds()) -> Any:
-        return field(default=default, metadata={"group": name, "help": help_text, "bounds": bounds})
-
-    return option
-
-
-_model = _group("Model")
-_adapters = _group("Adapters")
-_serving = _group("Serving")
-_memory = _group("Memory and schedule")
-_media = _group("Images, audio and videos")
-_kernels = _group("Kernels")
-_observability = _group("Observability")
-_ray = _group("Ray")
+_model = group("Model")
+_adapters = group("Adapters")
+_serving = group("Serving")
+_memory = group("Memory and schedule")
+_media = group("Images, audio and videos")
+_kernels = group("Kernels")
+_observability = group("Observability")
+_ray = group("Ray")
 
 
 def _max_items(kind: MediaKind) -> Any:
@@ -219,6 +192,19 @@ class ServerOptions:
     )
     dist_secret_file: str | None = _serving(
         None, "File with the secret that all nodes share; default: the variable HEADRACE_DIST_SECRET.", FILLED
+    )
+    disaggregation_mode: Literal["null", "prefill", "decode"] = _serving(
+        "null",
+        "prefill: compute prompts for other servers; decode: go on with prompts that a prefill server has computed, which each request names. "
+        "See docs/disaggregation.md.",
+    )
+    disaggregation_bootstrap_port: int = _serving(
+        8998,
+        "Port at which a prefill server sends KV, of replica r this + r; where a request names none.",
+        Bounds(least=1, most=65535),
+    )
+    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl"] = _serving(
+        "tcp", "How KV comes to a decode server; shm: from a prefill server on this machine through shared memory."
     )
     dp_size: int = _serving(
         1,

@@ -33,6 +33,9 @@ from headrace.models.spec import CausalLM
 NUMERICS = 1
 """Raised by whoever changes the bits of KV: those of an older version are not read any more."""
 
+_NOT_SHARED = {"kernels", "compiled"}
+"""Facts in which two servers may differ that go on with each other's KV."""
+
 
 class PoolPages:
     """The pages of a pool. weights, facts: called for each fingerprint: all of the model, and what KV depends on beside them. adapter: see
@@ -69,9 +72,19 @@ class PoolPages:
     def fingerprint_of(self, digests: Mapping[str, str], **facts: object) -> str:
         """That of weights with these digests. facts: further ones."""
         every = {"numerics": NUMERICS, **self._facts(), **facts}
-        names = [f"{weight.name} {weight.shape} {weight.tied_name}" for weight in self._weights()]
-        told = json.dumps([every, names, sorted(digests.items())], sort_keys=True, default=str)
-        return hashlib.sha256(told.encode()).hexdigest()
+        return _hash([every, self._names(), sorted(digests.items())])
+
+    def facts(self) -> dict[str, str]:
+        return self.facts_of(self.digests())
+
+    def facts_of(self, digests: Mapping[str, str], **facts: object) -> dict[str, str]:
+        """See `PageTransfer.facts`. Kernels of different instruction sets are not taken to differ."""
+        every = {name: str(value) for name, value in {**self._facts(), **facts}.items() if name not in _NOT_SHARED}
+        every["model"] = _hash(every["model"])
+        return {**every, "numerics": str(NUMERICS), "weights": _hash([self._names(), sorted(digests.items())])}
+
+    def _names(self) -> list[str]:
+        return [f"{weight.name} {weight.shape} {weight.tied_name}" for weight in self._weights()]
 
     @torch.inference_mode()
     def digests(self) -> dict[str, str]:
@@ -96,14 +109,22 @@ class PoolPages:
         return bytes_of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
 
     @torch.inference_mode()
-    def read(self, pages: Sequence[int]) -> memoryview:
+    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
         """See `PageTransfer.read`."""
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
-            found = self._layers[0].new_empty((len(pages), self.page_bytes // self._dtype.itemsize))
+            given = None if into is None else torch.frombuffer(into, dtype=self._dtype).view(len(pages), -1)
+            if given is not None and self._stream is None:
+                found = given
+            else:
+                found = self._layers[0].new_empty((len(pages), self.page_bytes // self._dtype.itemsize))
             for layer, part in zip(self._layers, self._split(found), strict=True):
                 torch.index_select(layer, 0, index, out=part)
-            return bytes_of(found.cpu())
+            if given is None:
+                return bytes_of(found.cpu())
+            if given is not found:
+                given.copy_(found)
+            return bytes_of(given)
 
     @torch.inference_mode()
     def write(self, pages: Sequence[int], data: memoryview) -> None:
@@ -153,6 +174,15 @@ class LeaderPages:
         return sum(self._bytes)
 
     def fingerprint(self) -> str:
+        digests, ranks = self._described()
+        return self._own.fingerprint_of(digests, **ranks)
+
+    def facts(self) -> dict[str, str]:
+        digests, ranks = self._described()
+        return self._own.facts_of(digests, **ranks)
+
+    def _described(self) -> tuple[dict[str, str], dict[str, object]]:
+        """The digests of all ranks, and what else their number changes."""
         with self._folder() as folder:
             self._drop(RankPages("describe", str(folder), ()))
             described = [json.loads(path.read_text()) for path in self._files(folder)]
@@ -160,15 +190,19 @@ class LeaderPages:
         self._bytes = [num_bytes for num_bytes, _ in parts]
         if self._shares:
             digests = {f"{rank} {name}": one for rank, (_, every) in enumerate(parts) for name, one in every.items()}
-            return self._own.fingerprint_of(digests, ranks=self._bytes)
-        return self._own.fingerprint_of({name: one for _, every in parts for name, one in every.items()})
+            return digests, {"ranks": self._bytes}
+        return {name: one for _, every in parts for name, one in every.items()}, {}
 
-    def read(self, pages: Sequence[int]) -> memoryview:
+    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
         with self._folder() as folder:
             self._drop(RankPages("read", str(folder), tuple(pages)))
             parts = [self._own.read(pages), *(path.read_bytes() for path in self._files(folder))]
         rows = [torch.frombuffer(bytearray(part), dtype=torch.uint8).view(len(pages), -1) for part in parts]
-        return bytes_of(torch.cat(rows, dim=1))
+        found = bytes_of(torch.cat(rows, dim=1))
+        if into is None:
+            return found
+        into[:] = found
+        return into
 
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """In all ranks between the same two steps, or in none."""
@@ -230,3 +264,7 @@ def _facts(setup: Setup) -> dict[str, object]:
         "deterministic": config.deterministic,
         "compiled": args.enable_torch_compile,
     }
+
+
+def _hash(told: object) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()

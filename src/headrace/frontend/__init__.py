@@ -5,8 +5,8 @@ engine_link.py (to the schedulers). Everything runs in the tokenizer manager's e
 method says otherwise.
 
 - A call: prompts.py (its shape), inputs.py (what its prompts contain), tokenize.py (tokens and parameters), pooled.py
-  (the same for embedding models and classifiers), media.py (media of its prompts), sessions.py, session_files.py, tenants.py (limits of
-  keys)
+  (the same for embedding models and classifiers), media.py (media of its prompts), rooms.py (prompts of other servers),
+  sessions.py, session_files.py, tenants.py (limits of keys)
 - Its samples: sample_table.py (the live ones, the limit of waiting ones, aborts), outputs.py (messages applied to them,
   and their ends), sample_update.py (new output of one, or its error), native_answer.py (the dicts of /generate and /encode)
 - The engine: balancers.py (which replica), engine_parts.py (its health, deaths and restarts)

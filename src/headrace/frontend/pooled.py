@@ -27,7 +27,7 @@ from headrace.frontend.records import RequestLog
 from headrace.frontend.request_state import CallState, engine_request
 from headrace.messages.control import ReadyInfo
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import EmbeddingReqInput, PoolTask, PromptContent, TokenizedGenerateReqInput
+from headrace.messages.requests import EmbeddingReqInput, PoolTask, PromptContent, Room, TokenizedGenerateReqInput
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 
 
@@ -50,6 +50,7 @@ class PooledPrompt:
     dimensions: int
     cut: Cut
     num_samples: ClassVar[int] = 1
+    room: ClassVar[Room | None] = None
 
 
 def split_pooled_call(

@@ -17,10 +17,10 @@ from headrace.frontend.inputs import (
     check_token_ids,
     given_inputs,
 )
-from headrace.messages.bodies import is_empty
+from headrace.frontend.rooms import DisaggregationMode, rooms_of
 from headrace.messages.grammar import GrammarSpec
 from headrace.messages.namespaces import of_request
-from headrace.messages.requests import CallInput, GenerateReqInput, SessionParams
+from headrace.messages.requests import CallInput, GenerateReqInput, Room, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from headrace.text.stop import MAX_STOP_PATTERNS, compile_stop_patterns
 
@@ -44,8 +44,6 @@ _KINDS: dict[type, tuple[str, str]] = {
 }
 """What messages call a value of a type, and several."""
 
-_DISAGGREGATION = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
@@ -54,6 +52,7 @@ class CallLimits:
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy uses priorities.
     num_replicas: of --dp-size. has_tokenizer: False = token ids only. uses_predictions: as draft tokens.
     has_grammars: False = --grammar-backend none. context_length: in tokens. has_experts: the model is a mixture.
+    disaggregation, bootstrap_port: of the options of these names.
     """
 
     vocab_size: int
@@ -69,6 +68,8 @@ class CallLimits:
     uses_predictions: bool = False
     has_grammars: bool = True
     has_experts: bool = False
+    disaggregation: DisaggregationMode = "null"
+    bootstrap_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Prompt:
 
     rid: of this prompt. given: what it contains. logprob_start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
     session: the one that the prompt continues. adapter: its name; empty = the base model. grammar: what its outputs must match; None = anything.
-    prediction: text that its output may contain, or empty. wants_mean_logprob: of its own tokens.
+    prediction: text that its output may contain, or empty. room: of its first sample, with --disaggregation-mode.
     """
 
     rid: str
@@ -94,7 +95,7 @@ class Prompt:
     adapter: str = ""
     grammar: GrammarSpec | None = None
     prediction: str = ""
-    wants_mean_logprob: bool = False
+    room: Room | None = None
 
     @property
     def num_samples(self) -> int:
@@ -118,7 +119,6 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
 
     The time does not depend on `n`. Raises RequestError naming the field.
     """
-    _refuse_not_yet(obj)
     if obj.return_progress and not obj.stream:
         message = "return_progress needs stream: true: a reply that comes at once has no progress"
         raise RequestError(message, "return_progress")
@@ -128,7 +128,6 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     samplings = _samplings(obj, inputs, limits)
     grammars = _grammars(samplings, limits)
     multiple = any(sampling.n > 1 for sampling in samplings)
-    means = inputs.spread("return_normalized_logprob", obj.return_normalized_logprob, bool)
     wanted, starts, tops, picked = _logprobs(obj, inputs, multiple, limits.vocab_size)
     refuse_routed_experts(
         any(inputs.spread("return_routed_experts", obj.return_routed_experts, bool)), limits.has_experts
@@ -139,6 +138,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     sessions = _sessions(obj, inputs, samplings)
     adapters = inputs.spread("lora_path", obj.lora_path, str)
     predictions = _predictions(obj, inputs, limits)
+    rooms = rooms_of(obj, [sampling.n for sampling in samplings], limits.disaggregation, limits.bootstrap_port)
     call_rid, rids = rids_of(obj.rid, inputs)
     prompts = tuple(
         Prompt(
@@ -146,7 +146,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
             given=inputs.given[i],
             sampling=samplings[i],
             return_logprob=wanted[i],
-            logprob_start_len=max(starts[i], 0) if means[i] else starts[i],
+            logprob_start_len=starts[i],
             top_logprobs_num=tops[i],
             token_ids_logprob=picked[i],
             return_hidden_states=hidden[i],
@@ -156,19 +156,12 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
             adapter=adapters[i] or "",
             grammar=grammars[i],
             prediction=predictions[i],
-            wants_mean_logprob=means[i],
+            room=rooms[i],
         )
         for i in range(inputs.count)
     )
     _check_cost(prompts, limits.context_length)
     return Call(call_rid, prompts, inputs.is_batch or multiple)
-
-
-def _refuse_not_yet(obj: GenerateReqInput) -> None:
-    for name in _DISAGGREGATION:
-        value = getattr(obj, name)
-        if not is_empty(value) and not (isinstance(value, list) and all(map(is_empty, value))):
-            raise RequestError(f"{name}: disaggregated prefill is not supported yet", name)
 
 
 def check_routing(obj: CallInput, limits: CallLimits) -> None:
@@ -363,19 +356,17 @@ def _sessions(
     return sessions
 
 
-_MEAN = ("return_normalized_logprob", "normalized_logprob_start_len")
 _LogprobLists = tuple[list[bool], list[int], list[int], list[tuple[int, ...]]]
 
 
 def _logprobs(obj: GenerateReqInput, inputs: PromptInputs, multiple: bool, vocab_size: int) -> _LogprobLists:
     """The fields of `Prompt` for logprobs, in their order. multiple: whether a prompt has several samples. Raises RequestError."""
     wanted = inputs.spread("return_logprob", obj.return_logprob, bool)
-    older = obj.normalized_logprob_start_len
-    starts = inputs.spread("logprob_start_len", obj.logprob_start_len if older is None else older, int)
+    starts = inputs.spread("logprob_start_len", obj.logprob_start_len, int)
     tops = inputs.spread("top_logprobs_num", obj.top_logprobs_num, int)
     picked, picked_per_prompt = _picked_ids(obj, inputs, vocab_size)
     if multiple:
-        for name in (*_MEAN, "return_logprob", "logprob_start_len", "top_logprobs_num"):
+        for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
             if isinstance(getattr(obj, name), list):
                 raise RequestError(f"{name} must be one value, not a list, when n > 1", name)
         if picked_per_prompt:

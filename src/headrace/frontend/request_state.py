@@ -29,7 +29,7 @@ from headrace.media_kinds import MediaKind
 from headrace.messages.namespaces import of_adapter
 from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut, TokenVersions
 from headrace.messages.packing import unpack_float32, unpack_int32
-from headrace.messages.requests import EngineTask, PromptContent, TokenizedGenerateReqInput
+from headrace.messages.requests import EngineTask, PromptContent, Room, TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
 
 
@@ -102,7 +102,6 @@ class ReqState:
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
     wants_logprobs: bool = False
-    wants_mean_logprob: bool = False
     wants_hidden_states: bool = False
     queued: bool = True
     runs: bool = False
@@ -164,7 +163,7 @@ class ReqState:
         if row.prompt_logprobs is not None:
             self._start_prompt_logprobs()
             self.input_logprobs.extend(row.prompt_logprobs, self.picked_ids, self.call.token_text)
-        if row.logprobs is not None and self.wants_logprobs:
+        if row.logprobs is not None:
             self.output_logprobs.extend(row.logprobs, self.picked_ids, self.call.token_text)
         if row.hidden_states:
             values = unpack_float32(row.hidden_states)
@@ -282,7 +281,6 @@ class ReqState:
             self.pooled,
             progress,
             self.versions,
-            self.input_logprobs.mean() if ended and self.wants_mean_logprob else None,
         )
         self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
         self._num_unread_characters = 0
@@ -406,11 +404,19 @@ class CallState:
 
 
 def engine_request(
-    sample: ReqState, content: PromptContent, task: EngineTask, *, namespace: str, priority: int | None, group: str = ""
+    sample: ReqState,
+    content: PromptContent,
+    task: EngineTask,
+    *,
+    namespace: str,
+    priority: int | None,
+    group: str = "",
+    room: Room | None = None,
 ) -> TokenizedGenerateReqInput:
     """The scheduler's request for a sample: its task, and for whom and until when.
 
-    namespace: what the call asks for, within that of its tenant and of its adapter. group: see `TokenizedGenerateReqInput`."""
+    namespace: what the call asks for, within that of its tenant and of its adapter. group, room: see
+    `TokenizedGenerateReqInput`."""
     call, adapter = sample.call, sample.adapter
     tenant = call.tenant
     lora_id, lora_name = (adapter.lora_id, adapter.name) if adapter is not None else (0, "")
@@ -427,4 +433,5 @@ def engine_request(
         tenant=tenant.limits.name,
         weight=tenant.limits.weight,
         lora_id=lora_id,
+        room=room,
     )

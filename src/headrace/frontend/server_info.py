@@ -59,6 +59,7 @@ def sum_of_states(states: Sequence[InternalState]) -> InternalState:
         grammars=_sum([state.grammars for state in states]),
         encodings=_sum([state.encodings for state in states]),
         tier=_sum([state.tier for state in states]),
+        transfer=_sum([state.transfer for state in states]),
         pins=_sum([state.pins for state in states]),
         speculation=_sum([state.speculation for state in states]),
         new_token_ratio=sum(state.new_token_ratio for state in states) / len(states),

@@ -27,6 +27,7 @@ from headrace.frontend.pooled import PooledPrompt, PooledTokenizer
 from headrace.frontend.prompts import Call, CallLimits, Prompt, refuse_text, split_call
 from headrace.frontend.records import RequestLog
 from headrace.frontend.request_state import CallState, ReqState, engine_request
+from headrace.frontend.rooms import of_sample
 from headrace.frontend.sample_table import Aborts, SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.log import get_logger
@@ -298,7 +299,7 @@ class PromptTokenizer:
             return
         first = logprobs.prompt_start - 1
         for sample in own:
-            sample.wants_logprobs, sample.wants_mean_logprob = prompt.return_logprob, prompt.wants_mean_logprob
+            sample.wants_logprobs = True
             sample.first_logprob_id = content.ids(first, first + 1)[0] if first < num_tokens else None
             sample.top_num = logprobs.top_num
             sample.picked_ids = logprobs.token_ids
@@ -324,6 +325,8 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         context_length=ready.context_length,
         has_experts=ready.has_experts,
         uses_predictions=guesses_by_text(ready.speculative_algorithm),
+        disaggregation=args.disaggregation_mode,
+        bootstrap_port=args.disaggregation_bootstrap_port,
     )
 
 
@@ -334,7 +337,7 @@ def processor_names(option: str) -> frozenset[str]:
 
 def _logprob_spec(prompt: Prompt, content: PromptContent) -> LogprobSpec | None:
     """Which logprobs to ask the engine for. Raises RequestError."""
-    if not prompt.return_logprob and not prompt.wants_mean_logprob:
+    if not prompt.return_logprob:
         return None
     num_tokens = content.num_tokens
     # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.
@@ -382,6 +385,7 @@ def _requests(
             namespace=prompt.namespace,
             priority=obj.priority,
             group=group,
+            room=of_sample(prompt.room, number),
         )
         for number, sample in enumerate(own)
     ]

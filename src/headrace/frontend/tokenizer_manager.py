@@ -32,6 +32,7 @@ from headrace.frontend.pins import PinAsk, Pins
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.rooms import check_rooms, replica_of
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate, TokenText
@@ -269,6 +270,8 @@ class TokenizerManager:
         """
         self.engine_loop.start()
         self._check_accepting()
+        if not caller.is_server:
+            check_rooms(obj, self.args.disaggregation_mode)
         call = await self.prompt_tokenizer.split(obj)
         # A large call is split in a thread: the server may have stopped meanwhile.
         self._check_accepting()
@@ -332,7 +335,7 @@ class TokenizerManager:
         )
         now = self._clock()
         for prompt in call.prompts:
-            state.add_prompt(prompt.rid, prompt.num_samples, now, obj.replica)
+            state.add_prompt(prompt.rid, prompt.num_samples, now, replica_of(obj, prompt.room, self.args))
         name = state.tenant.scope + call.rid
         if call.is_list and name not in state.names:
             state.name(name, state.samples)

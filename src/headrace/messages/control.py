@@ -53,6 +53,17 @@ class TierStats(msgspec.Struct, frozen=True, gc=False):
     damaged: int = 0
 
 
+class TransferStats(msgspec.Struct, frozen=True, gc=False):
+    """Totals of --disaggregation-mode since start. rooms: whose KV was sent or has come; failed: those without. Tokens are in whole pages."""
+
+    rooms: int = 0
+    failed: int = 0
+    sent_tokens: int = 0
+    sent_bytes: int = 0
+    received_tokens: int = 0
+    received_bytes: int = 0
+
+
 class PinStats(msgspec.Struct, frozen=True, gc=False):
     """Pinned prefixes: how many, the tokens of the tree that they hold, and how many owners they have. released: those that gave way to a request
     that was alone, since start."""
@@ -105,6 +116,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     grammars: GrammarStats = GrammarStats()
     encodings: EncodingStats = EncodingStats()
     tier: TierStats = TierStats()
+    transfer: TransferStats = TransferStats()
     pins: PinStats = PinStats()
     paused: str = ""
     released: tuple[str, ...] = ()

@@ -76,13 +76,14 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: int = 0
 
 
-SampleEventKind = Literal["grammar_compiled", "admitted", "chunk", "retracted"]
+SampleEventKind = Literal["grammar_compiled", "transferred", "admitted", "chunk", "retracted"]
 
 
 class SampleEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Something that happened to a sample in the scheduler. at_s: time.monotonic().
 
-    num_tokens means, for admitted: prompt tokens found in the cache; chunk: tokens planned in one step, of the prompt or of what a
+    num_tokens means, for transferred: tokens of the prompt, whose KV has come from a prefill server; admitted:
+    prompt tokens found in the cache; chunk: tokens planned in one step, of the prompt or of what a
     retraction lost; retracted: output tokens so far; grammar_compiled: 0.
     """
 

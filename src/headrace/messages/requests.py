@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Set
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -13,9 +13,6 @@ from headrace.messages.media import KEY_BYTES, MediaItem, MediaSpan, pad_spans
 from headrace.messages.outputs import DecodeOptions
 from headrace.messages.packing import unpack_int32
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
-
-NotYet = Annotated[object | None, msgspec.Meta(extra_json_schema={"enum": [None, False, "", [], {}, [None]]})]
-"""A field that is known but not supported yet: refused by name if it requests something."""
 
 
 class SessionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,11 +36,11 @@ class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fi
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
     Fields that take
-    one value or one per prompt are lists in the second case. What is not supported yet (disaggregation) is refused by name.
+    one value or one per prompt are lists in the second case. bootstrap_host, bootstrap_port, bootstrap_room,
+    disagg_prefill_dp_rank: see `frontend.rooms`.
     In each prompt with media (`MediaFields`) one token of the model (docs/images.md) stands where an item is.
     data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. return_progress: a stream also says how far prompts are before
-    their first tokens. return_normalized_logprob: give the mean of the prompt's logprobs, after the token logprob_start_len, then 0 by default, whose
-    older name is normalized_logprob_start_len. prediction: text that the output may contain, a
+    their first tokens. prediction: text that the output may contain, a
     source of draft tokens if the server makes any.
     """
 
@@ -58,8 +55,6 @@ class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fi
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool = False
-    return_normalized_logprob: bool | list[bool] = False
-    normalized_logprob_start_len: int | list[int] | None = None
     return_hidden_states: bool | list[bool] = False
     return_routed_experts: bool | list[bool] = False
     return_progress: bool = False
@@ -72,9 +67,10 @@ class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fi
     session_params: SessionParams | list[SessionParams] | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
-    bootstrap_host: NotYet = None
-    bootstrap_port: NotYet = None
-    bootstrap_room: NotYet = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
+    disagg_prefill_dp_rank: int | None = None
 
     @property
     def replica(self) -> int | None:
@@ -341,6 +337,18 @@ EngineTask = SampleTask | PoolTask
 """The tasks that a request may have. Who only asks what any task answers names this type."""
 
 
+class Room(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a request's prompt is computed for another server (`--disaggregation-mode`). host, port: where the prefill server listens. number: the
+    same on both sides, of no other request. first: that of the first sample of its prompt. replica: of the prefill server; -1 = `first` modulo how
+    many it has."""
+
+    host: str
+    port: int
+    number: int
+    first: int
+    replica: int = -1
+
+
 class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """One sample, as sent to the scheduler. `rid` is that of the sample, unique among the live ones.
 
@@ -351,7 +359,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     tenant, weight: the API key that sent it, and its share beside other waiting keys; weight > 0.
     lora_id: a loaded adapter; 0 = the base model.
     output_ids: int32[m], outputs that reached the front end before the scheduler was restarted; generation continues after them.
-    attempt: how many times the sample was sent before.
+    attempt: how many times the sample was sent before. room: with --disaggregation-mode.
     """
 
     rid: str
@@ -368,6 +376,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     output_ids: bytes = b""
     attempt: int = 0
     lora_id: int = 0
+    room: Room | None = None
 
 
 CallInput = GenerateReqInput | EmbeddingReqInput

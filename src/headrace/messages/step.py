@@ -33,9 +33,9 @@ MOST_VERIFIED = 64
 class NewSequence:
     """A sequence that enters (or, after a retraction, re-enters) row `seq` of the worker's tables.
 
-    token_ids: int32[num_tokens], the prompt and the outputs so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
-    multiple of page_size and < num_tokens. task: that of the request, whose prompt logprobs begin with the first that is still missing.
-    end_token_ids: impossible before `min_new_tokens` outputs. content: the prompt, as in the request. lora_id: its adapter, 0 = none.
+    token_ids: int32[num_tokens], the prompt and the outputs so far. prefix_slots: int32[m], KV slots of the cached prefix, m < num_tokens.
+    task: that of the request, whose prompt logprobs begin with the first that is still missing. end_token_ids: impossible before `min_new_tokens`
+    outputs. content: the prompt, as in the request. lora_id: its adapter, 0 = none.
     grammar: what its outputs must match, those so far included. namespace: of those with which it shares cached prefixes.
     """
 
@@ -170,14 +170,17 @@ class PageTransfer(Protocol):
     def fingerprint(self) -> str:
         """Of all that KV depends on beside tokens and adapters: every byte of the weights as they are now, the layout, the arithmetic."""
 
+    def facts(self) -> dict[str, str]:
+        """By name, what two servers must have in common to go on with each other's KV: the weights, the layout, the arithmetic."""
+
     def adapter(self, lora_id: int) -> str:
         """Of an adapter: hash of every byte of its files; empty if it is not loaded."""
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Memory that pages may be copied from and to without a detour: pinned, where the pool is a GPU's."""
 
-    def read(self, pages: Sequence[int]) -> memoryview:
-        """The bytes of pages, one after the other."""
+    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
+        """The bytes of pages, one after the other. into: memory of that length to put them in, which is returned."""
 
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """Fill pages with these bytes."""

@@ -136,6 +136,11 @@ class Metrics:
         counter("kv_tier_loaded_tokens", "Tokens whose KV was copied from there.", lambda s: s.tier.loaded_tokens)
         counter("kv_tier_dropped", "Prefixes not stored for want of room or time.", lambda s: s.tier.dropped)
         counter("kv_tier_damaged_files", "Files removed because of what was in them.", lambda s: s.tier.damaged)
+        counter("transfer_rooms", "Rooms whose KV was sent or has come.", lambda s: s.transfer.rooms)
+        without = "Rooms without KV: on the decode side their prompts were computed there, or ended with an error."
+        counter("transfer_failures", without, lambda s: s.transfer.failed)
+        counter("transfer_sent_tokens", "Tokens whose KV was sent.", lambda s: s.transfer.sent_tokens)
+        counter("transfer_received_tokens", "Tokens whose KV has come.", lambda s: s.transfer.received_tokens)
         gauge("kv_pins", "Pinned prefixes.", lambda s: s.pins.count)
         gauge("kv_pinned_tokens", "Tokens of the prefix cache that pins hold.", lambda s: s.pins.tokens)
         gauge("kv_pin_owners", "Keys that have pins.", lambda s: s.pins.owners)

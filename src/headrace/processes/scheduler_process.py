@@ -18,6 +18,7 @@ from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.weight_cache import ReadAhead
 from headrace.config.checks import encoder_args, private_folder
 from headrace.config.kv_events import read_kv_events
+from headrace.config.machine import dist_secret
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.messages.channel import Channels, Ports, Sender
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from headrace.cache.events import BlockEvents
     from headrace.cache.tier import DiskTier
     from headrace.checkpoint.model_config import ModelConfig
+    from headrace.disaggregation.sink import PageSink
+    from headrace.disaggregation.source import PageSource
     from headrace.messages.grammar import Grammars
     from headrace.messages.step import Worker
     from headrace.processes.kv_event_publisher import KVEventPublisher
@@ -104,7 +107,7 @@ def run_scheduler(
         else:
             worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks, tokenize)
         ahead.close()
-        tier = _tier(args, worker, ready)
+        tier, transfer = _tier(args, worker, ready), _transfer(args, worker, replica)
         hooks: dict[str, Any] = {}
         if args.enable_fault_injection:
             from headrace.scheduler.faults import InjectedFaults
@@ -136,6 +139,7 @@ def run_scheduler(
             source=source,
             grammars=grammars,
             tier=tier,
+            transfer=transfer,
             on_turn=on_turn,
             **hooks,
         )
@@ -225,6 +229,28 @@ def _tier(args: ServerArgs, worker: "Worker", ready: ReadyInfo) -> "DiskTier | N
     tier = DiskTier(pages, open_files, ready.weight_bytes / _HASHED_PER_S)
     tier.start()
     return tier
+
+
+def _transfer(args: ServerArgs, worker: "Worker", replica: int) -> "PageSource | PageSink | None":
+    """The way of --disaggregation-mode to other servers; None without. Raises ConfigError."""
+    if args.disaggregation_mode == "null":
+        return None
+    from headrace.disaggregation.sink import PageSink
+    from headrace.disaggregation.source import PageSource
+
+    pages = worker.pages
+    if pages is None:
+        raise ConfigError(f"--disaggregation-mode: {worker.pages_refusal}")
+    secret = dist_secret(args, os.environ)
+    if args.disaggregation_mode == "decode":
+        sink = PageSink(pages, secret, args.disaggregation_transfer_backend == "shm")
+        sink.facts()
+        return sink
+    address = args.host, args.disaggregation_bootstrap_port + replica
+    source = PageSource(pages, address, secret, args.num_replicas)
+    source.facts()
+    source.start()
+    return source
 
 
 def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":

@@ -4,7 +4,8 @@ Read first: scheduler.py (the only loop), request.py (`Req`, and samples of one 
 
 - State: state.py (with `ScheduleBatch`, the plan of a step), kv_manager.py (pages, leases, rows)
 - Who runs next: waiting.py (lanes of keys and priorities, policies), fairness.py (turns of keys), admission.py (how much memory a request will
-  need), retract.py (who gives way), grammar_queue.py (those whose grammar is being compiled), tier_queue.py (those whose prefix is being loaded)
+  need), retract.py (who gives way), grammar_queue.py (those whose grammar is being compiled), tier_queue.py (those whose prefix is being loaded),
+  rooms.py (those whose prompt is computed by another server, or for one)
 - Pinned prefixes: pins.py
 - How much a step computes: step_cost.py (how long steps take, how many tokens of prompts fit)
 - Images: encodings.py (which of them are encoded, and who waits for them)

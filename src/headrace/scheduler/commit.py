@@ -10,6 +10,7 @@ from headrace.messages.outputs import (
     SampleStats,
     TokenIDOut,
 )
+from headrace.messages.packing import unpack_int32
 from headrace.messages.step import StepResult
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import ScheduleBatch, SchedulerState
@@ -119,8 +120,32 @@ def end(state: SchedulerState, req: Req) -> TokenIDOut:
     state.counters.num_finished += 1
     state.counters.num_aborted += req.finish.type == "abort"
     state.ratio.usual.learn(req, req.finish)
+    if state.rooms is not None:
+        state.rooms.leave(req)
     _forget(state, req)
-    return _output(state, req)
+    out = _output(state, req)
+    if state.rooms is not None:
+        state.rooms.ended(req, out)
+    return out
+
+
+def take_prefilled(state: SchedulerState, req: Req, made: TokenIDOut, now_s: float) -> TokenIDOut | None:
+    """Apply what a prefill server has made of a request whose KV has come, as a step here would, and return what it says."""
+    req.first_scheduled_s = now_s
+    req.note("transferred", now_s, req.num_prompt_tokens)
+    req.cached_tokens = made.stats.cached_tokens if made.stats is not None else 0
+    state.counters.prompt_tokens += req.num_prompt_tokens
+    if made.prompt_logprobs is not None:
+        req.prompt_logprobs.append(made.prompt_logprobs)
+        req.num_prompt_logprobs += len(made.prompt_logprobs.values) // 4
+    if made.hidden_states:
+        req.pending_hidden.append(made.hidden_states)
+        req.num_hidden_rows = req.num_prompt_tokens
+    if req.is_prefill_only:
+        req.finish = FinishReason("length", length=0)
+    else:
+        _take_ids(state, req, unpack_int32(made.ids), made.logprobs)
+    return end(state, req) if req.finish is not None else report(state, req)
 
 
 def reset(state: SchedulerState) -> None:

@@ -18,6 +18,7 @@ from headrace.messages.control import (
     Outcome,
     SetLimitsReq,
     TierStats,
+    TransferStats,
 )
 from headrace.messages.operations import (
     OPERATIONS,
@@ -185,7 +186,7 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
     return InternalState(
         pool=state.kv.state(),
         num_running=len(state.running),
-        num_waiting=len(state.waiting) + len(state.tier or ()),
+        num_waiting=len(state.waiting) + len(state.tier or ()) + sum(1 for _ in state.rooms or ()),
         num_in_flight_steps=len(state.in_flight),
         dropped_frames=dropped_frames,
         gen_throughput=state.gen_throughput,
@@ -194,6 +195,7 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
         grammars=state.compiling.stats(),
         encodings=state.encodings.stats,
         tier=TierStats() if state.tier is None else state.tier.stats(),
+        transfer=TransferStats() if state.rooms is None else state.rooms.stats(),
         pins=state.pins.stats(),
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
         paused=state.gate.pause or "",
@@ -207,8 +209,8 @@ def internal_state(state: SchedulerState, dropped_frames: int) -> InternalState:
 def self_check(state: SchedulerState, log: Callable[[str], None]) -> None:
     """At idle every page must be free, evictable or pinned. If not, log it, count it, and reset the pool."""
     pool = state.kv.state()
-    if pool.consistent and state.tier is not None and state.tier.is_busy:
-        return  # it still holds pages
+    if pool.consistent and any(one is not None and one.is_busy for one in (state.tier, state.rooms)):
+        return  # they still hold pages
     if (
         pool.consistent
         and pool.leased_tokens == state.pins.num_tokens

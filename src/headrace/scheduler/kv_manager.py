@@ -142,7 +142,10 @@ class KVManager:
 
     def match(self, req: Req, part: int) -> PrefixMatch:
         """Longest usable prefix of the request's known tokens that is cached in a part, pinned."""
-        return self.parts[part].cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
+        match = self.parts[part].cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
+        if req.tail_page >= 0 and match.num_tokens == req.num_prompt_tokens // self.page_size * self.page_size:
+            return PrefixMatch(req.num_prompt_tokens, [*match.pages, req.tail_page], match.lease)
+        return match
 
     def explain(self, req: Req) -> CacheMiss | None:
         """Why no more of the request's known tokens was found in its part."""
@@ -158,6 +161,9 @@ class KVManager:
         req.lease = match.lease
         req.pages = list(match.pages)
         req.num_tree_pages = len(match.pages)
+        if match.num_tokens % self.page_size:
+            req.num_tree_pages -= 1
+            req.tail_page = -1
         req.kv_weights = self.parts[part].oldest(match.pages, self.weights)
         req.rewind(match.num_tokens)
 

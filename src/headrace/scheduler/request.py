@@ -71,6 +71,7 @@ class Req:
 
     seq: row in the worker's tables while admitted, else -1. part: of the KV cache, while admitted. pages: KV pages in order of position.
     kv_weights: the oldest that any of that KV depends on.
+    tail_page: one beyond those in the tree that has the KV of the prompt's last tokens, before it is admitted; -1 = none.
     pages[:num_tree_pages] were leased from or given to the cache, except those in `duplicate_pages`, which are ours because another
     request inserted the same tokens first. pages[num_tree_pages:] are ours. token_ids: prompt and committed outputs, int32.
     end_token_ids: any of these ends the request; so does having max_tokens tokens, prompt included.
@@ -109,6 +110,7 @@ class Req:
     num_tree_pages: int = 0
     duplicate_pages: list[int] = field(default_factory=list)
     lease: Lease | None = None
+    tail_page: int = -1
     finish: FinishReason | None = None
     keep_kv: bool = True
     # counts reported to the client

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.cache.tier import DiskTier
+from headrace.disaggregation.sink import PageSink
+from headrace.disaggregation.source import PageSource
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
@@ -37,6 +39,8 @@ from headrace.scheduler.grammar_queue import NO_GRAMMARS, GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.lora import LoraLoader
 from headrace.scheduler.request import Req, StopCheckers
+from headrace.scheduler.retract import expected_tokens
+from headrace.scheduler.rooms import DecodeRooms, PrefillRooms
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
 from headrace.scheduler.tier_queue import TierQueue
 from headrace.scheduler.weights import WeightControl
@@ -57,7 +61,7 @@ class Scheduler:
 
     stop_checkers: makes the checker of a request's stop strings. on_turn: called once per turn (watchdog).
     source: signs the outputs, see `BatchTokenIDOut`. grammars: compiles those of requests. on_admission: called with each rid; what it raises ends
-    that request. tier: behind the tree; None = KV is nowhere but in the pool.
+    that request. tier: behind the tree; None = KV is nowhere but in the pool. transfer: the way to other servers (--disaggregation-mode).
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Scheduler:
         grammars: Grammars = NO_GRAMMARS,
         on_admission: Callable[[str], None] = lambda rid: None,
         tier: DiskTier | None = None,
+        transfer: PageSource | PageSink | None = None,
     ) -> None:
         self.worker = worker
         self.state = SchedulerState(
@@ -93,6 +98,16 @@ class Scheduler:
                 config.persists_tenants,
                 config.unknown_token_s,
                 config.writes_back,
+            )
+        if isinstance(transfer, PageSource):
+            self.state.rooms = PrefillRooms(transfer, kv)
+        elif transfer is not None:
+            self.state.rooms = DecodeRooms(
+                transfer,
+                kv,
+                self.state.cost.prompt_seconds,
+                config.unknown_token_s,
+                lambda: sum(expected_tokens(self.state, req) for req in self.state.running),
             )
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
@@ -121,6 +136,8 @@ class Scheduler:
         self.state.compiling.close()
         if self.state.tier is not None:
             self.state.tier.close()
+        if self.state.rooms is not None:
+            self.state.rooms.close()
         self.worker.close()
 
     @property
@@ -184,8 +201,10 @@ class Scheduler:
         if idle and not self._idle:
             self._become_idle()
         if idle or (not state.in_flight and state.gate.holds):
-            soon = self._weights.has_job or len(state.compiling) or (state.tier is not None and state.tier.is_busy)
-            wait_s = LOAD_WAIT_S if state.tier else JOB_WAIT_S if soon else IDLE_WAIT_S
+            copies = [one for one in (state.tier, state.rooms) if one is not None and one.is_busy]
+            soon = self._weights.has_job or len(state.compiling) or bool(copies)
+            loads = any(True for one in copies for _ in one)
+            wait_s = LOAD_WAIT_S if loads else JOB_WAIT_S if soon else IDLE_WAIT_S
             message = self._receiver.recv(wait_s)
             if message is None and idle and not soon:
                 self._rest()
@@ -200,12 +219,33 @@ class Scheduler:
         if state.tier is not None:
             for req in state.tier.take_ready(now):
                 self._wait(req)
+        if state.rooms is not None:
+            self._take_from_rooms(now)
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
             self._send(control.expire(state, now))
             state.pins.expire(now)
         if ended := self._weights.advance(now):
             self._send(ended)
+
+    def _take_from_rooms(self, now_s: float) -> None:
+        """Requests whose KV has come from a prefill server go on with it; others are computed here, or end."""
+        state = self.state
+        assert state.rooms is not None
+        for req, made, wrong in state.rooms.take_ready(now_s, state.counters.computed_prefill_tokens):
+            if wrong:
+                self._begin_to_wait(req, RequestError(wrong, "bootstrap_room"))
+                continue
+            try:
+                out = None if made is None else commit.take_prefilled(state, req, made, now_s)
+            except Exception:
+                logger.exception("what a prefill server made of %r cannot be used", req.rid)
+                self._begin_to_wait(req, ExecutionError("internal error"))
+                continue
+            if out is not None:
+                self._send([out])
+            if req.finish is None:
+                self._wait(req)
 
     def _handle(self, message: object) -> None:
         state = self.state
@@ -272,7 +312,8 @@ class Scheduler:
         """Queue a request that is ready to run, or end it with the error."""
         state = self.state
         if refusal is None:
-            if state.tier is None or state.gate.released or not state.tier.add(req, self._clock()):
+            queues = () if state.gate.released else (state.rooms, state.tier)
+            if not any(queue is not None and queue.add(req, self._clock()) for queue in queues):
                 self._wait(req)
             return
         param = refusal.param or "" if isinstance(refusal, RequestError) else ""
@@ -312,6 +353,8 @@ class Scheduler:
             )
         if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:
             raise ExecutionError("the request's adapter is not loaded in the engine")
+        if self.state.rooms is not None:
+            self.state.rooms.check(req)
         req.task.check(self.config.eos_of(req.task))
 
     # -- messages out

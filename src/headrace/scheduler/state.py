@@ -20,6 +20,7 @@ from headrace.scheduler.grammar_queue import GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.pins import Pins
 from headrace.scheduler.request import Req, SampleGroups
+from headrace.scheduler.rooms import Rooms
 from headrace.scheduler.step_cost import StepCost, StepWork
 from headrace.scheduler.tier_queue import TierQueue
 from headrace.scheduler.waiting import WaitingQueue
@@ -215,7 +216,7 @@ class SchedulerState:
 
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     compiling: requests that will wait once their grammar is compiled. encodings: outputs of the media encoder.
-    tier: requests that will wait once their prefix is loaded; None without --kv-cache-dir.
+    tier: requests that will wait once their prefix is loaded; None without --kv-cache-dir. rooms: with --disaggregation-mode.
     by_rid: requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
@@ -254,6 +255,7 @@ class SchedulerState:
     next_step: int = 0
     source: int = 0
     tier: TierQueue | None = None
+    rooms: Rooms | None = None
     pins: Pins = field(init=False)
 
     def __post_init__(self) -> None:
@@ -266,4 +268,4 @@ class SchedulerState:
     @property
     def not_ready(self) -> list[Req]:
         """Requests that do not wait in the queue yet."""
-        return [*self.compiling, *(self.tier or ())]
+        return [*self.compiling, *(self.tier or ()), *(self.rooms or ())]

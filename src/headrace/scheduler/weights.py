@@ -300,6 +300,8 @@ class WeightControl:
                 state.gate.released -= set(work.tags)
         if state.tier is not None and (done.changes_weights or isinstance(work, ResumeMemory)):
             state.tier.tier.weights_changed()
+        if state.rooms is not None and (done.changes_weights or isinstance(work, ResumeMemory)):
+            state.rooms.weights_changed()
         return ""
 
     # -- ends before the switch

@@ -131,6 +131,11 @@ class SharedFields(GrammarFields, frozen=True, kw_only=True):
     cache_salt: str | None = None
     routed_dp_rank: From0 = None
     data_parallel_rank: From0 = None
+    # Of routers, see docs/disaggregation.md.
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
+    disagg_prefill_dp_rank: From0 = None
     # Ollama's and llama.cpp's; noted.
     options: object | None = None
     num_ctx: object | None = None
@@ -166,6 +171,10 @@ class SharedFields(GrammarFields, frozen=True, kw_only=True):
             "lora_path": self.lora_path,
             "routed_dp_rank": self.routed_dp_rank,
             "data_parallel_rank": self.data_parallel_rank,
+            "bootstrap_host": self.bootstrap_host,
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": self.bootstrap_room,
+            "disagg_prefill_dp_rank": self.disagg_prefill_dp_rank,
         }
 
     def check_sampling(self) -> None:

@@ -1,0 +1,319 @@
+"""The decode side: connections to prefill servers, and the rooms that it asks them for.
+
+Owns the threads that connect, ask and write pages into the pool, one pair for each address. Owns no page: whoever asks for a room holds the pages
+until it is done or withdrawn. A room whose server cannot be reached, or is lost, is done with a failure at once.
+"""
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.disaggregation import wire
+from headrace.disaggregation.shared_memory import Ring
+from headrace.log import get_logger
+from headrace.messages.outputs import TokenIDOut
+from headrace.messages.step import PageTransfer
+
+_logger = get_logger(__name__)
+
+CONNECT_S = 1.0
+"""How long a prefill server may take to accept a connection."""
+
+IDLE_S = 300.0
+"""A connection without rooms is closed after so long."""
+
+_read_output = msgspec.msgpack.Decoder(TokenIDOut)
+
+
+@dataclass(eq=False, slots=True)
+class Incoming:
+    """A room of a prefill server. replica: of that server, -1 = room modulo their number. key: see `wire.prompt_key`. num_known: pages at the
+    beginning of the prompt that need not come. pages: where to put those behind them.
+
+    num_arrived: of `pages`, in order. output: of the prefill server, once all has come. failure: why it does not come; is_wrong: because the request,
+    or the server that it names, is not what it should be. num_news: grows while the other side works. is_wanted: set to False to end it
+    (`PageSink.withdraw`). is_done: has output or failure.
+    """
+
+    host: str
+    port: int
+    room: int
+    rid: str
+    key: bytes
+    replica: int = -1
+    num_known: int = 0
+    pages: list[int] = field(default_factory=list)
+    num_arrived: int = 0
+    output: TokenIDOut | None = None
+    failure: str = ""
+    is_wrong: bool = False
+    num_news: int = 0
+    is_wanted: bool = True
+    is_done: bool = False
+
+
+class PageSink:
+    """See the module docstring. secret: that both sides know. uses_memory: pages of servers on this machine come through memory that both have.
+
+    Counts since the start: num_pages and num_bytes that came, num_lost connections.
+    """
+
+    def __init__(self, transfer: PageTransfer, secret: bytes, uses_memory: bool = False) -> None:
+        self.transfer = transfer
+        self.secret = secret
+        self.uses_memory = uses_memory
+        self.wake = threading.Condition()
+        self.copying = threading.Lock()
+        self._peers: dict[tuple[str, int, int], _Peer] = {}
+        self._facts: dict[str, str] | None = None
+        self._reading_facts = threading.Lock()
+        self.num_pages = self.num_bytes = self.num_lost = 0
+
+    def ask(self, incoming: Incoming) -> None:
+        self.ask_replica(incoming, max(0, incoming.replica))
+
+    def ask_replica(self, incoming: Incoming, replica: int) -> None:
+        """replica: to begin with; the first one says how many there are."""
+        address = incoming.host, incoming.port, replica
+        with self.wake:
+            peer = self._peers.get(address)
+            if peer is None or peer.is_lost:
+                peer = self._peers[address] = _Peer(self, address)
+                peer.reads.start()
+            peer.asked.append(incoming)
+            self.wake.notify_all()
+
+    def withdraw(self, rooms: Iterable[Incoming]) -> None:
+        """When this returns, the pages of these are not written any more. It waits for a copy at most, never for the network."""
+        with self.copying:
+            for one in rooms:
+                one.is_wanted = False
+        with self.wake:
+            self.wake.notify_all()
+
+    def weights_changed(self) -> None:
+        """What comes from now on is for the weights as they are now. Rooms are withdrawn before."""
+        with self._reading_facts:
+            self._facts = None
+        self._disconnect()
+
+    def close(self) -> None:
+        for peer in self._disconnect():
+            peer.reads.join(wire.SILENT_S)
+        # They hold the model, and the cache's callbacks hold this: a circle that the interpreter would not free at its end.
+        del self.transfer
+
+    def _disconnect(self) -> "list[_Peer]":
+        with self.wake:
+            peers, self._peers = list(self._peers.values()), {}
+            self.wake.notify_all()
+        for peer in peers:
+            peer.close()
+        return peers
+
+    def facts(self) -> dict[str, str]:
+        """See `PageTransfer.facts`. The first call after a change of the weights may take seconds."""
+        with self._reading_facts:
+            if self._facts is None:
+                self._facts = self.transfer.facts()
+            return self._facts
+
+
+class _Peer:
+    """A prefill server's replica: its connection, and the rooms that it was asked for. asked: those that it is to be told. reads: its thread, which
+    connects and then takes what comes; another one sends.
+
+    The sink's lock guards what both threads and the scheduler's use.
+    """
+
+    def __init__(self, sink: PageSink, address: tuple[str, int, int]) -> None:
+        self._sink = sink
+        self._address = address
+        self.asked: deque[Incoming] = deque()
+        self.reads = threading.Thread(target=self._run, name="kv-sink-reads", daemon=True)
+        self.is_lost = False
+        self._rooms: dict[int, Incoming] = {}
+        self._num_taken = 0
+        self._progress = 0
+        self._replicas = 1
+        self._connection: wire.Connection | None = None
+        self._ring: Ring | None = None
+        host, port, replica = address
+        self.name = f"{host}:{port + replica}"
+
+    def close(self) -> None:
+        self.is_lost = True
+        if self._connection is not None:
+            self._connection.close()
+
+    def _run(self) -> None:
+        why, is_wrong = "its prefill server was lost", False
+        try:
+            self._begin()
+            if self.is_lost:
+                raise wire.Lost("it is not needed any more")
+            threading.Thread(target=self._send, name="kv-sink-sends", daemon=True).start()
+            connection = self._connection
+            assert connection is not None
+            while True:
+                self._take(*connection.receive())
+        except wire.Refused as error:
+            why, is_wrong = f"the prefill server {self.name} cannot be used: {error.message}", True
+            _logger.warning("%s", why)
+        except (wire.Lost, OSError) as error:
+            _logger.info("prefill server %s: %s", self.name, error)
+        except Exception:
+            _logger.exception("what the prefill server %s sent could not be used", self.name)
+        finally:
+            self._end(why, is_wrong)
+
+    def _begin(self) -> None:
+        """Connect. Raises OSError, Lost or Refused."""
+        facts = self._sink.facts()
+        host, port, replica = self._address
+        self._connection = wire.Connection(socket.create_connection((host, port + replica), CONNECT_S))
+        if self._sink.uses_memory:
+            self._ring = Ring.create()
+        challenge, welcome = wire.introduce(
+            self._connection, self._sink.secret, facts, "" if self._ring is None else str(self._ring.path)
+        )
+        if welcome.page_bytes != self._sink.transfer.page_bytes:
+            raise wire.Refused(f"its pages have {welcome.page_bytes} bytes, not {self._sink.transfer.page_bytes}")
+        if self._ring is not None:
+            self._ring.unlink()
+            if not welcome.has_memory:
+                self._ring = None
+        self._replicas = challenge.replicas
+
+    def _end(self, why: str, is_wrong: bool) -> None:
+        self.close()
+        with self._sink.wake:
+            # Nobody asks it from here on: `ask_replica` makes another.
+            lost = [*self.asked, *self._rooms.values()]
+            self.asked.clear()
+            self._rooms.clear()
+            self._sink.num_lost += 1
+            self._sink.wake.notify_all()
+        for one in lost:
+            _fail(one, why, is_wrong)
+        if self._ring is not None:
+            self._ring.close()
+
+    # -- what comes
+
+    def _take(self, message: wire.Message, data: memoryview) -> None:
+        match message:
+            case wire.Pages():
+                self._take_pages(message, data)
+            case wire.Done():
+                with self._sink.wake:
+                    done = self._rooms.pop(message.room, None)
+                if done is not None:
+                    if done.num_arrived < len(done.pages):
+                        raise wire.Lost("the output of a room came before its pages")
+                    done.output = _read_output.decode(message.output)
+                    done.is_done = True
+            case wire.Failed():
+                with self._sink.wake:
+                    failed = self._rooms.pop(message.room, None)
+                if failed is not None:
+                    _fail(failed, f"room {message.room}: {message.reason}", message.is_wrong)
+            case wire.Beat():
+                if message.progress != self._progress:
+                    self._progress = message.progress
+                    with self._sink.wake:
+                        for one in self._rooms.values():
+                            one.num_news += 1
+            case _:
+                raise wire.Lost("the other side has an incompatible protocol")
+
+    def _take_pages(self, message: wire.Pages, data: memoryview) -> None:
+        sink, page_bytes = self._sink, self._sink.transfer.page_bytes
+        if message.place >= 0:
+            if self._ring is None:
+                raise wire.Lost("pages are in memory that there is not")
+            data = self._ring.view[message.place : message.place + message.count * page_bytes]
+            if wire.checksum(data) != message.checksum:
+                raise wire.Lost("pages were damaged")
+        if len(data) != message.count * page_bytes:
+            raise wire.Lost("pages do not have the length that they should have")
+        with sink.wake:
+            one = self._rooms.get(message.room)
+        if one is not None:
+            place = message.first - one.num_known
+            if place != one.num_arrived or place + message.count > len(one.pages):
+                raise wire.Lost("pages came out of order")
+            with sink.copying:
+                if one.is_wanted:
+                    sink.transfer.write(one.pages[place : place + message.count], data)
+                    one.num_arrived += message.count
+                    one.num_news += 1
+                    sink.num_pages += message.count
+                    sink.num_bytes += len(data)
+        if message.place >= 0:
+            with sink.wake:
+                self._num_taken += 1
+                sink.wake.notify_all()
+
+    # -- what goes
+
+    def _send(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        said_s = used_s = time.monotonic()
+        try:
+            while not self.is_lost:
+                with self._sink.wake:
+                    message = self._next_message()
+                    if message is None:
+                        self._sink.wake.wait(max(0.0, said_s + wire.BEAT_S - time.monotonic()))
+                    if message is not None or self._rooms:
+                        used_s = time.monotonic()
+                    elif time.monotonic() > used_s + IDLE_S:
+                        return
+                if message is None:
+                    if time.monotonic() < said_s + wire.BEAT_S:
+                        continue
+                    message = wire.Beat()
+                connection.send(message)
+                said_s = time.monotonic()
+        except wire.Lost:
+            pass
+        finally:
+            self.close()
+
+    def _next_message(self) -> wire.Message | None:
+        """The lock is held."""
+        if self._num_taken:
+            self._num_taken -= 1
+            return wire.Taken()
+        while self.asked:
+            one = self.asked.popleft()
+            own = self._address[2]
+            wanted = one.replica if one.replica >= 0 else one.room % self._replicas
+            if not one.is_wanted:
+                continue
+            if wanted >= self._replicas:
+                _fail(one, f"the prefill server has {self._replicas} replicas, and none of number {wanted}", True)
+            elif wanted != own:
+                self._sink.ask_replica(one, wanted)
+            elif one.room in self._rooms and self._rooms[one.room].is_wanted:
+                _fail(one, f"room {one.room} is in use by another request", True)
+            else:
+                self._rooms[one.room] = one
+                return wire.Ask(one.room, one.rid, one.key, one.num_known)
+        for room, one in self._rooms.items():
+            if not one.is_wanted:
+                del self._rooms[room]
+                return wire.Leave(room)
+        return None
+
+
+def _fail(one: Incoming, why: str, is_wrong: bool) -> None:
+    one.failure, one.is_wrong = why, is_wrong
+    one.is_done = True

@@ -1,0 +1,265 @@
+"""Frames between a prefill and a decode server, over a TCP connection, and how it begins.
+
+    magic | bytes of the message | bytes of the pages | CRC-32 of both | message, in msgpack | pages
+
+The prefill side says a random number first, and the decode side proves with it that it knows the secret, and asks for a proof with one of its own
+(HMAC-SHA256, RFC 2104). Then they compare what KV depends on: servers that differ refuse one another with the difference. Nothing is encrypted. Both
+sides say something every BEAT_S at least: who has heard nothing for SILENT_S takes the other for dead. No torch; used by threads of their own.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from headrace.errors import ExecutionError
+
+PROTOCOL = 1
+BEAT_S = 0.4
+SILENT_S = 1.5
+_MAGIC = b"HRPD"
+_PROLOGUE = struct.Struct("<4sIQI")
+_MOST_UNKNOWN = 1 << 16
+_MOST_KNOWN = 1 << 30
+"""Bytes of a message or of pages, before and after the other side has proved that it knows the secret."""
+_NONCE_BYTES = 32
+
+T = TypeVar("T")
+
+
+class Lost(ExecutionError):
+    """The connection has ended, or what came over it is not what it should be."""
+
+
+class Refused(ExecutionError):
+    """The other side cannot be used, for a reason that a further attempt does not change."""
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """The first frame, of the prefill side. replicas: how many there are; number r listens at the first one's port + r."""
+
+    protocol: int
+    nonce: bytes
+    replicas: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The decode side's answer. proof: of the secret. facts: what its KV depends on, by name. memory: path of memory that both have, or empty."""
+
+    nonce: bytes
+    proof: bytes
+    facts: dict[str, str]
+    memory: str = ""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The prefill side's proof. page_bytes: of a page, the same on both sides. has_memory: pages go through `Hello.memory`."""
+
+    proof: bytes
+    page_bytes: int
+    has_memory: bool = False
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Instead of `Welcome`: why not."""
+
+    reason: str
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Send the pages of a room behind the first `num_known`. key: `prompt_key` of its prompt."""
+
+    room: int
+    rid: str
+    key: bytes
+    num_known: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The decode side needs a room no more."""
+
+    room: int
+
+
+class Pages(msgspec.Struct, frozen=True, tag=True):
+    """Pages first .. first + count - 1 of a room: in the frame, or at byte `place` of the shared memory, with their checksum."""
+
+    room: int
+    first: int
+    count: int
+    place: int = -1
+    checksum: int = 0
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The decode side has copied the oldest part out of the shared memory."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """All pages of a room are sent. output: its first token, with all that belongs to it: a `TokenIDOut`, in msgpack."""
+
+    room: int
+    output: bytes
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A room has no pages. is_wrong: its request is at fault."""
+
+    room: int
+    reason: str
+    is_wrong: bool = False
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Says that the sender lives. progress: grows while it computes."""
+
+    progress: int = 0
+
+
+Message = Challenge | Hello | Welcome | Refusal | Ask | Leave | Pages | Taken | Done | Failed | Beat
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class Connection:
+    """A connected socket that frames go over. `send` from any thread; `receive` from one. trusts: the other side has proved that it may send much."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(SILENT_S)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._sending = threading.Lock()
+        self._buffer = bytearray()
+        self.trusts = False
+
+    def send(self, message: Message, data: memoryview | bytes = b"") -> None:
+        """Raises Lost."""
+        text, view = msgspec.msgpack.encode(message), memoryview(data).cast("B")
+        crc = zlib.crc32(view, zlib.crc32(text))
+        parts = [memoryview(_PROLOGUE.pack(_MAGIC, len(text), len(view), crc) + text), view]
+        try:
+            with self._sending:
+                while parts:
+                    sent = self._socket.sendmsg(parts)
+                    while parts and sent >= len(parts[0]):
+                        sent -= len(parts.pop(0))
+                    if parts:
+                        parts[0] = parts[0][sent:]
+        except OSError as error:
+            raise Lost(f"the connection has ended: {error.strerror or error}") from None
+
+    def receive(self) -> tuple[Message, memoryview]:
+        """The next frame; its pages are valid until the next call. Raises Lost."""
+        magic, text_bytes, data_bytes, crc = _PROLOGUE.unpack(self._exactly(memoryview(bytearray(_PROLOGUE.size))))
+        most = _MOST_KNOWN if self.trusts else _MOST_UNKNOWN
+        if magic != _MAGIC or max(text_bytes, data_bytes) > most:
+            raise Lost("the other side has an incompatible protocol")
+        text = self._exactly(memoryview(bytearray(text_bytes)))
+        if len(self._buffer) < data_bytes:
+            self._buffer = bytearray(data_bytes)
+        data = self._exactly(memoryview(self._buffer)[:data_bytes])
+        if zlib.crc32(data, zlib.crc32(text)) != crc:
+            raise Lost("a frame was damaged")
+        try:
+            return _decoder.decode(text), data
+        except msgspec.MsgspecError:
+            raise Lost("the other side has an incompatible protocol") from None
+
+    def close(self) -> None:
+        """Idempotent. A thread in `receive` or `send` ends with Lost."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _exactly(self, view: memoryview) -> memoryview:
+        place = 0
+        try:
+            while place < len(view):
+                count = self._socket.recv_into(view[place:])
+                if not count:
+                    raise Lost("the other side has closed the connection")
+                place += count
+        except OSError as error:
+            raise Lost(f"the connection has ended: {error.strerror or error}") from None
+        return view
+
+
+def greet(
+    connection: Connection, secret: bytes, facts: Mapping[str, str], page_bytes: int, replicas: int
+) -> tuple[Hello, Welcome]:
+    """The prefill side's part of the beginning, up to the `Welcome` that is still to be sent. Raises Lost or Refused."""
+    challenge = Challenge(PROTOCOL, secrets.token_bytes(_NONCE_BYTES), replicas)
+    connection.send(challenge)
+    hello = _expect(connection, Hello)
+    if not hmac.compare_digest(hello.proof, _proof(secret, b"decode", challenge.nonce, hello.nonce)):
+        connection.send(Refusal("its secret is another one"))
+        raise Refused("a decode server has another secret")
+    if text := difference(facts, hello.facts):
+        connection.send(Refusal(text))
+        raise Refused(f"a decode server has KV of another kind: {text}")
+    connection.trusts = True
+    return hello, Welcome(_proof(secret, b"prefill", hello.nonce, challenge.nonce), page_bytes)
+
+
+def introduce(
+    connection: Connection, secret: bytes, facts: Mapping[str, str], memory: str = ""
+) -> tuple[Challenge, Welcome]:
+    """The decode side's part of the beginning. Raises Lost or Refused."""
+    challenge = _expect(connection, Challenge)
+    if challenge.protocol != PROTOCOL:
+        raise Refused(f"it speaks version {challenge.protocol} of the protocol, not {PROTOCOL}")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.send(Hello(nonce, _proof(secret, b"decode", challenge.nonce, nonce), dict(facts), memory))
+    welcome = _expect(connection, Welcome)
+    if not hmac.compare_digest(welcome.proof, _proof(secret, b"prefill", nonce, challenge.nonce)):
+        raise Refused("its secret is another one")
+    connection.trusts = True
+    return challenge, welcome
+
+
+def difference(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str:
+    """What KV depends on and two servers differ in, in words; empty if they can use each other's."""
+    names = sorted({*prefill, *decode})
+    differing = [name for name in names if prefill.get(name) != decode.get(name)]
+    return ", ".join(
+        f"{name}: {_shortened(prefill.get(name))} computes the prompt, {_shortened(decode.get(name))} goes on"
+        for name in differing
+    )
+
+
+def prompt_key(key: bytes, adapter: str) -> bytes:
+    """Names a prompt between servers: 16 bytes. key: `PromptContent.cache_key`, of all its tokens. adapter: hash of its content, or empty."""
+    return hashlib.blake2b(key + adapter.encode(), digest_size=16).digest()
+
+
+def checksum(data: memoryview) -> int:
+    """Of pages in memory that both sides have: the sum of their 64-bit words, which is as fast as reading them."""
+    import numpy as np
+
+    whole = len(data) // 8 * 8
+    return int(np.add.reduce(np.frombuffer(data[:whole], np.uint64), dtype=np.uint64)) ^ zlib.crc32(data[whole:])
+
+
+def _expect(connection: Connection, kind: type[T]) -> T:
+    message, _ = connection.receive()
+    if isinstance(message, Refusal):
+        raise Refused(message.reason)
+    if not isinstance(message, kind):
+        raise Lost("the other side has an incompatible protocol")
+    return message
+
+
+def _proof(secret: bytes, role: bytes, asked: bytes, own: bytes) -> bytes:
+    return hmac.digest(secret, b" ".join((b"headrace", role, asked, own)), "sha256")
+
+
+def _shortened(value: str | None) -> str:
+    return "none" if value is None else value if len(value) <= 40 else f"{value[:12]}..."
