@@ -1,6 +1,6 @@
 """What two-batch overlap gains, and what it costs: the same steps of two ranks with it and without, over sums that are delayed as by a network.
 
-    .venv/bin/python -m bench.two_batches [--model bench/configs/llama-1b] [--rows 2,8,32] [--delays-ms 0,2] [--rounds 5] [--output FILE]
+    .venv/bin/python -m bench.two_batches [--model bench/configs/llama-1b] [--rows 2,8,32] [--cached 256] [--delays-ms 0,2] [--output FILE]
 
 Each rank is a process with one thread: two beside each other, with the option and without, take turns of some decode steps, so that a busy moment of
 the machine meets both. With a delay, ranks see each other's part of a sum that much later, and have the processor until then. First the tokens of
@@ -17,35 +17,41 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.program import counts, parser_of, refusals, words, write_report
+from headrace.attention.base import AttentionBackend
 from headrace.config.server_args import ServerArgs
-from headrace.distributed.base import Shard
+from headrace.distributed.base import HALVES_FROM, Shard
 from headrace.distributed.one_host import SharedMemoryGroup
 from headrace.distributed.rank import Rank
 from headrace.execution.build import build_follower, build_worker
+from headrace.execution.ranks import LeaderRunner
+from headrace.execution.worker import ModelWorker
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence, Worker
 from headrace.sampling.params import ResolvedSamplingParams
 
 LIMIT_S = 120.0
 STEPS = 5  # of a turn
-CACHED = 256  # tokens of each row before the first step
+COMPARED = 3  # steps whose tokens are compared
 GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temperature=0.0))
 
 
 def server_args(options: argparse.Namespace, overlaps: bool) -> ServerArgs:
-    room = -(-(CACHED + 8 + STEPS * (options.rounds + 1) * len(options.delays_ms)) // 16) * 16
+    steps = COMPARED + STEPS * (options.rounds + 1) * len(options.delays_ms)
+    room = -(-(max(options.cached) + 1 + steps) // 16) * 16
     is_file = options.model.endswith(".gguf")
     return ServerArgs(
         model_path=options.model,
         load_format="auto" if is_file or any(Path(options.model).glob("*.safetensors")) else "dummy",
         quantization=options.quantization,
         tp_size=2,
+        ep_size=options.ep_size,
         enable_two_batch_overlap=overlaps,
         skip_tokenizer_init=True,
         disable_overlap_schedule=True,
@@ -58,11 +64,23 @@ def server_args(options: argparse.Namespace, overlaps: bool) -> ServerArgs:
     )
 
 
+def rank_of(group: SharedMemoryGroup, overlaps: bool) -> Rank:
+    return Rank(Shard(group.rank, 2, group, HALVES_FROM if overlaps else 0), group=group)
+
+
 def follow(options: argparse.Namespace, fd: int, overlaps: bool) -> None:
     group = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
-    runner, resources = build_follower(server_args(options, overlaps), Rank(Shard(1, 2, group, overlaps), group=group))
+    runner, resources = build_follower(server_args(options, overlaps), rank_of(group, overlaps))
     with resources:
+        touch(runner.runner.attention)
         runner.follow()
+
+
+def touch(attention: AttentionBackend) -> None:
+    """Memory that was never written is read from one page of zeros, faster than any real one."""
+    kv = attention.paged_kv()
+    for tensor in () if kv is None else (*kv.pool.k, *kv.pool.v):
+        tensor.fill_(0.01)
 
 
 @dataclass
@@ -76,12 +94,12 @@ class Pair:
     num_steps: int = 0
     start: int = 0
 
-    def step(self, rows: int, enters: bool = False) -> tuple[list[int], float]:
-        """A decode step of the first `rows` rows: its ids and its seconds. enters: they begin anew."""
+    def step(self, rows: int, cached: int | None = None) -> tuple[list[int], float]:
+        """A decode step of the first `rows` rows: its ids and its seconds. cached: they begin anew, after so many tokens."""
         new: tuple[NewSequence, ...] = ()
-        if enters:
-            self.start = CACHED
-            new = tuple(self._entering(row) for row in range(rows))
+        if cached is not None:
+            self.start = cached
+            new = tuple(self._entering(row, cached) for row in range(rows))
         seqs = np.arange(rows, dtype=np.int32)
         plan = ModelWorkerBatch(
             step=self.num_steps,
@@ -101,14 +119,14 @@ class Pair:
         self.start += 1
         return result.ids.tolist(), taken
 
-    def _entering(self, row: int) -> NewSequence:
-        tokens = np.random.default_rng(row).integers(0, self.vocab_size, CACHED + 1).astype(np.int32)
+    def _entering(self, row: int, cached: int) -> NewSequence:
+        tokens = np.random.default_rng(row).integers(0, self.vocab_size, cached + 1).astype(np.int32)
         return NewSequence(
             seq=row,
             rid=str(row),
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
-            prefix_slots=np.arange(row * self.room, row * self.room + CACHED, dtype=np.int32),
+            prefix_slots=np.arange(row * self.room, row * self.room + cached, dtype=np.int32),
             task=GREEDY,
             end_token_ids=(),
             content=PromptContent(tokens.tobytes()),
@@ -123,8 +141,11 @@ def pair_of(options: argparse.Namespace, overlaps: bool) -> Iterator[Pair]:
     command = [sys.executable, "-m", "bench.two_batches", *sys.argv[1:], "--follow", str(fd), str(int(overlaps))]
     follower = subprocess.Popen(command, pass_fds=[fd])
     os.close(fd)
-    worker, info = build_worker(args, rank=Rank(Shard(0, 2, group, overlaps), group=group))
+    worker, info = build_worker(args, rank=rank_of(group, overlaps))
     try:
+        assert isinstance(worker, ModelWorker), worker
+        assert isinstance(worker.runner, LeaderRunner), worker.runner
+        touch(worker.runner.runner.attention)
         assert args.context_length is not None
         yield Pair(worker, group, args.context_length, info.vocab_size)
     finally:
@@ -133,8 +154,11 @@ def pair_of(options: argparse.Namespace, overlaps: bool) -> Iterator[Pair]:
 
 
 def measure(pairs: dict[str, Pair], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for rows in options.rows:
-        ids = {name: [pair.step(rows, enters=step == 0)[0] for step in range(4)] for name, pair in pairs.items()}
+    for rows, cached in product(options.rows, options.cached):
+        ids = {
+            name: [pair.step(rows, None if step else cached)[0] for step in range(COMPARED)]
+            for name, pair in pairs.items()
+        }
         assert ids["whole"] == ids["overlapped"], "the tokens differ"
         for delay_ms in options.delays_ms:
             taken: dict[str, list[float]] = {name: [] for name in pairs}
@@ -145,7 +169,7 @@ def measure(pairs: dict[str, Pair], options: argparse.Namespace) -> Iterator[dic
                     taken[name] += times if number else []
             found = {name: summary(times, rows) for name, times in taken.items()}
             gain = found["whole"]["median_ms"] / found["overlapped"]["median_ms"]
-            yield {"rows": rows, "delay_ms": delay_ms, **found, "gain": round(gain, 3)}
+            yield {"rows": rows, "cached": cached, "delay_ms": delay_ms, **found, "gain": round(gain, 3)}
 
 
 def summary(times: list[float], rows: int) -> dict[str, float]:
@@ -165,7 +189,9 @@ def main() -> None:
     parser.add_argument("--model", default="bench/configs/llama-1b")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--ep-size", type=int, default=1, choices=(1, 2))
     parser.add_argument("--rows", type=counts, default=(2, 8, 32))
+    parser.add_argument("--cached", type=counts, default=(256,), help="tokens of each row before the first step")
     parser.add_argument("--delays-ms", type=lambda text: tuple(map(float, words(text))), default=(0.0, 2.0))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--follow", nargs=2, type=int, help=argparse.SUPPRESS)  # how a follower is started
@@ -176,10 +202,9 @@ def main() -> None:
             return
         with pair_of(options, False) as whole, pair_of(options, True) as overlapped:
             results = list(measure({"whole": whole, "overlapped": overlapped}, options))
-    model = {"path": options.model, "quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
-    write_report(
-        {"model": model, "ranks": 2, "threads_per_rank": 1, "cached": CACHED, "results": results}, options.output
-    )
+    named = ("model", "quantization", "kv_cache_dtype", "ep_size")
+    model = {name: getattr(options, name) for name in named}
+    write_report({"model": model, "ranks": 2, "threads_per_rank": 1, "results": results}, options.output)
 
 
 if __name__ == "__main__":

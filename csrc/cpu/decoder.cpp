@@ -303,7 +303,7 @@ void Decoder::forward(const DecoderStep& step) {
   Clock clock(phase_seconds_);
   std::list<Rows> halves;
   std::list<Part> parts;
-  if (group_ != nullptr && in_halves_ && step.tokens > 1) {
+  if (group_ != nullptr && halves_from_ > 1 && step.tokens >= halves_from_) {
     const int64_t middle = step.tokens / 2;
     for (const auto& [begin, end] : {std::pair{int64_t{0}, middle}, {middle, step.tokens}}) {
       halves.emplace_back(step, shape_.hidden_size, begin, end);

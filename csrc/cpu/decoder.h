@@ -75,11 +75,11 @@ class Decoder {
     for (size_t i = 0; i < layers_.size(); ++i) layers_[i].channel_order = orders.at(i);
   }
   // The layers are one rank's parts of those of a model: from now on what `out` and `down` give is summed over the ranks of `group`, which
-  // must outlive the decoder and run the same steps in each. Null: they are whole. Then forward throws what the group does, too. in_halves: a step
-  // of two rows or more goes through the layers in two halves, so that sums of one half are on their way while the other is computed.
-  void set_group(RankGroup* group, bool in_halves = false) {
+  // must outlive the decoder and run the same steps in each. Null: they are whole. Then forward throws what the group does, too. halves_from:
+  // given, a step of so many rows (2 or more) goes through the layers in two halves, and sums of one are on their way while the other is computed.
+  void set_group(RankGroup* group, int64_t halves_from = 0) {
     group_ = group;
-    in_halves_ = in_halves;
+    halves_from_ = halves_from;
   }
 
   // Throws std::invalid_argument, and then nothing is written, when a position, a slot, a length, a start or a page does not fit.
@@ -102,7 +102,7 @@ class Decoder {
   const float* final_norm_;
   std::vector<DecoderLayer> layers_;
   RankGroup* group_ = nullptr;
-  bool in_halves_ = false;
+  int64_t halves_from_ = 0;
   std::mutex mutex_;
   LayerMemory memory_;
   std::array<double, kNumPhases> phase_seconds_ = {};

@@ -324,7 +324,7 @@ NB_MODULE(_native, m) {
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)
       .def("set_sparse", &decoder_set_sparse)
-      .def("set_group", [](Decoder& decoder, Address group, bool in_halves) { decoder.set_group(at<RankGroup>(group), in_halves); })
+      .def("set_group", [](Decoder& decoder, Address group, int64_t halves_from) { decoder.set_group(at<RankGroup>(group), halves_from); })
       .def("forward", &decoder_forward, unlocked)
       .def("forward_sparse", &decoder_forward_sparse, unlocked)
       .def("phase_seconds", &decoder_phase_seconds);

@@ -113,7 +113,7 @@ def run_on_two(**options):
 
 def test_a_prompt_in_two_halves_has_the_same_bits():
     whole, _, none_begun = run_on_two()
-    got, same, num_begun = run_on_two(in_halves=True)
+    got, same, num_begun = run_on_two(halves_from=2)
 
     assert torch.equal(got, whole)
     assert torch.equal(same, whole)

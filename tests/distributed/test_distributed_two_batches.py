@@ -44,11 +44,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def two_ranks(folder: Path, two_batches: bool, **options: Any) -> Iterator[tuple[Driver, SharedMemoryGroup]]:
+def two_ranks(folder: Path, halves_from: int, **options: Any) -> Iterator[tuple[Driver, SharedMemoryGroup]]:
     args = ServerArgs(
         model_path=str(folder),
         tp_size=2,
-        enable_two_batch_overlap=two_batches,
+        enable_two_batch_overlap=halves_from > 0,
         disable_overlap_schedule=True,
         max_running_requests=4,
         max_total_tokens=4 * CONTEXT,
@@ -60,12 +60,12 @@ def two_ranks(folder: Path, two_batches: bool, **options: Any) -> Iterator[tuple
         theirs = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
 
         def run() -> None:
-            runner, resources = build_follower(args, Rank(Shard(1, 2, theirs, two_batches), group=theirs))
+            runner, resources = build_follower(args, Rank(Shard(1, 2, theirs, halves_from), group=theirs))
             with resources:
                 runner.follow()
 
         running = other.submit(run)
-        worker, info = build_worker(args, rank=Rank(Shard(0, 2, group, two_batches), group=group))
+        worker, info = build_worker(args, rank=Rank(Shard(0, 2, group, halves_from), group=group))
         yield Driver(worker, info), group
         worker.close()
         running.result(LIMIT_S)
@@ -113,13 +113,13 @@ def answers(driver: Driver, group: SharedMemoryGroup) -> tuple[list[Any], list[i
 )
 def test_halves_give_the_bits_of_whole_steps(folders: dict[str, Path], model: str, options: dict[str, Any]):
     folder = folders[model]
-    with two_ranks(folder, False, **options) as (driver, group):
+    with two_ranks(folder, 0, **options) as (driver, group):
         want, none_begun = answers(driver, group)
         fused = "fused decoder: yes" in str(driver.info.decisions)
     assert fused == (model == "llama" and "page_size" not in options)
-    with two_ranks(folder, True, **options) as (driver, group):
+    with two_ranks(folder, 2, **options) as (driver, group):
         got, begun = answers(driver, group)
-        assert "two-batch overlap: in steps of two tokens or more" in str(driver.info.decisions)
+        assert "two-batch overlap: in steps of 2 tokens or more" in str(driver.info.decisions)
 
     assert got == want
     each = 2 * 2 * NUM_LAYERS
@@ -132,9 +132,9 @@ def test_halves_give_the_bits_of_whole_steps(folders: dict[str, Path], model: st
 def test_steps_with_adapters_run_whole(tmp_path: Path):
     adapter = tiny_adapter(save_llama(tmp_path / "model", intermediate_size=256)).save(tmp_path / "adapter")
 
-    def answers_of(two_batches: bool) -> tuple[list[list[int]], list[bool]]:
+    def answers_of(halves_from: int) -> tuple[list[list[int]], list[bool]]:
         found, were_cut = [], []
-        with two_ranks(tmp_path / "model", two_batches, lora_paths=f"a={adapter}") as (driver, group):
+        with two_ranks(tmp_path / "model", halves_from, lora_paths=f"a={adapter}") as (driver, group):
             new = (driver.new(0, prompt(9, 1), lora_id=1), driver.new(1, prompt(8, 2)))
             for rows in ([(0, 9, True), (1, 8, True)], [(0, 1, True), (1, 1, True)], [(1, 1, True), (2, 9, True)]):
                 before = group.num_begun
@@ -143,8 +143,8 @@ def test_steps_with_adapters_run_whole(tmp_path: Path):
                 new = (driver.new(2, prompt(9, 1)),) if len(found) == 2 else ()
         return found, were_cut
 
-    want, whole = answers_of(False)
-    got, cut = answers_of(True)
+    want, whole = answers_of(0)
+    got, cut = answers_of(2)
 
     assert got == want
     assert whole == [False] * 3

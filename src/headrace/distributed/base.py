@@ -73,15 +73,19 @@ class Group(Collectives, Protocol):
         """Let go of it. Idempotent."""
 
 
+HALVES_FROM = 16
+"""Tokens of a step from which halves are worth it: with fewer, a step takes as long as reading the weights, and halves read them twice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a model that a rank has. group: None if it has the whole. two_batches: each half of a step's rows is computed while the ranks sum
-    the other's (SGLang's two-batch overlap, as in DeepSeek-V3's serving)."""
+    """The part of a model that a rank has. group: None if it has the whole. halves_from: given, in a step of so many tokens each half is computed
+    while the ranks sum the other's (SGLang's two-batch overlap, as in DeepSeek-V3's serving)."""
 
     rank: int = 0
     size: int = 1
     group: Collectives | None = None
-    two_batches: bool = False
+    halves_from: int = 0
 
     @property
     def is_whole(self) -> bool:

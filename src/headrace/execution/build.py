@@ -357,8 +357,8 @@ def _allocate(
         if reason:
             raise ConfigError(f"--enable-double-sparsity needs the fused decoder, and {reason}")
         decisions.append(str(sparsity))
-    if rank.shard.two_batches:
-        decisions.append("two-batch overlap: in steps of two tokens or more, unless a row has an adapter")
+    if halves_from := rank.shard.halves_from:
+        decisions.append(f"two-batch overlap: in steps of {halves_from} tokens or more, unless a row has an adapter")
     draft_attention = None if draft is None else draft.with_cache(num_slots)
     return _Memory(plan, graph_sizes, verifying, attention, pool, draft_attention)
 

@@ -113,13 +113,13 @@ class FusedDecoder:
         *,
         rounded: bool = False,
         group: RankGroup | None = None,
-        in_halves: bool = False,
+        halves_from: int = 0,
         sparsity: Sparsity | None = None,
     ) -> None:
         """k_caches, v_caches: one each layer, laid out by `packing.kv_cache_shapes`. rounded: see `ops.paged_attention`.
 
         group: the layers have a rank's part of the heads and of the intermediate size; what `out` and `down` give is summed over the ranks.
-        in_halves: one half of a step's rows is computed while sums of the other are on their way; the bits are the same.
+        halves_from: given, in a step of so many rows (2 or more) one half is computed while the other is summed; the bits are the same.
 
         sparsity: order the channels of queries and keys, and let positions from `sparse_first` of a call on attend to few pages.
 
@@ -162,7 +162,7 @@ class FusedDecoder:
             )
         if group is not None:
             assert group.address is not None, "ranks without a native group run the layers one by one"
-            self._decoder.set_group(group.address, in_halves)
+            self._decoder.set_group(group.address, halves_from)
 
     def __call__(
         self,

@@ -273,7 +273,7 @@ class DecoderLM:
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, placement: Placement) -> None:
         self._halves: TwoHalves | None = None
-        if placement.shard.two_batches:
+        if placement.shard.halves_from:
             assert isinstance(placement.shard.group, SharedMemoryGroup), placement.shard
             self._halves = TwoHalves(placement.shard.group)
             placement = replace(placement, shard=replace(placement.shard, group=self._halves))
@@ -372,7 +372,7 @@ class DecoderLM:
         if self._pieces is not None and not by_layer:
             out = self._pieces(hidden, positions, attention, [block.attention.spec for block in self._blocks])
             return out if reads is None else out[reads.index]
-        if self._halves is not None and not by_layer and len(hidden) > 1:
+        if self._halves is not None and not by_layer and len(hidden) >= self._shard.halves_from:
             middle = len(hidden) // 2
             parts = [
                 self._part(tokens, hidden, positions, attention, reads)
@@ -503,7 +503,7 @@ class DecoderLM:
         sparsity = None if kv.sparsity is None else kv.sparsity.of_layers(begin, end)
         shard = self._shard
         return FusedDecoder(
-            part, k, v, rounded=kv.rounded, group=shard.group, in_halves=shard.two_batches, sparsity=sparsity
+            part, k, v, rounded=kv.rounded, group=shard.group, halves_from=shard.halves_from, sparsity=sparsity
         )
 
     def compile_pieces(self, backend: str = "inductor") -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.machine import dist_secret, host_and_port
 from headrace.config.server_args import ServerArgs
-from headrace.distributed.base import ALL_LAYERS, WHOLE, Group, Receiver, Sender, Shard, Stage
+from headrace.distributed.base import ALL_LAYERS, HALVES_FROM, WHOLE, Group, Receiver, Sender, Shard, Stage
 from headrace.distributed.one_host import SharedMemoryGroup, SocketReceiver, SocketSender, socket_link
 from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, HeadraceError, ModelError
@@ -97,6 +97,7 @@ def joined(args: ServerArgs, start: RankStart) -> Iterator[Rank]:
     """
     limit_s, shard, stage = args.rank_timeout_s, WHOLE, ALL_LAYERS
     stage_index, shard_index = divmod(start.rank, args.tp_size)
+    halves_from = HALVES_FROM if args.enable_two_batch_overlap else 0
     with contextlib.ExitStack() as resources:
         network, group = _group_of_all(args, start)
         resources.callback(group.close)
@@ -108,9 +109,9 @@ def joined(args: ServerArgs, start: RankStart) -> Iterator[Rank]:
         if start.shard_fd is not None:
             of_stage = SharedMemoryGroup.join(start.shard_fd, shard_index, args.tp_size, limit_s)
             resources.callback(of_stage.close)
-            shard = Shard(shard_index, args.tp_size, of_stage, args.enable_two_batch_overlap)
+            shard = Shard(shard_index, args.tp_size, of_stage, halves_from)
         elif args.tp_size > 1:
-            shard = Shard(shard_index, args.tp_size, group, args.enable_two_batch_overlap)
+            shard = Shard(shard_index, args.tp_size, group, halves_from)
         yield Rank(shard, stage, group)
 
 
