@@ -17,6 +17,8 @@ import numpy as np
 from headrace.cache.base import CacheObserver, ChunkCache, PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.cache.tier import DiskTier
+from headrace.disaggregation.sink import PageSink
+from headrace.disaggregation.source import PageSource
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
 from headrace.messages.media import MediaItem, MediaSpan
@@ -502,6 +504,7 @@ class Rig:
         kv_on_update: str = "flush",
         pin_share: float = 0.25,
         writes_back: bool = False,
+        transfer: Callable[["FakeWorker"], PageSource | PageSink] | None = None,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
@@ -558,6 +561,7 @@ class Rig:
             grammars=self.grammars,
             on_admission=faults.on_admission,
             tier=None if tier is None else tier(self.worker),
+            transfer=None if transfer is None else transfer(self.worker),
         )
         self.ids: dict[str, list[int]] = {}
         self.finish: dict[str, object] = {}
