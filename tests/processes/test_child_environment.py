@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config.machine import SECRET_VARIABLE
 from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import Ports
 from headrace.processes.child import ChildProcess, environment
@@ -37,6 +38,19 @@ def test_what_is_named_by_the_operator_is_passed_on():
         "BIAS_TABLE": "x",
         "BIAS_KEY": "y",
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_passed"),
+    [
+        ("scheduler", {}, False),
+        ("scheduler", {"disaggregation_mode": "decode"}, True),
+        ("detokenizer", {"disaggregation_mode": "decode"}, False),
+    ],
+)
+def test_the_secret_of_servers_is_passed_on_to_who_needs_it(kind, options, is_passed):
+    given = environment({SECRET_VARIABLE: "x"}, kind, ServerArgs(**options), 0)
+    assert (SECRET_VARIABLE in given) == is_passed
 
 
 @pytest.mark.parametrize(
