@@ -29,8 +29,8 @@ from headrace.messages.requests import PoolTask, SampleTask
 from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, one_id_a_row, ragged
 from headrace.messages.weights import Adapters
 from headrace.models.spec import CausalLM
-from headrace.sampling.logprobs import prompt_logprobs
-from headrace.sampling.sampler import Sampler, SamplerOutput
+from headrace.sampling.logprobs import has_bad_logits, prompt_logprobs
+from headrace.sampling.sampler import BAD_LOGITS, Sampler, SamplerOutput
 from headrace.speculative.base import Drafts
 
 PROMPT_LOGIT_ROWS = 64
@@ -258,7 +258,9 @@ class ModelRunner:
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
             positions, part = self.prompt_part(begun, row, hidden)
             if positions:
-                outcome.prompt_logprobs[row] = self._prompt_logprobs(new, seqs[row], positions, part)
+                outcome.prompt_logprobs[row] = block = self._prompt_logprobs(new, seqs[row], positions, part)
+                if has_bad_logits(block, self.sampler.vocab_size):
+                    outcome.errors[row] = BAD_LOGITS
         if self._pools is not None:
             outcome.pooled, outcome.errors = self._pools.results()
         sampled = np.flatnonzero(plan.num_logits).tolist()

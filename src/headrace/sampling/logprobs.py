@@ -69,6 +69,12 @@ def prompt_logprobs(logits: torch.Tensor, next_ids: npt.ArrayLike, spec: Logprob
     )
 
 
+def has_bad_logits(block: LogprobBlock, vocab_size: int) -> bool:
+    """Whether a row of logits had a NaN or no finite maximum. Ids outside the vocabulary, as media have, do not tell."""
+    ids, values = np.frombuffer(block.token_ids, "<i4"), np.frombuffer(block.values, "<f4")
+    return bool(np.isnan(values[(ids >= 0) & (ids < vocab_size)]).any())
+
+
 def token_logprobs(row: torch.Tensor, token_id: int, spec: LogprobSpec) -> LogprobBlock:
     """The block of one sampled token; row: float32[V], the model's logits."""
     return prompt_logprobs(row.unsqueeze(0), [token_id], spec)
