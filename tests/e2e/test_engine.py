@@ -81,12 +81,17 @@ def next_token_logits(model: transformers.LlamaForCausalLM, prompt: list[int], o
 def test_float32_text_is_that_of_transformers(tokenizer: Tokenizer) -> None:
     model = reference(torch.float32)
     with running_engine("smollm2", dtype="float32") as engine:
-        outputs = engine.generate(MORE_PROMPTS[2:], LONGER, return_logprob=True, top_logprobs_num=5)
+        more = {"return_normalized_logprob": True, "logprob_start_len": 2}
+        outputs = engine.generate(MORE_PROMPTS[2:], LONGER, return_logprob=True, top_logprobs_num=5, **more)
 
     for prompt, output in zip(MORE_PROMPTS[2:], outputs, strict=True):
-        logits = next_token_logits(model, tokenizer.encode(prompt), output["output_ids"])
+        ids = tokenizer.encode(prompt)
+        logits = next_token_logits(model, ids, output["output_ids"])
         wanted = logits.argmax(-1).tolist()
         assert output["output_ids"] == wanted
+        scores = next_token_logits(model, ids[:3], ids[3:]).log_softmax(-1)
+        mean = scores.gather(1, torch.tensor(ids[3:])[:, None]).mean().item()
+        assert output["meta_info"]["normalized_prompt_logprob"] == pytest.approx(mean, abs=FLOAT32_LOGPROB_TOLERANCE)
         assert output["text"] == tokenizer.decode(wanted)
         for row, top in zip(logits.log_softmax(-1).tolist(), output["meta_info"]["output_top_logprobs"], strict=True):
             for value, token_id, _ in top:

@@ -86,6 +86,32 @@ async def test_logprobs_are_lists_of_value_id_and_text(make_frontend):
     assert meta["output_token_ids_logprobs"] == [[(-7.0, 5, "\x05")]] * 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "start", "mean"),
+    [
+        ({}, 1, -1.5),
+        ({"return_logprob": True}, 1, -1.5),
+        ({"logprob_start_len": 1}, 2, -2.0),
+        ({"normalized_logprob_start_len": 1, "stream": True}, 2, -2.0),
+        ({"logprob_start_len": 2}, 3, None),
+    ],
+)
+async def test_the_mean_of_a_prompts_logprobs_is_there_at_the_end_without_the_lists(make_frontend, asked, start, mean):
+    frontend = make_frontend()
+    engine = frontend.engine
+    task = frontend.start("abc", rid="r", return_normalized_logprob=True, **asked)
+    await engine.until(lambda: engine.requests)
+    assert engine.requests["r"].task.logprobs.prompt_start == start
+    block = LogprobBlock(pack_int32([98, 99][start - 1 :]), pack_float32([-1, -2][start - 1 :]))
+    engine.emit("r", "x", prompt_logprobs=block, logprobs=LogprobBlock(pack_int32([120]), pack_float32([-0.5])))
+    engine.emit("r", "x", FinishReason("length", length=2))
+
+    answers = await task
+
+    assert answers[-1]["meta_info"]["normalized_prompt_logprob"] == mean
+    assert ("input_token_logprobs" in answers[-1]["meta_info"]) == ("return_logprob" in asked)
+
+
 async def test_logprobs_of_outputs_only_have_no_texts_and_no_input_entries_unless_asked(make_frontend):
     frontend = make_frontend()
     engine = frontend.engine

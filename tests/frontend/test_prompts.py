@@ -176,6 +176,8 @@ CARRIED = {
     "stream": (True, "task.stream", [True] * 4),
     "return_logprob": (True, "task.logprobs.top_num", [0] * 4),
     "logprob_start_len": (1, "task.logprobs.prompt_start", [2] * 4),
+    "normalized_logprob_start_len": (1, "task.logprobs.prompt_start", [2] * 4),
+    "return_normalized_logprob": (True, "task.logprobs.prompt_start", [1, 3, 1, 3]),
     "top_logprobs_num": (3, "task.logprobs.top_num", [3] * 4),
     "token_ids_logprob": ([9, 8], "task.logprobs.token_ids", [(9, 8)] * 4),
     "return_hidden_states": ([True, False], "task.return_hidden_states", [True, True, False, False]),

@@ -255,6 +255,8 @@ class GenerateOptions(_CallFields, total=False):
     top_logprobs_num: int | list[int]
     token_ids_logprob: list[int | list[int]] | None
     return_text_in_logprobs: bool
+    return_normalized_logprob: bool | list[bool]
+    normalized_logprob_start_len: int | list[int] | None
     return_hidden_states: bool | list[bool]
     return_routed_experts: bool | list[bool]
     return_progress: bool

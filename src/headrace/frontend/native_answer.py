@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate
+from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate, finite
 from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.packing import unpack_float32
@@ -77,6 +77,8 @@ def _answer(update: SampleUpdate, text: str, ids: list[int], logprobs: SampleLog
     answer: NativeAnswer = {"text": text, "output_ids": ids, "meta_info": _meta_info(update)}
     if logprobs is not None:
         _add_logprobs(answer["meta_info"], logprobs)
+    if update.mean_logprob is not None:
+        answer["meta_info"]["normalized_prompt_logprob"] = finite(update.mean_logprob)
     if update.hidden_states is not None:
         answer["meta_info"]["hidden_states"] = update.hidden_states
     if update.progress is not None:

@@ -78,7 +78,8 @@ class Prompt:
 
     rid: of this prompt. given: what it contains. logprob_start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
     session: the one that the prompt continues. adapter: its name; empty = the base model. grammar: what its outputs must match; None = anything.
-    prediction: text that its output may contain, or empty. room: of its first sample, with --disaggregation-mode.
+    prediction: text that its output may contain, or empty. room: of its first sample, with --disaggregation-mode. wants_mean_logprob: of its own
+    tokens.
     """
 
     rid: str
@@ -96,6 +97,7 @@ class Prompt:
     grammar: GrammarSpec | None = None
     prediction: str = ""
     room: Room | None = None
+    wants_mean_logprob: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -128,6 +130,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     samplings = _samplings(obj, inputs, limits)
     grammars = _grammars(samplings, limits)
     multiple = any(sampling.n > 1 for sampling in samplings)
+    means = inputs.spread("return_normalized_logprob", obj.return_normalized_logprob, bool)
     wanted, starts, tops, picked = _logprobs(obj, inputs, multiple, limits.vocab_size)
     refuse_routed_experts(
         any(inputs.spread("return_routed_experts", obj.return_routed_experts, bool)), limits.has_experts
@@ -146,7 +149,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
             given=inputs.given[i],
             sampling=samplings[i],
             return_logprob=wanted[i],
-            logprob_start_len=starts[i],
+            logprob_start_len=max(starts[i], 0) if means[i] else starts[i],
             top_logprobs_num=tops[i],
             token_ids_logprob=picked[i],
             return_hidden_states=hidden[i],
@@ -157,6 +160,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
             grammar=grammars[i],
             prediction=predictions[i],
             room=rooms[i],
+            wants_mean_logprob=means[i],
         )
         for i in range(inputs.count)
     )
@@ -356,17 +360,19 @@ def _sessions(
     return sessions
 
 
+_MEAN = ("return_normalized_logprob", "normalized_logprob_start_len")
 _LogprobLists = tuple[list[bool], list[int], list[int], list[tuple[int, ...]]]
 
 
 def _logprobs(obj: GenerateReqInput, inputs: PromptInputs, multiple: bool, vocab_size: int) -> _LogprobLists:
     """The fields of `Prompt` for logprobs, in their order. multiple: whether a prompt has several samples. Raises RequestError."""
     wanted = inputs.spread("return_logprob", obj.return_logprob, bool)
-    starts = inputs.spread("logprob_start_len", obj.logprob_start_len, int)
+    older = obj.normalized_logprob_start_len
+    starts = inputs.spread("logprob_start_len", obj.logprob_start_len if older is None else older, int)
     tops = inputs.spread("top_logprobs_num", obj.top_logprobs_num, int)
     picked, picked_per_prompt = _picked_ids(obj, inputs, vocab_size)
     if multiple:
-        for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
+        for name in (*_MEAN, "return_logprob", "logprob_start_len", "top_logprobs_num"):
             if isinstance(getattr(obj, name), list):
                 raise RequestError(f"{name} must be one value, not a list, when n > 1", name)
         if picked_per_prompt:

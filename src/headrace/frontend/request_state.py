@@ -102,6 +102,7 @@ class ReqState:
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
     wants_logprobs: bool = False
+    wants_mean_logprob: bool = False
     wants_hidden_states: bool = False
     queued: bool = True
     runs: bool = False
@@ -163,7 +164,7 @@ class ReqState:
         if row.prompt_logprobs is not None:
             self._start_prompt_logprobs()
             self.input_logprobs.extend(row.prompt_logprobs, self.picked_ids, self.call.token_text)
-        if row.logprobs is not None:
+        if row.logprobs is not None and self.wants_logprobs:
             self.output_logprobs.extend(row.logprobs, self.picked_ids, self.call.token_text)
         if row.hidden_states:
             values = unpack_float32(row.hidden_states)
@@ -281,6 +282,7 @@ class ReqState:
             self.pooled,
             progress,
             self.versions,
+            self.input_logprobs.mean() if ended and self.wants_mean_logprob else None,
         )
         self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
         self._num_unread_characters = 0

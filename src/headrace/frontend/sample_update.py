@@ -112,7 +112,8 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     a row of hidden_size values per token; None if not requested. speculation: with the last update, None without speculative decoding.
     pooled: of an `EmbeddingReqInput`, float32[n] little-endian: the embedding, or the numbers (logits) of the classification. None: there is none,
     as for every other call, or for an input that failed. progress: of its prompt, if that was asked for; at the latest with the first output.
-    versions: of all its tokens so far, where they change; empty with --kv-on-update flush.
+    versions: of all its tokens so far, where they change; empty with --kv-on-update flush. mean_logprob: of the prompt, see `LogprobLists.mean`, with
+    the last update; None if not requested.
     """
 
     rid: str
@@ -131,6 +132,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pooled: bytes | None = None
     progress: PromptProgress | None = None
     versions: tuple[TokenVersions, ...] = ()
+    mean_logprob: float | None = None
 
     @property
     def is_progress(self) -> bool:
@@ -179,6 +181,11 @@ class LogprobLists:
         top = self.top[start:] if has_top else None
         return TokenLogprobs(self.tokens[start:], top, self.picked[start:] if has_picked else None)
 
+    def mean(self) -> float:
+        """Of the logprobs that there are; NaN if there are none."""
+        values = [value for value, *_ in self.tokens if value is not None]
+        return math.fsum(values) / len(values) if values else math.nan
+
     def add_unknown(self, token_id: int, text: TokenText) -> None:
         """Add a token without a logprob: the first of the prompt."""
         self.tokens.append((None, token_id, text(token_id)))
@@ -191,10 +198,10 @@ class LogprobLists:
         if not ids:
             return
         values = unpack_float32(block.values)
-        self.tokens += [(_finite(v), i, text(i)) for v, i in zip(values, ids, strict=True)]
+        self.tokens += [(finite(v), i, text(i)) for v, i in zip(values, ids, strict=True)]
         top_ids, top_values = unpack_int32(block.top_ids), unpack_float32(block.top_values)
         width = len(top_ids) // len(ids)
-        items = [(_finite(v), i, text(i)) for v, i in zip(top_values, top_ids, strict=True)]
+        items = [(finite(v), i, text(i)) for v, i in zip(top_values, top_ids, strict=True)]
         self.top += [items[row * width : (row + 1) * width] for row in range(len(ids))]
         picked = unpack_float32(block.picked)
         if len(picked) != len(picked_ids) * len(ids):
@@ -202,9 +209,9 @@ class LogprobLists:
         width = len(picked_ids)
         for row in range(len(ids)):
             row_values = picked[row * width : (row + 1) * width]
-            self.picked.append([(_finite(v), i, text(i)) for v, i in zip(row_values, picked_ids, strict=True)])
+            self.picked.append([(finite(v), i, text(i)) for v, i in zip(row_values, picked_ids, strict=True)])
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """`value`, or None for NaN and infinity, which JSON does not have and which mean that there is no logprob."""
     return value if math.isfinite(value) else None

@@ -299,7 +299,7 @@ class PromptTokenizer:
             return
         first = logprobs.prompt_start - 1
         for sample in own:
-            sample.wants_logprobs = True
+            sample.wants_logprobs, sample.wants_mean_logprob = prompt.return_logprob, prompt.wants_mean_logprob
             sample.first_logprob_id = content.ids(first, first + 1)[0] if first < num_tokens else None
             sample.top_num = logprobs.top_num
             sample.picked_ids = logprobs.token_ids
@@ -337,7 +337,7 @@ def processor_names(option: str) -> frozenset[str]:
 
 def _logprob_spec(prompt: Prompt, content: PromptContent) -> LogprobSpec | None:
     """Which logprobs to ask the engine for. Raises RequestError."""
-    if not prompt.return_logprob:
+    if not prompt.return_logprob and not prompt.wants_mean_logprob:
         return None
     num_tokens = content.num_tokens
     # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.

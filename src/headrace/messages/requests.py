@@ -40,7 +40,8 @@ class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fi
     disagg_prefill_dp_rank: see `frontend.rooms`.
     In each prompt with media (`MediaFields`) one token of the model (docs/images.md) stands where an item is.
     data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. return_progress: a stream also says how far prompts are before
-    their first tokens. prediction: text that the output may contain, a
+    their first tokens. return_normalized_logprob: give the mean of the prompt's logprobs, after the token logprob_start_len, then 0 by default, whose
+    older name is normalized_logprob_start_len. prediction: text that the output may contain, a
     source of draft tokens if the server makes any.
     """
 
@@ -55,6 +56,8 @@ class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fi
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool = False
+    return_normalized_logprob: bool | list[bool] = False
+    normalized_logprob_start_len: int | list[int] | None = None
     return_hidden_states: bool | list[bool] = False
     return_routed_experts: bool | list[bool] = False
     return_progress: bool = False
