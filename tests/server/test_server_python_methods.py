@@ -162,6 +162,9 @@ def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Run
     assert (runtime.slow_down(0.5), runtime.slow_down()) == ("slept 0.5", "slept None")
     with pytest.raises(RequestError, match="10"):
         runtime.slow_down(10.5)
+    assert runtime.collective_rpc("slow_down", forward_sleep_time=0.5)["message"] == "slept 0.5"
+    assert [one["pid"] for one in runtime.collective_rpc("ranks")["data"]] == [100, 101]
+    assert len(runtime.collective_rpc("cache_tree", {"max_nodes": 2})["data"][0]["nodes"]) == 2
     assert runtime.start_profile("run-1", 3) == "profiling"
     assert StartProfileBody("run-1", 3) in frontend.profiled
     with pytest.raises(RequestError, match="no profile"):

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from weights_harness import engine_of, fresh, tokens
+import torch
+from safetensors.torch import load_file
+from weights_harness import engine_of, fresh, tensors_of, tokens
 
 from headrace.checkpoint.weight_formats import names_on_cpu
+from headrace.errors import RequestError
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -55,3 +58,42 @@ def test_what_cannot_be_saved_is_refused(old, tmp_path):
         assert not success
         assert "could not be written" in message
     assert [path.name for path in Path(tmp_path).iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["old", "old_tied"])
+def test_what_is_saved_by_sglangs_name_joins_to_the_tensors_of_the_checkpoint(kind, request, tmp_path, monkeypatch):
+    """Read by the library of the format."""
+    model = request.getfixturevalue(kind)
+    monkeypatch.setattr("headrace.execution.weight_files.PART_BYTES", 100_000)
+    names = "model-rank-{rank}-part-{part}.safetensors"
+    with engine_of(model, save_dir=str(tmp_path)) as engine:
+        engine.collective_rpc("save_sharded_model", path="whole", pattern=names, max_size=5 << 30)
+        engine.collective_rpc("save_sharded_model", params={"path": "again"})
+    for name in ("whole", "again"):
+        files = sorted((tmp_path / name).glob("*.safetensors"))
+        assert {file.name for file in files} == {names.format(rank=0, part=part) for part in range(len(files))}
+        assert len(files) > 1
+        saved = {key: value for file in files for key, value in load_file(file).items()}
+        there = tensors_of(model)
+        assert saved.keys() == there.keys()
+        assert all(torch.equal(saved[key], there[key]) for key in there)
+
+
+def test_only_operations_of_the_table_can_be_called(old, tmp_path):
+    with engine_of(old, save_dir=str(tmp_path)) as engine:
+        assert engine.collective_rpc("slow_down")["message"] == "full speed"
+        assert engine.collective_rpc("cache_tree", max_nodes=1)["data"]
+        for name, fields, says in [
+            ("run_once", {}, "there is no operation 'run_once'; there are cache_tree, .*slow_down"),
+            ("__class__", {}, "there is no operation"),
+            ("flush_cache", {}, "there is no operation"),  # it has no route in the table: `flush_cache()`
+            ("slow_down", {"seconds": 1}, "unknown field 'seconds'"),
+            ("slow_down", {"forward_sleep_time": 11}, "10"),
+            ("save_remote_model", {"url": "s3://x"}, "weights are not sent; save_sharded_model"),
+            ("save_sharded_model", {"path": "../x"}, "name of a new folder below --save-dir"),
+            ("save_sharded_model", {"path": "x", "pattern": "{rank}.pt"}, "model-rank-{rank}-part-{part}.safetensors"),
+            ("save_sharded_model", {"path": "x", "max_size": 5}, "bytes"),
+        ]:
+            with pytest.raises(RequestError, match=says):
+                engine.collective_rpc(name, **fields)
+        assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""The arguments of `Engine` and `Runtime`: the requests that they make, and the bytes of files as structs, as JSON, and in the parts of messages.
+"""The arguments of `Engine` and `Runtime`: the requests that they make, the fields of routes and what these reply, and the bytes of files as
+structs, as JSON, and in the parts of messages.
 
 Pure functions; any thread.
 """
@@ -169,3 +170,39 @@ def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[
     if stream:
         given["stream_options"] = {"include_usage": True}
     return without_none(given)
+
+
+def rerank_fields(
+    query: str,
+    documents: Sequence[str | Mapping[str, Any]],
+    top_n: int | None,
+    return_documents: bool,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    given = {"query": query, "documents": _plain(documents), "top_n": top_n, "return_documents": return_documents}
+    return without_none(given | options)
+
+
+def score_fields(
+    query: str | list[int],
+    items: str | Sequence[str] | Sequence[list[int]],
+    label_token_ids: list[int] | None,
+    apply_softmax: bool,
+    item_first: bool,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    given: dict[str, Any] = {"items": _plain(items), "apply_softmax": apply_softmax, "item_first": item_first}
+    if label_token_ids is None:
+        given["queries"] = query
+    else:
+        given |= {"query": query, "label_token_ids": label_token_ids}
+    return without_none(given | options)
+
+
+def scores_of(reply: dict[str, Any]) -> Any:
+    """What `score` returns of a reply, which has labels or not."""
+    return reply["scores"] if "scores" in reply else [item["score"] for item in reply["data"]]
+
+
+def _plain(items: Any) -> Any:
+    return items if isinstance(items, str) else list(items)

@@ -11,10 +11,19 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
-from headrace.api.arguments import PooledInputs, TokenIds, chat_fields, encode_request, generate_request
+from headrace.api.arguments import (
+    PooledInputs,
+    TokenIds,
+    chat_fields,
+    encode_request,
+    generate_request,
+    rerank_fields,
+    score_fields,
+    scores_of,
+)
 from headrace.api.chat_reply import ChatDelta, ChatReply
 from headrace.api.engine_calls import EngineCalls
-from headrace.api.methods import Methods, Route, ScoreOptions, rerank_fields, score_fields, scores_of
+from headrace.api.methods import Methods, Route, ScoreOptions
 from headrace.api.native_client import NativeClient
 from headrace.api.options import (
     ChatOptions,

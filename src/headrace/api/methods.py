@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
-from headrace.api.arguments import without_none
+from headrace.api.arguments import rerank_fields, score_fields, scores_of, without_none
 from headrace.api.native_client import NativeClient
 from headrace.errors import RequestError
 from headrace.frontend.server_info import describe_load
@@ -56,6 +56,7 @@ from headrace.messages.operations import (
     SetInternalStateBody,
     SlowDownBody,
     StartProfileBody,
+    operation_named,
 )
 from headrace.messages.packing import safetensors_parts
 from headrace.messages.requests import GenerateReqInput
@@ -85,6 +86,8 @@ Result = tuple[bool, str]
 """(success, message). After a failure nothing has changed."""
 
 Route = Literal["/v1/rerank", "/v1/score"]
+
+SAVED_FILES, SAVED_BYTES = "model-rank-{rank}-part-{part}.safetensors", 1 << 30
 
 _ADMIN = Caller(is_admin=True)
 
@@ -304,6 +307,18 @@ class Methods(ABC):
             return http.ask(operation.route.path, **fields)
 
         return self._wait(here, over_http)
+
+    def collective_rpc(self, method: str, params: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+        """What the route of an operation replies with, by its name in `messages.operations`: SGLang's way to ask all schedulers. Nothing else can be
+        called, but for `save_sharded_model`. arguments, params: the fields of its request, as names or as a dict."""
+        fields = {**(params or {}), **arguments}
+        if method == "save_sharded_model":
+            return self.save_sharded_model(**fields)
+        if method == "save_remote_model":
+            raise RequestError(
+                "save_remote_model: weights are not sent; save_sharded_model writes them to a folder", "method"
+            )
+        return self._ask(*operation_named(method, fields))
 
     def cache_trees(self, max_depth: int = 8, max_nodes: int = 200) -> list[CacheTree]:
         """The outline of each replica's prefix cache: how its tree branches, without any text."""
@@ -527,6 +542,14 @@ class Methods(ABC):
         """Write the current weights to a new folder called `path` below --save-dir, from which they can be served again."""
         return self._operate("/save_sharded_state", SaveWeights(path))
 
+    def save_sharded_model(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """`save_sharded_state` under SGLang's name. Raises RequestError if it fails, and for files of other names, or smaller ones than these."""
+        if pattern not in (None, SAVED_FILES) or (max_size is not None and max_size < SAVED_BYTES):
+            raise RequestError(f"weights are saved in files {SAVED_FILES} of about {SAVED_BYTES} bytes", "pattern")
+        success, message = self.save_sharded_state(path)
+        if not success:
+            raise RequestError(message, "path")
+
     def update_weight_version(self, new_version: str, *, abort_all_requests: bool = False) -> Result:
         """Set the version name of the weights, which replies have as `meta_info.weight_version` from now on."""
         return self._operate("/update_weight_version", SetWeightVersion(new_version, abort_all_requests))
@@ -562,39 +585,3 @@ def _as(kind: type[T], fields: dict[str, Any]) -> T:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise field_error(str(error), kind) from None
-
-
-def rerank_fields(
-    query: str,
-    documents: Sequence[str | Mapping[str, Any]],
-    top_n: int | None,
-    return_documents: bool,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    given = {"query": query, "documents": _plain(documents), "top_n": top_n, "return_documents": return_documents}
-    return without_none(given | options)
-
-
-def score_fields(
-    query: str | list[int],
-    items: str | Sequence[str] | Sequence[list[int]],
-    label_token_ids: list[int] | None,
-    apply_softmax: bool,
-    item_first: bool,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    given: dict[str, Any] = {"items": _plain(items), "apply_softmax": apply_softmax, "item_first": item_first}
-    if label_token_ids is None:
-        given["queries"] = query
-    else:
-        given |= {"query": query, "label_token_ids": label_token_ids}
-    return without_none(given | options)
-
-
-def scores_of(reply: dict[str, Any]) -> Any:
-    """What `score` returns of a reply, which has labels or not."""
-    return reply["scores"] if "scores" in reply else [item["score"] for item in reply["data"]]
-
-
-def _plain(items: Any) -> Any:
-    return items if isinstance(items, str) else list(items)

@@ -377,3 +377,15 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     row.name: row for row in tuple(globals().values()) if isinstance(row, Operation)
 }
 """Every operation above, by its name."""
+
+
+def operation_named(name: str, fields: Mapping[str, Any]) -> tuple[Operation[Any, Any], msgspec.Struct]:
+    """An operation that has a route, and its request with these fields. Raises RequestError, which lists the names that there are."""
+    operation = OPERATIONS.get(name)
+    if operation is None or operation.route is None:
+        names = ", ".join(sorted(row.name for row in OPERATIONS.values() if row.route is not None))
+        raise RequestError(f"there is no operation {name!r:.100}; there are {names}", "method")
+    try:
+        return operation, msgspec.convert(dict(fields), operation.request)
+    except msgspec.ValidationError as error:
+        raise field_error(str(error), operation.request) from None
