@@ -84,7 +84,11 @@ def test_only_operations_of_the_table_can_be_called(old, tmp_path):
         assert engine.collective_rpc("slow_down")["message"] == "full speed"
         assert engine.collective_rpc("cache_tree", max_nodes=1)["data"]
         for name, fields, says in [
-            ("run_once", {}, "there is no operation 'run_once'; there are cache_tree, .*slow_down"),
+            (
+                "run_once",
+                {},
+                "there is no operation 'run_once'; there are cache_tree, .*save_sharded_model, .*slow_down",
+            ),
             ("__class__", {}, "there is no operation"),
             ("flush_cache", {}, "there is no operation"),  # it has no route in the table: `flush_cache()`
             ("slow_down", {"seconds": 1}, "unknown field 'seconds'"),

@@ -318,7 +318,7 @@ class Methods(ABC):
             raise RequestError(
                 "save_remote_model: weights are not sent; save_sharded_model writes them to a folder", "method"
             )
-        return self._ask(*operation_named(method, fields))
+        return self._ask(*operation_named(method, fields, "save_sharded_model"))
 
     def cache_trees(self, max_depth: int = 8, max_nodes: int = 200) -> list[CacheTree]:
         """The outline of each replica's prefix cache: how its tree branches, without any text."""

@@ -379,11 +379,11 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
 """Every operation above, by its name."""
 
 
-def operation_named(name: str, fields: Mapping[str, Any]) -> tuple[Operation[Any, Any], msgspec.Struct]:
-    """An operation that has a route, and its request with these fields. Raises RequestError, which lists the names that there are."""
+def operation_named(name: str, fields: Mapping[str, Any], *others: str) -> tuple[Operation[Any, Any], msgspec.Struct]:
+    """An operation that has a route, and its request with these fields. Raises RequestError, which lists these names and the `others`."""
     operation = OPERATIONS.get(name)
     if operation is None or operation.route is None:
-        names = ", ".join(sorted(row.name for row in OPERATIONS.values() if row.route is not None))
+        names = ", ".join(sorted([*others, *(row.name for row in OPERATIONS.values() if row.route is not None)]))
         raise RequestError(f"there is no operation {name!r:.100}; there are {names}", "method")
     try:
         return operation, msgspec.convert(dict(fields), operation.request)
