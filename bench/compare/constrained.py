@@ -25,7 +25,7 @@ from bench.program import parser_of, write_report
 from bench.servers import free_port, leave_on_sigterm
 
 TOKENS = 128
-OURS: dict[Precision, str] = {"16": "default", "8": "int8", "4": "int4"}
+OURS: dict[Precision, str] = {"16": "none", "8": "int8", "4": "int4"}
 
 SHORT = {"type": "string", "maxLength": 12}
 SMALL: list[dict[str, Any]] = [

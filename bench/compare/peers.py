@@ -27,11 +27,11 @@ PEERS_VENV = HERE / ".venv"
 MODELS = PEERS_VENV / "models"
 
 QUANTIZATIONS: dict[Precision, tuple[str, ...]] = {
-    "16": ("default", "int16"),
+    "16": ("none", "int16"),
     "8": ("int8", "int8-fast"),
     "4": ("int4",),
 }
-"""Our weights of each class, the ones to begin with first. default: without --quantization, what is fastest here in 16 bits."""
+"""Our weights of each class, the ones to begin with first. none: the file dequantised, and what is fastest here in 16 bits."""
 _LLAMA_CPP = {"16": "f16", "8": "q8_0", "4": "q4_0"}
 _LLAMA_CPP_ACTIVATIONS = {"16": "f16", "8": "q8_0", "4": "q8_0"}  # vec_dot_type of these weights in ggml-cpu.c
 _SLOTS = 32
@@ -71,8 +71,7 @@ class ComparedServer(ServerProcess):
 def quantized_command(quantization: str, port: int) -> ServerCommand:
     """Headrace with the smollm2 model and one of QUANTIZATIONS."""
     headrace = HERE.parents[1] / ".venv" / "bin" / "headrace"
-    option = [] if quantization == "default" else ["--quantization", quantization]
-    arguments = [str(headrace), "serve", "smollm2", "--port", str(port), *option]
+    arguments = [str(headrace), "serve", "smollm2", "--port", str(port), "--quantization", quantization]
     return ServerCommand(f"Headrace {quantization}", arguments, by_generate, needs=(headrace,))
 
 

@@ -249,9 +249,9 @@ def options(*arguments):
 
 
 def test_our_servers_are_chosen_by_their_weights():
-    chosen = options("--ours", "int8-fast,int4,default")
+    chosen = options("--ours", "int8-fast,int4,none")
 
-    assert [chosen.ours_of(precision) for precision in compare.PRECISIONS] == [["default"], ["int8-fast"], ["int4"]]
+    assert [chosen.ours_of(precision) for precision in compare.PRECISIONS] == [["none"], ["int8-fast"], ["int4"]]
 
     with pytest.raises(ConfigError, match="--ours names nothing of the class of 4 bits"):
         options("--ours", "int8", "--classes", "8,4")
@@ -264,10 +264,10 @@ def test_presets_with_one_request_at_a_time_have_peers_of_their_own():
     assert options("--presets", "C", "--stream-peers", "llama.cpp").all_peers == ["llama.cpp"]
 
 
-def test_without_an_option_our_server_is_as_anybody_starts_it():
-    default = peers.headrace_command("16", 4321).arguments
-    assert default[1:] == ["serve", "smollm2", "--port", "4321"]
-    assert peers.headrace_command("8", 4321).arguments[1:] == [*default[1:], "--quantization", "int8"]
+def test_our_server_has_no_option_but_its_weights():
+    sixteen_bits = peers.headrace_command("16", 4321).arguments
+    assert sixteen_bits[1:] == ["serve", "smollm2", "--port", "4321", "--quantization", "none"]
+    assert peers.headrace_command("8", 4321).arguments[1:] == [*sixteen_bits[1:-1], "int8"]
 
 
 def test_a_server_that_is_not_installed_or_ends_is_one_clear_error(tmp_path):
