@@ -262,6 +262,23 @@ def test_a_source_that_ends_fails_what_was_asked_and_is_asked_again_later():
         assert again.output is not None
 
 
+def test_prefill_servers_that_do_not_answer_leave_nothing(monkeypatch):
+    monkeypatch.setattr("headrace.disaggregation.sink._MOST_PEERS", 2)
+    with Two() as two, socket.create_server(("127.0.0.1", 0)) as silent:
+        two.open(1, [1])
+        port = two.source.port
+        waits = Incoming("127.0.0.1", silent.getsockname()[1], 1, "w", b"", pages=[9])
+        two.sink.ask(waits)
+        assert two.ask(1, [10])
+        late = Incoming("127.0.0.2", port, 1, "late", b"", pages=[11])
+        two.sink.ask(late)
+        assert late.is_done
+        assert "too many" in late.failure
+        silent.close()
+        two.sink._disconnect()
+        until(lambda: waits.is_done and not two.sink.peers)
+
+
 def test_a_replica_that_there_is_not_is_named():
     with Two(replicas=2) as two:
         incoming = two.ask(4, [10], replica=5)

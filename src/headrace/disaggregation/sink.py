@@ -27,6 +27,8 @@ CONNECT_S = 1.0
 IDLE_S = 300.0
 """A connection without rooms is closed after so long."""
 
+_MOST_PEERS = 256
+
 _read_output = msgspec.msgpack.Decoder(TokenIDOut)
 
 
@@ -69,7 +71,7 @@ class PageSink:
         self.uses_memory = uses_memory
         self.wake = threading.Condition()
         self.copying = threading.Lock()
-        self._peers: dict[tuple[str, int, int], _Peer] = {}
+        self.peers: dict[tuple[str, int, int], _Peer] = {}
         self._facts: dict[str, str] | None = None
         self._reading_facts = threading.Lock()
         self.num_pages = self.num_bytes = self.num_lost = 0
@@ -81,9 +83,12 @@ class PageSink:
         """replica: to begin with; the first one says how many there are."""
         address = incoming.host, incoming.port, replica
         with self.wake:
-            peer = self._peers.get(address)
+            peer = self.peers.get(address)
             if peer is None or peer.is_lost:
-                peer = self._peers[address] = _Peer(self, address)
+                if len(self.peers) >= _MOST_PEERS:
+                    _fail(incoming, "connections to too many prefill servers")
+                    return
+                peer = self.peers[address] = _Peer(self, address)
                 peer.reads.start()
             peer.asked.append(incoming)
             self.wake.notify_all()
@@ -110,7 +115,7 @@ class PageSink:
 
     def _disconnect(self) -> "list[_Peer]":
         with self.wake:
-            peers, self._peers = list(self._peers.values()), {}
+            peers, self.peers = list(self.peers.values()), {}
             self.wake.notify_all()
         for peer in peers:
             peer.close()
@@ -194,6 +199,8 @@ class _Peer:
         self.close()
         with self._sink.wake:
             # Nobody asks it from here on: `ask_replica` makes another.
+            if self._sink.peers.get(self._address) is self:
+                del self._sink.peers[self._address]
             lost = [*self.asked, *self._rooms.values()]
             self.asked.clear()
             self._rooms.clear()
@@ -314,6 +321,6 @@ class _Peer:
         return None
 
 
-def _fail(one: Incoming, why: str, is_wrong: bool) -> None:
+def _fail(one: Incoming, why: str, is_wrong: bool = False) -> None:
     one.failure, one.is_wrong = why, is_wrong
     one.is_done = True
