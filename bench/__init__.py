@@ -13,7 +13,7 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
   (while requests run)
 - KV that is kept in files: kv_files.py, kv_damage.py (what becomes of these files), kv_writer.py (when who writes them is killed), kv_calls.py
   (calls of the tree, copies of pages)
-- Replicas: replicas.py (real ones beside the simulated)
+- Replicas: replicas.py (real ones beside the simulated), disaggregation.py (prefill and decode on different servers)
 - Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py, gguf_types.py,
   gguf_tokenizers.py
 - Of output and time: sparsity.py

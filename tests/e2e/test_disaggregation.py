@@ -169,6 +169,13 @@ def test_without_a_prefill_server_the_prompt_is_computed(
         assert decode.internal_state().transfer.failed == 3
 
 
+def test_a_checksum_knows_bits_and_order():
+    data = bytes(range(251)) * 50
+    swapped = data[4096:8192] + data[:4096] + data[8192:]
+    changed = [data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :] for place in (0, 4095, 5000, len(data) - 1)]
+    assert len({wire.checksum(memoryview(one)) for one in (data, swapped, data[:-1], *changed)}) == 7
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [("secret", "its secret is another one"), ("layout", "kv: bfloat16 .* float32 goes on"), ("weights", "weights: ")],

@@ -18,7 +18,8 @@ _logger = get_logger(__name__)
 
 FOLDER = Path("/dev/shm")
 _PREFIX = "headrace-kv-"
-_BYTES = 64 << 20
+_BYTES = 32 << 20
+"""Little, so that what one side has written is still in the processor's cache when the other copies it."""
 
 
 class Ring:

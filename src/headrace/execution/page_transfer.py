@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace.attention.base import KvPool
@@ -65,6 +66,7 @@ class PoolPages:
         self._tensors = tensors or Digests()
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._arrays = [layer.numpy() for layer in self._layers] if self._device.type == "cpu" else []
 
     def fingerprint(self) -> str:
         return self.fingerprint_of(self.digests())
@@ -129,6 +131,12 @@ class PoolPages:
     @torch.inference_mode()
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """See `PageTransfer.write`."""
+        if self._stream is None:  # NumPy takes two thirds of the time of `index_copy_`.
+            places, start = np.array(pages), 0
+            rows = np.frombuffer(data, self._arrays[0].dtype).reshape(len(pages), -1)
+            for array in self._arrays:
+                array[places] = rows[:, start : (start := start + array.shape[1])]
+            return
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
             given = torch.frombuffer(data, dtype=self._dtype).view(len(pages), -1).to(self._device)
