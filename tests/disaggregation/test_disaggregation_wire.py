@@ -162,7 +162,9 @@ class Two:
         self.source.close()
 
     def ask(self, room: int, pages: list[int], key: bytes = b"k" * 16, **fields: object) -> Incoming:
-        incoming = Incoming("127.0.0.1", self.source.port, room, f"r{room}", key, pages=pages, **fields)
+        incoming = Incoming(
+            "127.0.0.1", self.source.port, room, f"r{room}", key, fields.pop("first", room), pages=pages, **fields
+        )
         self.sink.ask(incoming)
         return incoming
 
@@ -267,10 +269,10 @@ def test_prefill_servers_that_do_not_answer_leave_nothing(monkeypatch):
     with Two() as two, socket.create_server(("127.0.0.1", 0)) as silent:
         two.open(1, [1])
         port = two.source.port
-        waits = Incoming("127.0.0.1", silent.getsockname()[1], 1, "w", b"", pages=[9])
+        waits = Incoming("127.0.0.1", silent.getsockname()[1], 1, "w", b"", 1, pages=[9])
         two.sink.ask(waits)
         assert two.ask(1, [10])
-        late = Incoming("127.0.0.2", port, 1, "late", b"", pages=[11])
+        late = Incoming("127.0.0.2", port, 1, "late", b"", 1, pages=[11])
         two.sink.ask(late)
         assert late.is_done
         assert "too many" in late.failure
@@ -288,6 +290,10 @@ def test_a_replica_that_there_is_not_is_named():
         incoming = two.ask(4, [10])
         until(lambda: incoming.is_done)
         assert incoming.output is not None, "room 4 of 2 replicas is the first one's"
+        two.open(5, [1])
+        incoming = two.ask(5, [10], first=4)
+        until(lambda: incoming.is_done)
+        assert incoming.output is not None, "and so are the rooms of the other samples of its prompt"
 
 
 def test_memory_is_only_that_which_a_server_of_this_user_made(tmp_path):

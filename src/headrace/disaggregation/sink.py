@@ -34,7 +34,7 @@ _read_output = msgspec.msgpack.Decoder(TokenIDOut)
 
 @dataclass(eq=False, slots=True)
 class Incoming:
-    """A room of a prefill server. replica: of that server, -1 = room modulo their number. key: see `wire.prompt_key`. num_known: pages at the
+    """A room of a prefill server. first: see `Room`. replica: of that server, -1 = `first` modulo their number. key: see `wire.prompt_key`. num_known: pages at the
     beginning of the prompt that need not come. pages: where to put those behind them.
 
     num_arrived: of `pages`, in order. output: of the prefill server, once all has come. failure: why it does not come; is_wrong: because the request,
@@ -47,6 +47,7 @@ class Incoming:
     room: int
     rid: str
     key: bytes
+    first: int
     replica: int = -1
     num_known: int = 0
     pages: list[int] = field(default_factory=list)
@@ -302,7 +303,7 @@ class _Peer:
         while self.asked:
             one = self.asked.popleft()
             own = self._address[2]
-            wanted = one.replica if one.replica >= 0 else one.room % self._replicas
+            wanted = one.replica if one.replica >= 0 else one.first % self._replicas
             if not one.is_wanted:
                 continue
             if wanted >= self._replicas:

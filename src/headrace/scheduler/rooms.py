@@ -342,8 +342,7 @@ class DecodeRooms:
         num_whole = req.num_prompt_tokens // size * size
         match = self._part.cache.match(req.cache_key(num_whole), req.asked.namespace, num_whole)
         missing = kv.pages_for(req.num_prompt_tokens) - len(match.pages)
-        is_alone = not self._expected_tokens() and len(self._waiting) == 1
-        reserved = 0 if is_alone else kv.pages_for(self._expected_tokens())
+        reserved = kv.pages_for(self._expected_tokens())
         pages = self._part.grow(missing, kv.weights) if missing + reserved <= self._part.num_available_pages else None
         if pages is None:
             self._part.cache.release(match.lease)
@@ -355,6 +354,7 @@ class DecodeRooms:
             room.number,
             req.rid,
             _key(req, self._sink.transfer),
+            room.first,
             room.replica,
             len(match.pages),
             pages,
