@@ -302,8 +302,8 @@ def test_memory_is_only_that_which_a_server_of_this_user_made(tmp_path):
     assert Ring.attach("/dev/shm/headrace-kv-../../etc/passwd") is None
     ring = Ring.create()
     other = Ring.attach(str(ring.path))
-    assert other.divide(16 << 20)
-    assert [other.take(5)[0] >> 20 for _ in range(4)] == [0, 16, 32, 48]
+    assert other.divide(8 << 20)
+    assert [other.take(5)[0] >> 20 for _ in range(4)] == [0, 8, 16, 24]
     assert not other.has_room
     other.give_back()
     assert other.has_room

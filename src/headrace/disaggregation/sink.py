@@ -34,8 +34,8 @@ _read_output = msgspec.msgpack.Decoder(TokenIDOut)
 
 @dataclass(eq=False, slots=True)
 class Incoming:
-    """A room of a prefill server. first: see `Room`. replica: of that server, -1 = `first` modulo their number. key: see `wire.prompt_key`. num_known: pages at the
-    beginning of the prompt that need not come. pages: where to put those behind them.
+    """A room of a prefill server. key: see `wire.prompt_key`. first: see `Room`. replica: of that server, -1 = `first` modulo how many
+    num_known: pages at the beginning of the prompt that need not come. pages: where to put those behind them.
 
     num_arrived: of `pages`, in order. output: of the prefill server, once all has come. failure: why it does not come; is_wrong: because the request,
     or the server that it names, is not what it should be. num_news: grows while the other side works. is_wanted: set to False to end it
@@ -47,7 +47,7 @@ class Incoming:
     room: int
     rid: str
     key: bytes
-    first: int
+    first: int = 0
     replica: int = -1
     num_known: int = 0
     pages: list[int] = field(default_factory=list)
