@@ -49,7 +49,7 @@ from headrace.execution.page_transfer import PoolPages
 
 STREAMS, TOKENS = 16, 48
 STOPPED_S, LIMIT_S, WHOLE_S = 3.0, 5.0, 60.0
-LONG, ITL_STREAMS, ITL_TOKENS = 7900, 8, 300
+LONG, ITL_STREAMS, ITL_TOKENS = 7900, 8, 500
 OPTIONS = ("--max-total-tokens", "24576", "--max-running-requests", "64", "--num-threads", "1")
 _SECRET = b"a secret of this measurement"
 _ENVIRONMENT = {SECRET_VARIABLE: _SECRET.decode()}
@@ -409,7 +409,7 @@ def slope(values: list[float]) -> float:
 
 async def latency(model: str, options: Any) -> Any:
     source = random.Random(options.seed)
-    sampling = {"max_new_tokens": ITL_TOKENS, "ignore_eos": True}
+    sampling = {"max_new_tokens": ITL_TOKENS, "ignore_eos": True, "temperature": 1}
 
     async def gaps(ask_one: Callable[[Body], Awaitable[StreamReply]], is_beside: bool) -> dict[str, Any]:
         """Milliseconds between tokens of the streams, from when all have begun."""

@@ -222,6 +222,25 @@ def test_pages_go_out_before_the_prompt_is_done():
         assert incoming.num_arrived == 3
 
 
+def test_signs_of_work_come_while_pages_of_other_rooms_do(monkeypatch: pytest.MonkeyPatch):
+    sent, send = [], wire.Connection.send
+
+    def noting(connection: wire.Connection, message: wire.Message, data: memoryview | bytes = b"") -> None:
+        sent.append(message)
+        send(connection, message, data)
+
+    monkeypatch.setattr(wire.Connection, "send", noting)
+    monkeypatch.setattr(wire, "BEAT_S", 0.0)
+    monkeypatch.setattr("headrace.disaggregation.source._PART_BYTES", PAGE_BYTES)
+    with Two() as two:
+        two.source.progress = 7
+        two.open(1, list(range(40)))
+        incoming = two.ask(1, list(range(100, 140)))
+        until(lambda: incoming.is_done)
+    places = [place for place, message in enumerate(sent) if isinstance(message, wire.Pages)]
+    assert wire.Beat(7) in sent[places[0] : places[-1]]
+
+
 def test_a_room_of_another_prompt_one_in_use_and_one_that_fails():
     with Two() as two:
         outgoing = two.open(1, [1], is_done=False)

@@ -239,6 +239,20 @@ def test_a_wrong_room_ends_the_request_and_one_in_use_is_refused():
     link.check()
 
 
+@pytest.mark.parametrize("count", [3, 18])
+def test_a_prefill_side_that_was_started_again_holds_no_pages(count: int):
+    """Its decode server has lost it, and has computed the prompt."""
+    link = Link()
+    link.add(1, prompt(count, 1), 5, sides="p", attempt=1)
+    for _ in range(10):
+        link.prefill.turn()
+    assert link.prefill.finish["r1"].type == "length"
+    assert link.prefill.state.kv.leased_tokens(0) == 0, "not only after the time in which a room may be asked for"
+    link.add(1, prompt(count, 1), 5, sides="d")
+    link.run()
+    link.check()
+
+
 def test_new_weights_end_what_is_under_way():
     """Requests that wait for KV of the old weights are computed with the new ones."""
     link = Link()

@@ -223,20 +223,20 @@ class PageSource:
 
     def _send(self, peer: "_Peer") -> None:
         """All that goes to one connection after its beginning."""
-        said_s = time.monotonic()
+        beat_s = time.monotonic()
         try:
             while not peer.is_lost:
                 with self.wake:
                     work = peer.next_work(self.pages_at_once)
                     if work is None:
-                        self.wake.wait(max(0.0, said_s + wire.BEAT_S - time.monotonic()))
+                        self.wake.wait(max(0.0, beat_s + wire.BEAT_S - time.monotonic()))
                 if work is not None:
                     work(self)
-                elif time.monotonic() < said_s + wire.BEAT_S:
-                    continue
-                else:
+                if (
+                    time.monotonic() >= beat_s + wire.BEAT_S
+                ):  # Beside pages, too: rooms that have none yet are to know that we compute.
                     peer.connection.send(wire.Beat(self.progress))
-                said_s = time.monotonic()
+                    beat_s = time.monotonic()
         except wire.Lost:
             pass
         except Exception:

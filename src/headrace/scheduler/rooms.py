@@ -92,6 +92,10 @@ class PrefillRooms:
         sending = _Sending(req, Outgoing(room.number, req.rid, _key(req, self._source.transfer)))
         if not req.shares_kv:
             sending.outgoing.failure = "the KV of a prompt of embeddings is not sent"
+        elif (
+            req.asked.attempt
+        ):  # Its decode server has lost the connection, computes the prompt itself, and will not ask.
+            sending.outgoing.failure = "its prefill server was started again"
         self._rooms[room.number] = sending
         self._source.open(sending.outgoing)
         return False
@@ -119,7 +123,7 @@ class PrefillRooms:
             return
         if req.finish.type == "abort" or req.seq < 0:
             one.outgoing.failure = req.finish.message or "its prefill server did not compute it"
-        else:
+        elif not one.outgoing.failure:
             self._offer(one)
             num_tokens, size = req.num_prompt_tokens, self._kv.page_size
             pages = one.outgoing.pages
