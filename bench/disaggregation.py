@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
@@ -148,8 +148,8 @@ def told(reply: StreamReply) -> Any:
     if reply.status != 200 or reply.error is not None:
         return f"{reply.status} {reply.error or reply.body[:300]!r}"
     answers = json.loads(reply.body)
-    names = ("finish_reason", "prompt_tokens", "completion_tokens", "input_token_logprobs", "output_token_logprobs")
-    names += ("input_top_logprobs", "output_top_logprobs")
+    lists = [f"{side}_{kind}_logprobs" for side in ("input", "output") for kind in ("token", "top")]
+    names = ("finish_reason", "prompt_tokens", "completion_tokens", *lists)
     return [
         [one["text"], one["output_ids"], *(one["meta_info"].get(name) for name in names)]
         for one in (answers if isinstance(answers, list) else [answers])
@@ -411,7 +411,7 @@ async def latency(model: str, options: Any) -> Any:
     source = random.Random(options.seed)
     sampling = {"max_new_tokens": ITL_TOKENS, "ignore_eos": True, "temperature": 1}
 
-    async def gaps(ask_one: Callable[[Body], Awaitable[StreamReply]], is_beside: bool) -> dict[str, Any]:
+    async def gaps(ask_one: Callable[[Body], Coroutine[Any, Any, StreamReply]], is_beside: bool) -> dict[str, Any]:
         """Milliseconds between tokens of the streams, from when all have begun."""
         streams = [body_of(source, 30, sampling, stream=True) for _ in range(ITL_STREAMS)]
         tasks = [asyncio.create_task(ask_one(body)) for body in streams]
