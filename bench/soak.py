@@ -268,9 +268,18 @@ async def _kill(run: Soak, session: aiohttp.ClientSession, pid: int, every_s: fl
     while time.monotonic() + every_s < end_s:
         await asyncio.sleep(every_s)
         if await _health(session) == 200:
-            schedulers = [process for process in _processes(pid) if "scheduler" in process.cmdline()]
-            schedulers[run.num_kills % len(schedulers)].kill()
-            run.num_kills += 1
+            schedulers = [process for process in _processes(pid) if _is_scheduler(process)]
+            if schedulers:
+                schedulers[run.num_kills % len(schedulers)].kill()
+                run.num_kills += 1
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    """False for one that was killed, too."""
+    try:
+        return "scheduler" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def _update(run: Soak, session: aiohttp.ClientSession, model: str, every_s: float, end_s: float) -> None:

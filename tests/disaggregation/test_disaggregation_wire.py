@@ -206,7 +206,6 @@ def test_pages_of_many_rooms_come_in_order(monkeypatch, uses_memory: bool, is_as
         until(lambda: all(one.is_over for one in outgoing))
         assert two.source.num_connections == 1
         two.source.withdraw(outgoing)
-        assert not two.source._rooms
 
 
 def test_pages_go_out_before_the_prompt_is_done():
@@ -296,7 +295,7 @@ def test_prefill_servers_that_do_not_answer_leave_nothing(monkeypatch):
         assert late.is_done
         assert "too many" in late.failure
         silent.close()
-        two.sink._disconnect()
+        two.sink.weights_changed()
         until(lambda: waits.is_done and not two.sink.peers)
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lora_harness import tiny_adapter
 from server_process import serving
 from test_models_gguf_types import PROMPT, save_gguf
 
-from headrace.cache.tier import DiskTier
+from headrace.cache.tier import DiskTier, Store
 from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.errors import ConfigError
 from headrace.execution import build, page_transfer
@@ -141,6 +142,15 @@ def test_memory_of_the_host_behind_a_device(tiny_model: str, monkeypatch: pytest
 
     monkeypatch.setattr(build, "ReadyInfo", lambda **about: ReadyInfo(**about | {"device": "cuda"}))
     monkeypatch.setattr(page_transfer, "PoolPages", Watched)
+    store = DiskTier.store
+
+    def store_before_it_goes_on(tier: DiskTier, kept: Store) -> None:
+        """The next prompt needs the pages, and what is not stored by then is dropped."""
+        store(tier, kept)
+        while not kept.is_done:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(DiskTier, "store", store_before_it_goes_on)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device of the tests")
     device = FakeDevice()
     queue_on(device, monkeypatch)

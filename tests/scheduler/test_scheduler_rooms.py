@@ -4,7 +4,7 @@ and as it should, and no page is left. The worker's KV remembers the history of 
 import msgspec
 import numpy as np
 import pytest
-from fake_worker import FakeWorker, Rig, expected_outputs
+from fake_worker import Rig, expected_outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,19 +20,16 @@ PAGE = 4
 EOS_EVERY = 11
 
 
-class KvOfWorker:
-    """A `PageTransfer` over the worker's KV."""
-
-    def __init__(self, worker: FakeWorker) -> None:
-        self.kv = worker.kv.reshape(-1, PAGE)
+class NoAdapters:
+    """What is asked of a `PageTransfer` here; `Link` copies pages."""
 
     def adapter(self, lora_id: int) -> str:
         return ""
 
 
 class Source(PageSource):
-    def __init__(self, link: "Link", worker: FakeWorker) -> None:
-        self.link, self.transfer = link, KvOfWorker(worker)
+    def __init__(self, link: "Link") -> None:
+        self.link, self.transfer = link, NoAdapters()
         self.progress = self.num_pages = self.num_bytes = 0
 
     def open(self, outgoing: Outgoing) -> None:
@@ -52,8 +49,8 @@ class Source(PageSource):
 
 
 class Sink(PageSink):
-    def __init__(self, link: "Link", worker: FakeWorker) -> None:
-        self.link, self.transfer = link, KvOfWorker(worker)
+    def __init__(self, link: "Link") -> None:
+        self.link, self.transfer = link, NoAdapters()
         self.num_pages = self.num_bytes = 0
 
     def ask(self, incoming: Incoming) -> None:
@@ -79,8 +76,8 @@ class Link:
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: list[Incoming] = []
         options = {"page_size": PAGE, "eos_every": EOS_EVERY, **options}
-        self.prefill = Rig(num_pages=prefill_pages, transfer=lambda worker: Source(self, worker), **options)
-        self.decode = Rig(num_pages=decode_pages, transfer=lambda worker: Sink(self, worker), **options)
+        self.prefill = Rig(num_pages=prefill_pages, transfer=lambda worker: Source(self), **options)
+        self.decode = Rig(num_pages=decode_pages, transfer=lambda worker: Sink(self), **options)
         self.asked: dict[str, tuple[list[int], int]] = {}
 
     def add(self, number: int, prompt: list[int], num_new: int, sides: str = "pd", **fields) -> None:
@@ -103,8 +100,8 @@ class Link:
             if out.failure or not out.is_wanted:
                 self.fail(one)
             elif place < len(out.pages) and one.num_arrived < len(one.pages):
-                source, sink = self.prefill.scheduler.state.rooms._source, self.decode.scheduler.state.rooms._sink
-                sink.transfer.kv[one.pages[one.num_arrived]] = source.transfer.kv[out.pages[place]]
+                given = self.prefill.worker.kv.reshape(-1, PAGE)[out.pages[place]]
+                self.decode.worker.kv.reshape(-1, PAGE)[one.pages[one.num_arrived]] = given
                 one.num_arrived += 1
                 one.num_news += 1
             elif out.output:
