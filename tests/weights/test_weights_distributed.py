@@ -139,7 +139,7 @@ def cancelled(engine, call, want):
 
 def test_a_silent_peer_holds_up_no_generation_and_can_be_cancelled(engine, trainer, port, new, old, answers):
     assert engine.update_weights_from_disk(old)[0]
-    sender = joined(engine, trainer, port, "silent", timeout_s=120.0)
+    sender = joined(engine, trainer, port, "silent", timeout_s=30.0)
     named = list(tensors_of(new).items())
     receive = lambda: engine.update_weights_from_distributed(*describe(named), "silent")  # noqa: E731
     assert cancelled(engine, receive, answers[0]) == (False, "cancelled; nothing has changed")
