@@ -137,9 +137,9 @@ class PageSource:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self.wake:
+        with self.wake:  # `close` joins no thread that has not begun
             self._threads.add(thread)
-        thread.start()
+            thread.start()
 
     def facts(self) -> dict[str, str]:
         """See `PageTransfer.facts`. The first call after a change of the weights may take seconds."""
