@@ -14,8 +14,9 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,10 +305,15 @@ class TensorBytes:
 
 
 def write(
-    identity: str, model: str, precision: str, layers: Mapping[str, Mapping[str, TensorBytes | int | str | None]]
+    identity: str,
+    model: str,
+    precision: str,
+    layers: Mapping[str, Mapping[str, TensorBytes | int | str | None]],
+    rest: Callable[[float], object] = lambda worked_s: None,
 ) -> Path:
-    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError. Removes the files that were
-    used longest ago when the cache takes more than its share of the disk."""
+    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. rest: called after a millisecond or two of work, with
+    what it took in seconds. Raises WeightCacheError. Removes the files that were used longest ago when the cache takes more than its share of the
+    disk."""
     offset = 0
     stored: list[StoredLayer] = []
     buffers: list[tuple[int, memoryview]] = []
@@ -315,10 +321,11 @@ def write(
         described: dict[str, StoredTensor | int | str | None] = {}
         for field, value in fields.items():
             if isinstance(value, TensorBytes):
-                num_bytes, sha256 = value.data.nbytes, hashlib.sha256(value.data).hexdigest()
-                described[field] = StoredTensor(
-                    value.dtype, value.shape, offset, num_bytes, zlib.crc32(value.data), sha256
-                )
+                num_bytes, sha256, crc = value.data.nbytes, hashlib.sha256(), 0
+                for piece in _pieces(value.data, rest):
+                    sha256.update(piece)
+                    crc = zlib.crc32(piece, crc)
+                described[field] = StoredTensor(value.dtype, value.shape, offset, num_bytes, crc, sha256.hexdigest())
                 buffers.append((offset, value.data))
                 offset = _round_up(offset + num_bytes, _ALIGNMENT)
             else:
@@ -335,13 +342,22 @@ def write(
             file.write(_PROLOGUE.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
             for at, data in buffers:
                 file.seek(start + at)
-                file.write(data)
+                for piece in _pieces(data, rest):
+                    file.write(piece)
             file.truncate(start + offset)
 
         _write_whole(path, fill)
     except OSError as error:
         raise WeightCacheError(f"cannot write to {path.parent}: {error.strerror}") from error
     return path
+
+
+def _pieces(data: memoryview, rest: Callable[[float], object]) -> Iterator[memoryview]:
+    """`data` by the MiB; `rest` is told how long the caller worked on each."""
+    for at in range(0, data.nbytes, 1 << 20):
+        begin = time.perf_counter()
+        yield data[at : at + (1 << 20)]
+        rest(time.perf_counter() - begin)
 
 
 def _write_whole(path: Path, fill: Callable[[BinaryIO], object], lasting: bool = True) -> None:

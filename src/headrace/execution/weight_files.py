@@ -9,11 +9,9 @@ are. They are written beside the steps under a temporary name, and the folder ap
 thread of the operation.
 """
 
-import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import threading
@@ -134,13 +132,13 @@ class WeightCache:
         return not self.outcome.endswith(" s")
 
     def write(self, weights: Iterable[Weight]) -> None:
-        self._write({name: keeper.kept() for name, keeper in _keepers(weights).items()})
+        self._write({name: keeper.kept() for name, keeper in _keepers(weights).items()}, lambda worked_s: None)
 
-    def _write(self, kept: dict[str, Kept]) -> None:
+    def _write(self, kept: dict[str, Kept], rest: Callable[[float], object]) -> None:
         begin = time.perf_counter()
         layers = {name: _stored(one) for name, one in kept.items()}
         try:
-            path = files.write(self._identity, self._model, self._precision, layers)
+            path = files.write(self._identity, self._model, self._precision, layers, rest)
         except WeightCacheError as error:
             _logger.warning("the packed weights are not kept for the next start: %s", error.message)
             return
@@ -148,21 +146,23 @@ class WeightCache:
         _logger.info("kept %.0f MiB of packed weights for the next start (%.1f s)", size, time.perf_counter() - begin)
 
     def write_in_background(self, weights: Iterable[Weight]) -> Callable[[], None]:
-        """`write` in a thread; call what is returned to wait for its end.
+        """`write` in a thread that works a third of the time; call what is returned to wait for its end, without rests.
 
-        What is kept is taken now: the weights may be replaced before the thread comes to them.
+        It has the priority of all threads: one of a lower priority that holds the interpreter's lock stops everybody on a busy machine. What is kept
+        is taken now: the weights may be replaced before the thread comes to them.
         """
         kept = {name: keeper.kept() for name, keeper in _keepers(weights).items()}
-
-        def work() -> None:
-            # Where nothing else wants a core, and no kernel's thread waits for it to end its turn.
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-            self._write(kept)
-
-        thread = threading.Thread(target=work, name="weight cache")
+        hurry = threading.Event()
+        thread = threading.Thread(
+            target=self._write, args=(kept, lambda worked_s: hurry.wait(2 * worked_s)), name="weight cache"
+        )
         thread.start()
-        return thread.join
+
+        def finish() -> None:
+            hurry.set()
+            thread.join()
+
+        return finish
 
     def _refuse(self, why: str) -> frozenset[str]:
         _logger.warning("packing the weights again: %s", why)
