@@ -282,6 +282,27 @@ def test_a_source_that_ends_fails_what_was_asked_and_is_asked_again_later():
         assert again.output is not None
 
 
+def test_a_room_that_was_lost_may_be_asked_for_again():
+    with Two() as two:
+        outgoing = two.open(1, [1, 2], is_done=False)
+        first = two.ask(1, [10, 11, 12])
+        until(lambda: first.num_arrived == 2)
+        twice = two.ask(1, [20], again=True)  # while the other still waits
+        until(lambda: twice.is_done)
+        two.sink.weights_changed()
+        until(lambda: outgoing.is_over)
+        again, unknown = two.ask(1, [13, 14, 15], again=True), two.ask(2, [16], again=True)
+        until(lambda: again.num_arrived == 2)
+        two.source.withdraw([outgoing])
+        until(lambda: again.is_done)
+        later = two.ask(1, [17, 18, 19], again=True)
+        until(lambda: two.source.asked_again({1}) == {1})
+        two.source.open(Outgoing(1, "r1", b"k" * 16, [3], failure="the rest is computed"))
+        until(lambda: later.is_done and (two.source.asked_again({1}) or unknown.is_done))
+        assert [one.num_arrived for one in (twice, again, unknown, later)] == [0, 2, 0, 1]
+        assert not any(one.is_wrong for one in (again, unknown, later))
+
+
 def test_prefill_servers_that_do_not_answer_leave_nothing(monkeypatch):
     monkeypatch.setattr("headrace.disaggregation.sink._MOST_PEERS", 2)
     with Two() as two, socket.create_server(("127.0.0.1", 0)) as silent:

@@ -35,6 +35,14 @@ class Source(PageSource):
     def open(self, outgoing: Outgoing) -> None:
         self.link.outgoing[outgoing.room] = outgoing
 
+    def asked_again(self, past) -> set[int]:
+        opened = {room for room, one in self.link.outgoing.items() if one.is_wanted}
+        asked = {one.room for one in self.link.incoming if one.again} - opened
+        for one in self.link.incoming:
+            if one.room in asked and one.room not in past:
+                self.link.fail(one)
+        return asked & set(past)
+
     def tell(self) -> None:
         pass
 
@@ -77,12 +85,16 @@ class Link:
         self.incoming: list[Incoming] = []
         options = {"page_size": PAGE, "eos_every": EOS_EVERY, **options}
         self.prefill = Rig(num_pages=prefill_pages, transfer=lambda worker: Source(self), **options)
-        self.decode = Rig(num_pages=decode_pages, transfer=lambda worker: Sink(self), **options)
+        self.new_decode = lambda: Rig(num_pages=decode_pages, transfer=lambda worker: Sink(self), **options)
+        self.decode = self.new_decode()
         self.asked: dict[str, tuple[list[int], int]] = {}
+        self.on_decode: set[int] = set()
 
     def add(self, number: int, prompt: list[int], num_new: int, sides: str = "pd", **fields) -> None:
         rid = f"r{number}"
         self.asked[rid] = prompt, num_new
+        if "d" in sides:
+            self.on_decode.add(number)
         for side in sides:
             rig = self.prefill if side == "p" else self.decode
             rig.add(rid, prompt, num_new, room=Room("h", 1, number, number), **fields)
@@ -95,9 +107,11 @@ class Link:
             if out.key != one.key:
                 one.failure, one.is_wrong, one.is_done = "another prompt", True, True
                 continue
-            out.is_asked = True
+            if one.again and not out.is_wanted:
+                continue
+            out.is_asked, out.is_over = True, False
             place = one.num_known + one.num_arrived
-            if out.failure or not out.is_wanted:
+            if not out.is_wanted or (out.failure and place >= len(out.pages)):
                 self.fail(one)
             elif place < len(out.pages) and one.num_arrived < len(one.pages):
                 given = self.prefill.worker.kv.reshape(-1, PAGE)[out.pages[place]]
@@ -118,6 +132,18 @@ class Link:
         for one in self.incoming:
             self.fail(one)
         self.incoming = []
+
+    def die(self) -> None:
+        """The decode side's scheduler dies, another takes its place, and what has not ended is sent again with what was heard of it."""
+        self.lose()
+        old, self.decode = self.decode, self.new_decode()
+        self.decode.now, self.decode.ids, self.decode.finish = old.now, old.ids, old.finish
+        for number in sorted(self.on_decode):
+            rid = f"r{number}"
+            if rid not in old.finish:
+                heard = np.array(old.ids.get(rid, []), np.int32).tobytes()
+                room = Room("h", 1, number, number)
+                self.decode.add(rid, *self.asked[rid], room=room, output_ids=heard, attempt=1)
 
     def run(self, turns: int = 4000) -> None:
         for _ in range(turns):
@@ -266,6 +292,23 @@ def test_new_weights_end_what_is_under_way():
     link.check()
 
 
+@pytest.mark.parametrize("turns", [2, 4, 7, 30])
+def test_a_scheduler_that_died_gets_the_whole_pages_again(turns: int):
+    link = Link()
+    for number, count in enumerate((31, 9, 20)):
+        link.add(number, prompt(count, number), 12)
+    for _ in range(turns):
+        link.prefill.turn()
+        for _ in range(8):
+            link.carry()
+        link.decode.turn()
+    link.die()
+    link.run()
+    heard = sum(map(len, link.decode.ids.values()))
+    assert link.decode.state.counters.computed_prefill_tokens <= 3 * (PAGE - 1) + heard
+    link.check()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_happens_each_request_ends_once_and_no_page_is_left(data: st.DataObject):
@@ -278,7 +321,9 @@ def test_whatever_happens_each_request_ends_once_and_no_page_is_left(data: st.Da
         link.add(number, ids, draw(st.integers(1, 8)), side[0])
         late += [(number, other) for other in side[1:]]
         for _ in range(draw(st.integers(0, 4))):
-            match draw(st.sampled_from(["prefill", "decode", "carry", "carry", "lose", "abort", "short", "late"])):
+            match draw(
+                st.sampled_from(["prefill", "decode", "carry", "carry", "lose", "die", "abort", "short", "late"])
+            ):
                 case "prefill":
                     link.prefill.turn()
                 case "decode":
@@ -287,6 +332,8 @@ def test_whatever_happens_each_request_ends_once_and_no_page_is_left(data: st.Da
                     link.carry()
                 case "lose":
                     link.lose()
+                case "die":
+                    link.die()
                 case "abort":
                     rig = draw(st.sampled_from([link.prefill, link.decode]))
                     rig.inbox.send(AbortReq((f"r{draw(st.integers(0, number))}",)))

@@ -34,7 +34,7 @@ _read_output = msgspec.msgpack.Decoder(TokenIDOut)
 
 @dataclass(eq=False, slots=True)
 class Incoming:
-    """A room of a prefill server. key: see `wire.prompt_key`. first: see `Room`. replica: of that server, -1 = `first` modulo how many
+    """A room of a prefill server. key, again: see `wire.Ask`. first: see `Room`. replica: of that server, -1 = `first` modulo how many
     num_known: pages at the beginning of the prompt that need not come. pages: where to put those behind them.
 
     num_arrived: of `pages`, in order. output: of the prefill server, once all has come. failure: why it does not come; is_wrong: because the request,
@@ -51,6 +51,7 @@ class Incoming:
     replica: int = -1
     num_known: int = 0
     pages: list[int] = field(default_factory=list)
+    again: bool = False
     num_arrived: int = 0
     output: TokenIDOut | None = None
     failure: str = ""
@@ -314,7 +315,7 @@ class _Peer:
                 _fail(one, f"room {one.room} is in use by another request", True)
             else:
                 self._rooms[one.room] = one
-                return wire.Ask(one.room, one.rid, one.key, one.num_known)
+                return wire.Ask(one.room, one.rid, one.key, one.num_known, one.again)
         for room, one in self._rooms.items():
             if not one.is_wanted:
                 del self._rooms[room]

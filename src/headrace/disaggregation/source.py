@@ -8,7 +8,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,7 +33,7 @@ _MOST_ASKED = 1 << 16
 class Outgoing:
     """A room. key: see `wire.prompt_key`. pages: of its prompt, as far as they are computed; grows.
 
-    output: of `wire.Done`; empty until all pages are there. failure: why there will be none. is_wanted: set to False to end it (`withdraw`).
+    output: of `wire.Done`; empty until all pages are there. failure: why there will be no more. is_wanted: set to False to end it (`withdraw`).
     is_over: all is sent, or the connection that asked is lost. num_sent: pages that are sent or known there. is_asked: a connection has asked.
     """
 
@@ -87,6 +87,20 @@ class PageSource:
                 if (ask := peer.early.pop(outgoing.room, None)) is not None:
                     peer.take(outgoing, ask)
             self.wake.notify_all()
+
+    def asked_again(self, rooms: Container[int]) -> set[int]:
+        """Those of `rooms` that are not open, and that a decode server asks for again. It is told at once that there are no others."""
+        found: set[int] = set()
+        with self.wake:
+            for peer in self._peers:
+                again = [ask for ask in peer.early.values() if ask.again]
+                found.update(ask.room for ask in again if ask.room in rooms)
+                for ask in again:
+                    if ask.room not in rooms:
+                        del peer.early[ask.room]
+                        peer.refuse(ask, "its prefill server does not know it")
+            self.wake.notify_all()
+        return found
 
     def tell(self) -> None:
         """A room has more pages, its output, or a failure."""
@@ -286,13 +300,17 @@ class _Peer:
     def take(self, outgoing: Outgoing, ask: wire.Ask) -> None:
         """It waits for a room from now on, if it may. The lock is held."""
         if outgoing.key != ask.key:
-            self._failures.append(wire.Failed(ask.room, "its prefill server has another prompt there", is_wrong=True))
-        elif outgoing.is_asked:
-            self._failures.append(wire.Failed(ask.room, "another request has asked for its KV", is_wrong=True))
+            self.refuse(ask, "its prefill server has another prompt there")
+        elif outgoing.is_asked and not (ask.again and outgoing.is_over):
+            self.refuse(ask, "another request has asked for its KV")
         else:
-            outgoing.is_asked = True
+            outgoing.is_asked, outgoing.is_over = True, False
             outgoing.num_sent = ask.num_known
             self.rooms[ask.room] = outgoing
+
+    def refuse(self, ask: wire.Ask, why: str) -> None:
+        """The lock is held."""
+        self._failures.append(wire.Failed(ask.room, why, is_wrong=not ask.again))
 
     def next_work(self, at_once: int) -> Work | None:
         """What to send now, in turns over the rooms; None: nothing. The lock is held."""
@@ -300,12 +318,12 @@ class _Peer:
             failure = self._failures.pop()
             return lambda source: self.connection.send(failure)
         for room, one in list(self.rooms.items()):
-            if one.failure or not one.is_wanted:
+            pages = one.pages[one.num_sent : one.num_sent + at_once]
+            if not one.is_wanted or (one.failure and not pages):
                 del self.rooms[room]
                 one.is_over = True
                 message = wire.Failed(room, one.failure or "its prefill server needs the pages")
                 return lambda source: self.connection.send(message)
-            pages = one.pages[one.num_sent : one.num_sent + at_once]
             if pages:
                 if self.ring is not None and not self.ring.has_room:
                     return None

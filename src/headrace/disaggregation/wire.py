@@ -76,12 +76,13 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Send the pages of a room behind the first `num_known`. key: `prompt_key` of its prompt."""
+    """Send the pages of a room behind the first `num_known`. key: `prompt_key` of its prompt. again: the scheduler that asked before has died."""
 
     room: int
     rid: str
     key: bytes
     num_known: int
+    again: bool = False
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

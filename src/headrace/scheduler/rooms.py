@@ -27,6 +27,9 @@ from headrace.scheduler.request import Req
 UNASKED_S = 30.0
 """So long the pages of a prompt that is computed are held for a decode server that has not asked yet."""
 
+PAST_S, MOST_PAST = 60.0, 256
+"""So long, and so many, rooms that are over are known, for a decode server whose scheduler has died since: what the cache still has is sent again."""
+
 SILENCE_S = 1.0
 """Beside the time of its own prefill: how long a request waits without a sign that the prefill server works."""
 
@@ -45,7 +48,7 @@ def _key(req: Req, transfer: PageTransfer) -> bytes:
 class _Sending:
     """A room of the prefill side. lease: on the pages that are offered. tail: the last page if it is not full, which is ours; -1 = none.
 
-    ended_s: when its request ended, 0 = it has not.
+    ended_s: when its request ended, 0 = it has not. is_again: it was over before.
     """
 
     req: Req
@@ -54,6 +57,7 @@ class _Sending:
     lease: Lease | None = None
     tail: int = -1
     ended_s: float = 0.0
+    is_again: bool = False
 
 
 class PrefillRooms:
@@ -63,6 +67,7 @@ class PrefillRooms:
         self._source = source
         self._kv = kv
         self._rooms: dict[int, _Sending] = {}
+        self._past: dict[int, _Sending] = {}
         self._num_rooms = self._num_failed = 0
         on_short, on_flush = kv.on_short, kv.on_flush
         kv.on_short, kv.on_flush = _both(on_short, self._drop_unasked), _both(on_flush, self.give_up)
@@ -96,6 +101,7 @@ class PrefillRooms:
             req.asked.attempt
         ):  # Its decode server has lost the connection, computes the prompt itself, and will not ask.
             sending.outgoing.failure = "its prefill server was started again"
+        self._past.pop(room.number, None)
         self._rooms[room.number] = sending
         self._source.open(sending.outgoing)
         return False
@@ -103,6 +109,7 @@ class PrefillRooms:
     def take_ready(self, now_s: float, computed_tokens: int) -> list[tuple[Req, TokenIDOut | None, str]]:
         """Offer what has been computed since the last turn, and let go of what is over. Nobody waits."""
         self._source.progress = computed_tokens
+        self._open_again(now_s)
         over: list[_Sending] = []
         for one in self._rooms.values():
             if one.req.finish is None:
@@ -181,15 +188,33 @@ class PrefillRooms:
         one.outgoing.pages = match.pages
         self._source.tell()
 
+    def _open_again(self, now_s: float) -> None:
+        """Offer what the cache still has of the rooms that are asked for again."""
+        for number, one in list(self._past.items()):
+            if now_s <= one.ended_s + PAST_S and len(self._past) <= MOST_PAST:
+                break
+            del self._past[number]
+        for number in self._source.asked_again(self._past):
+            past = self._past.pop(number)
+            whole = past.req.num_prompt_tokens // self._kv.page_size * self._kv.page_size
+            match = self._kv.parts[past.part].cache.match(past.req.cache_key(whole), past.req.asked.namespace, whole)
+            failure = "its decode server computes the rest"
+            outgoing = Outgoing(number, past.req.rid, past.outgoing.key, match.pages, failure=failure)
+            self._rooms[number] = _Sending(past.req, outgoing, past.part, match.lease, ended_s=now_s, is_again=True)
+            self._source.open(outgoing)
+
     def _drop_unasked(self) -> None:
         self._let_go([one for one in self._rooms.values() if one.req.finish is not None and not one.outgoing.is_asked])
 
     def _let_go(self, rooms: list[_Sending]) -> None:
-        self._num_rooms += len(rooms)
-        self._num_failed += sum(not one.outgoing.output or not one.outgoing.is_over for one in rooms)
+        first = [one for one in rooms if not one.is_again]
+        self._num_rooms += len(first)
+        self._num_failed += sum(not one.outgoing.output or not one.outgoing.is_over for one in first)
         self._release(rooms)
         for one in rooms:
-            del self._rooms[one.req.asked.room.number]  # type: ignore[union-attr]
+            del self._rooms[one.outgoing.room]
+            if one.req.shares_kv and not one.req.asked.content.media:  # whose memory should not be kept
+                self._past[one.outgoing.room] = one
 
     def _release(self, rooms: list[_Sending]) -> None:
         self._source.withdraw([one.outgoing for one in rooms])
@@ -219,7 +244,7 @@ class _Receiving:
 
 @dataclass(eq=False, slots=True)
 class _Arrived:
-    """A request that has its pages and waits to be admitted."""
+    """A request that has its pages, or some, and waits to be admitted."""
 
     req: Req
     lease: Lease | None
@@ -262,8 +287,8 @@ class DecodeRooms:
         """Nothing is wrong that the prefill side would not say."""
 
     def add(self, req: Req, now_s: float) -> bool:
-        """Wait for the request's KV. False: it is computed here: it has begun before, or its KV cannot be sent."""
-        if req.asked.room is None or req.asked.attempt or req.num_outputs or not req.shares_kv:
+        """Wait for the request's KV; one that this side has had before, for that of its whole pages. False: its KV cannot be sent."""
+        if req.asked.room is None or not req.shares_kv:
             return False
         self._waiting.append(_Receiving(req, now_s, now_s))
         return True
@@ -280,16 +305,18 @@ class DecodeRooms:
             incoming = one.incoming
             if one.req.finish is not None:
                 self._drop(one)
-            elif incoming is not None and incoming.output is not None:
+            elif incoming is not None and incoming.output is not None and not _is_again(one.req):
                 self._num_rooms += 1
                 self._waiting.remove(one)
                 ready.append((one.req, incoming.output, ""))
-                self._enter(one, incoming)
+                req = one.req
+                self._enter(one, incoming, req.num_prompt_tokens // self._kv.page_size)
+                req.tail_page = incoming.pages[-1] if req.num_prompt_tokens % self._kv.page_size else -1
             elif (incoming is not None and incoming.is_done) or self.is_over(one, now_s):
                 wrong = incoming.failure if incoming is not None and incoming.is_wrong else ""
-                self._drop(one)
-                self._num_failed += 1
+                self._num_failed += not _is_again(one.req)
                 ready.append((one.req, None, wrong))
+                self._keep(one)
             elif incoming is None:
                 self._begin(one)
         return [(req, output, wrong) for req, output, wrong in ready if req.finish is None]
@@ -362,6 +389,7 @@ class DecodeRooms:
             room.replica,
             len(match.pages),
             pages,
+            _is_again(req),
         )
         self._sink.ask(one.incoming)
 
@@ -373,10 +401,21 @@ class DecodeRooms:
             self._part.give_back(one.incoming.pages)
             self._part.cache.release(one.lease)
 
-    def _enter(self, one: _Receiving, incoming: Incoming) -> None:
-        """Enter the whole pages of a request in the tree; the rest of its prompt stays its own."""
-        req, size, part = one.req, self._kv.page_size, self._part
-        num_known, num_whole = incoming.num_known, req.num_prompt_tokens // size
+    def _keep(self, one: _Receiving) -> None:
+        """Let go of a request whose prompt is computed here, but for the whole pages that have come."""
+        incoming, size = one.incoming, self._kv.page_size
+        if incoming is None or not incoming.num_arrived:
+            self._drop(one)
+            return
+        self._waiting.remove(one)
+        self._sink.withdraw([incoming])
+        num_whole = min(one.req.num_prompt_tokens // size, incoming.num_known + incoming.num_arrived)
+        self._part.give_back(incoming.pages[num_whole - incoming.num_known :])
+        self._enter(one, incoming, num_whole)
+
+    def _enter(self, one: _Receiving, incoming: Incoming, num_whole: int) -> None:
+        """Enter the first pages of a request in the tree, and hold them until it is admitted."""
+        req, size, part, num_known = one.req, self._kv.page_size, self._part, incoming.num_known
         pages, lease = incoming.pages, one.lease
         if new := pages[: num_whole - num_known]:
             done = part.cache.insert(req.cache_key(num_whole * size), [*one.known_pages, *new], req.asked.namespace)
@@ -385,7 +424,6 @@ class DecodeRooms:
             part.num_owned_pages -= len(new) - num_twice
             part.cache.release(lease)
             lease = done.lease
-        req.tail_page = pages[-1] if req.num_prompt_tokens % size else -1
         self._arrived.append(_Arrived(req, lease))
 
     def _release_arrived(self) -> None:
@@ -403,6 +441,10 @@ class DecodeRooms:
 
 
 Rooms = PrefillRooms | DecodeRooms
+
+
+def _is_again(req: Req) -> bool:
+    return bool(req.asked.attempt or req.num_outputs)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
