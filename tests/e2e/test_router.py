@@ -1,8 +1,11 @@
-"""sglang-router in front of two real servers. Skipped without it: it is 31 MB, so `pip install sglang-router==0.3.2` where you want these tests."""
+"""sglang-router in front of two real servers, and of a prefill and a decode server. Skipped without it: it is 31 MB, so
+`pip install sglang-router==0.3.2` where you want these tests, or name the command of one that is installed elsewhere: HEADRACE_ROUTER="smg launch".
+"""
 
 import contextlib
 import importlib.util
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,7 +19,8 @@ import httpx
 import pytest
 from server_process import ServerProcess, events, serving
 
-if importlib.util.find_spec("sglang_router") is None:
+ROUTER = shlex.split(os.environ.get("HEADRACE_ROUTER", f"{sys.executable} -m sglang_router.launch_router"))
+if "HEADRACE_ROUTER" not in os.environ and importlib.util.find_spec("sglang_router") is None:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
 
 OPTIONS = (
@@ -58,18 +62,22 @@ class Fleet(NamedTuple):
         raise AssertionError(f"the router did not come to have {count} workers")
 
 
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
 @contextmanager
 def routing(servers: list[ServerProcess], num_workers: int, *options: str) -> Iterator[Fleet]:
-    """A router, once it has registered all workers."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        port, metrics_port = one.getsockname()[1], other.getsockname()[1]
+    """A router, once it has registered all workers: those that options name, or else all servers."""
+    port, metrics_port = free_ports(2)
+    urls = () if "--pd-disaggregation" in options else ("--worker-urls", *(server.url for server in servers))
     command = [
-        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
+        *(*ROUTER, "--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--log-level", "warn", "--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
-        *("--worker-urls", *(server.url for server in servers), *options),
+        *(*urls, *options),
     ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     with (
@@ -180,26 +188,104 @@ def test_keys_of_clients_pass_through_a_router_that_has_the_key_of_the_server(ti
             assert httpx.get(fleet.url + "/get_loads", headers=headers, timeout=60).status_code == status
 
 
-def test_when_a_server_is_killed_its_stream_ends_and_the_router_goes_on_with_the_other(fleet):
+def test_when_a_server_is_killed_its_stream_ends_and_the_router_goes_on_with_the_other(tiny_model: str):
     body = {
         "text": "Once",
         "stream": True,
         "rid": "held",
         "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
     }
-    for server in fleet.servers:
-        server.post("/inject_fault", {"stage": "forward", "kind": "sleep", "rid": "held", "at_token": 4, "seconds": 60})
-    with httpx.stream("POST", fleet.url + "/generate", json=body, timeout=60) as reply:
-        chunks = reply.iter_raw()
-        received = next(chunks)
-        [victim] = [each for each in fleet.servers if httpx.get(each.url + "/v1/requests/held", timeout=30).is_success]
-        victim.kill()
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            received += b"".join(chunks)
-    assert b"[DONE]" not in received
+    held = {"stage": "forward", "kind": "sleep", "rid": "held", "at_token": 4, "seconds": 60}
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(tiny_model, *OPTIONS)) for _ in range(2)]
+        fleet = stack.enter_context(routing(servers, 2, "--policy", "cache_aware"))
+        for server in servers:
+            server.post("/inject_fault", held)
+        with httpx.stream("POST", fleet.url + "/generate", json=body, timeout=60) as reply:
+            chunks = reply.iter_raw()
+            received = next(chunks)
+            [victim] = [each for each in servers if httpx.get(each.url + "/v1/requests/held", timeout=30).is_success]
+            victim.kill()
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                received += b"".join(chunks)
+        assert b"[DONE]" not in received
 
-    # Until its health checks have failed, cache_aware goes on to send what the killed server had in its cache there.
-    fleet.wait_for_workers(1)
-    for path, answer in BODIES.items():
-        assert text_of(fleet.post(path, answer))
-        assert streamed_text(fleet.url, path, answer)
+        # Until its health checks have failed, cache_aware goes on to send what the killed server had in its cache there.
+        fleet.wait_for_workers(1)
+        for path, answer in BODIES.items():
+            assert text_of(fleet.post(path, answer))
+            assert streamed_text(fleet.url, path, answer)
+
+
+SEEDED = {"n": 2, "seed": 5, "temperature": 0.9}
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+OF_PAIRS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "logprobs of the prompt": ("/generate", 1, GENERATE | {"text": "One two three " * 9} | LOGPROBS),
+    "several prompts": ("/generate", 2, GENERATE | LOGPROBS | {"text": None, "input_ids": [[9, 8, 7], [4, 5]]}),
+    "seeded samples": (
+        "/generate",
+        2,
+        GENERATE | {"sampling_params": {"n": 2, "sampling_seed": 5, "temperature": 0.9, "max_new_tokens": 6}},
+    ),
+    "prompts of a completion": ("/v1/completions", 2, COMPLETION | {"prompt": ["One", "Two three"]}),
+    "echo": ("/v1/completions", 1, COMPLETION | {"echo": True, "logprobs": 2}),
+    "samples of a chat": ("/v1/chat/completions", 2, CHAT | SEEDED | {"logprobs": True, "top_logprobs": 2}),
+    "schema": (
+        "/v1/chat/completions",
+        1,
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    ),
+}
+"""Route, samples and body of requests to a router of prefill and decode servers."""
+
+
+def told(reply: Any) -> Any:
+    """What is the same whichever server answers, and how often it is asked. The router may change the last bit of a number."""
+    own = (
+        "id",
+        "created",
+        "weight_version",
+        "cached_tokens",
+        "prompt_tokens_details",
+        "metadata",
+        "system_fingerprint",
+    )
+    times = ("e2e_latency", "queue_time", "ttft", "decode_throughput")
+    if isinstance(reply, dict):
+        return {name: told(value) for name, value in reply.items() if name not in (*own, *times)}
+    if isinstance(reply, list):
+        return list(map(told, reply))
+    return round(reply, 12) if isinstance(reply, float) else reply
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: str) -> Iterator[Fleet]:
+    [port] = free_ports(1)
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("HEADRACE_DIST_SECRET", "a secret of this test")
+        of_prefill = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
+        prefill = stack.enter_context(serving(tiny_model, *OPTIONS, *of_prefill))
+        decode = stack.enter_context(serving(tiny_model, *OPTIONS, "--disaggregation-mode", "decode"))
+        workers = ("--prefill", prefill.url, str(port), "--decode", decode.url)
+        yield stack.enter_context(routing([prefill, decode], 2, "--pd-disaggregation", *workers))
+
+
+@pytest.mark.parametrize("kind", OF_PAIRS)
+def test_a_reply_of_a_pair_is_that_of_one_server(servers, pair, kind):
+    path, samples, body = OF_PAIRS[kind]
+    before = pair.servers[1].state()["transfer"]
+
+    assert told(pair.post(path, body)) == told(servers[0].post(path, body))
+    after = pair.servers[1].state()["transfer"]
+    assert sum(after[name] - before[name] for name in ("rooms", "failed")) == samples
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_of_a_pair_is_that_of_one_server(servers, pair, path):
+    body = BODIES[path] | (LOGPROBS if path == "/generate" else {})
+    of_pair, of_one = (events(ServerProcess(url).stream(path, body)) for url in (pair.url, servers[0].url))
+
+    assert told(of_pair[-1]) == told(of_one[-1])
+    assert streamed_text(pair.url, path, body) == streamed_text(servers[0].url, path, body)

@@ -44,6 +44,9 @@ def test_each_sample_of_each_prompt_has_a_room_of_its_own():
     assert [of_sample(room, number).number for room in made for number in range(3)] == [40, 41, 42, 43, 44, 45]
     assert of_sample(made[1], 2) == Room("p", 8998, 45, 43)
 
+    of_chat = {"sampling_params": SamplingParams(n=2), "bootstrap_host": ["p", "p"], "bootstrap_port": [None, 9001]}
+    assert rooms("decode", **of_chat, bootstrap_room=[7, 3]) == [Room("p", 8998, 7, 7)], "as routers send for `n`"
+
 
 def test_a_request_that_one_server_does_alone_has_no_room():
     for mode in ("null", "prefill", "decode"):

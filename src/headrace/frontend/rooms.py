@@ -46,21 +46,25 @@ def rooms_of(
 
     Raises RequestError.
     """
-    count = len(num_samples)
     if mode == "null" or obj.bootstrap_host == HERE or not _is_given(obj.bootstrap_room):
-        return [None] * count
-    hosts = _each("bootstrap_host", obj.bootstrap_host, count)
-    ports = _each("bootstrap_port", obj.bootstrap_port, count)
+        return [None] * len(num_samples)
+    hosts = _each("bootstrap_host", obj.bootstrap_host, num_samples)
+    ports = _each("bootstrap_port", obj.bootstrap_port, num_samples)
     if isinstance(obj.bootstrap_room, int):
         firsts = itertools.accumulate(num_samples[:-1], initial=obj.bootstrap_room)
         rooms: list[int | None] = list(firsts)
     else:
-        rooms = _each("bootstrap_room", obj.bootstrap_room, count)
+        rooms = _each("bootstrap_room", obj.bootstrap_room, num_samples)
     replica = obj.disagg_prefill_dp_rank
     return [
         _room(mode, host, port if own is None else own, room, -1 if replica is None else replica)
         for host, own, room in zip(hosts, ports, rooms, strict=True)
     ]
+
+
+def has_prompt_elsewhere(obj: GenerateReqInput, mode: DisaggregationMode) -> bool:
+    """Whether the prefill server's answer has `input_token_logprobs`, to which a router joins the list of the decode server's."""
+    return mode == "decode" and obj.bootstrap_room is not None and obj.bootstrap_host != HERE
 
 
 def replica_of(obj: CallInput, room: Room | None, args: ServerArgs) -> int | None:
@@ -89,9 +93,13 @@ def _room(mode: str, host: str | None, port: int, room: int | None, replica: int
     return Room(host or "", port, room, room, replica)
 
 
-def _each(name: str, value: T | list[T | None] | None, count: int) -> list[T | None]:
+def _each(name: str, value: T | list[T | None] | None, num_samples: Sequence[int]) -> list[T | None]:
+    """One of each prompt; of a list that has one of each sample, as routers send with `n`, that of the prompt's first."""
+    count = len(num_samples)
     if not isinstance(value, list):
         return [value] * count
+    if len(value) == sum(num_samples):
+        return [value[first] for first in itertools.accumulate(num_samples[:-1], initial=0)]
     if len(value) != count:
         raise RequestError(f"{name}: {len(value)} values for {count} prompts", name)
     return value

@@ -5,6 +5,7 @@ import uuid
 import msgspec
 
 from headrace.frontend.native_answer import NativeStream, whole_answer
+from headrace.frontend.rooms import has_prompt_elsewhere
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.body import embeds_to_base64
@@ -42,7 +43,11 @@ async def generate(exchange: Exchange) -> None:
         stream = NativeStream(context.args.incremental_streaming_output)
         await stream_reply(exchange, updates, lambda update: render_update(stream, update), bytes)
         return
-    await exchange.reply_json(whole_answer(await exchange.all_of(updates)))
+    answer = whole_answer(await exchange.all_of(updates))
+    if isinstance(answer, dict) and has_prompt_elsewhere(request, context.args.disaggregation_mode):
+        # Of lists and streams, and of other routes, routers give what we say.
+        answer["meta_info"] |= {"input_token_logprobs": []} if request.return_logprob else {}
+    await exchange.reply_json(answer)
 
 
 def render_update(stream: NativeStream, update: SampleUpdate) -> bytes:
