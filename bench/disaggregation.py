@@ -266,8 +266,12 @@ async def compare(model: str, bodies: list[Body], options: Sequence[str], backen
 
 async def failures(model: str, options: Any) -> Any:
     source = random.Random(options.seed)
-    sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, **_SEEDED}
-    bodies = [body_of(source, source.randint(10, 600), sampling, stream=True) for _ in range(STREAMS)]
+    kinds = [kind for kind in KINDS if kind not in ("two", "adapter")]
+    bodies = []
+    for _, kind in zip(range(STREAMS), itertools.cycle(kinds)):
+        sampling, fields = KINDS[kind]
+        sampling = {"max_new_tokens": TOKENS, "ignore_eos": "schema" not in kind, **sampling}
+        bodies.append(body_of(source, source.randint(10, 600), sampling, stream=True, **fields))
     with own_server(model, OPTIONS) as alone:
         want = [text_of(reply) for reply in await several(lambda body: ask(alone, body), bodies, STREAMS)]
     acts = [
@@ -280,6 +284,7 @@ async def failures(model: str, options: Any) -> Any:
     ended: dict[str, Counter[str]] = {act: Counter() for act in acts}
     waits: dict[str, list[float]] = {act: [] for act in acts}
     whole_s, problems = [], list[str]()
+    began_s = time.perf_counter()
     with Pair(model, OPTIONS, options.backend) as pair:
         await pair.ask(body_of(source, 20, {}))
         begin_s = time.perf_counter()
@@ -333,6 +338,7 @@ async def failures(model: str, options: Any) -> Any:
             await pair.ask(body_of(source, 20, {}))
     return {
         "points": options.points,
+        "minutes": round((time.perf_counter() - began_s) / 60, 1),
         "undisturbed_s": round(took_s, 2),
         "streams": {act: dict(counts) for act, counts in ended.items()},
         "longest_wait_s": {act: round(max(each), 2) for act, each in waits.items() if each},

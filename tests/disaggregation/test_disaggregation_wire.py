@@ -282,6 +282,33 @@ def test_a_source_that_ends_fails_what_was_asked_and_is_asked_again_later():
         assert again.output is not None
 
 
+def test_a_room_is_over_when_the_connection_is_lost_at_its_last_message(monkeypatch: pytest.MonkeyPatch):
+    send = wire.Connection.send
+
+    def losing(connection: wire.Connection, message: wire.Message, data: memoryview | bytes = b"") -> None:
+        if isinstance(message, wire.Done):
+            raise wire.Lost("lost")
+        send(connection, message, data)
+
+    monkeypatch.setattr(wire.Connection, "send", losing)
+    with Two() as two:
+        outgoing, incoming = two.open(1, [1]), two.ask(1, [10])
+        until(lambda: incoming.is_done)
+        until(lambda: outgoing.is_over)
+
+
+def test_who_never_asks_may_say_so(monkeypatch: pytest.MonkeyPatch):
+    begin = threading.Event()
+    introduce = wire.introduce
+    monkeypatch.setattr(wire, "introduce", lambda *given: begin.wait(WAIT_S) and introduce(*given))
+    with Two() as two:
+        outgoing, incoming = two.open(1, [1]), two.ask(1, [10])
+        two.sink.withdraw([incoming])
+        begin.set()
+        until(lambda: outgoing.is_over)
+        assert not outgoing.is_asked
+
+
 def test_a_room_that_was_lost_may_be_asked_for_again():
     with Two() as two:
         outgoing = two.open(1, [1, 2], is_done=False)

@@ -305,8 +305,8 @@ class _Peer:
             one = self.asked.popleft()
             own = self._address[2]
             wanted = one.replica if one.replica >= 0 else one.first % self._replicas
-            if not one.is_wanted:
-                continue
+            if not one.is_wanted and wanted == own:
+                return wire.Leave(one.room)
             if wanted >= self._replicas:
                 _fail(one, f"the prefill server has {self._replicas} replicas, and none of number {wanted}", True)
             elif wanted != own:

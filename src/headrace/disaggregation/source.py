@@ -211,8 +211,11 @@ class PageSource:
                     elif len(peer.early) < _MOST_ASKED:
                         peer.early[message.room] = message
                 case wire.Leave():
-                    peer.early.pop(message.room, None)
-                    if (left := peer.rooms.pop(message.room, None)) is not None:
+                    left = peer.rooms.pop(message.room, None)
+                    if left is None and peer.early.pop(message.room, None) is None:
+                        one = self._rooms.get(message.room)  # which was never asked for, and will not be
+                        left = None if one is None or one.is_asked else one
+                    if left is not None:
                         left.is_over = True
                 case wire.Taken():
                     if peer.ring is not None:
@@ -348,5 +351,7 @@ class _Peer:
         source.num_bytes += len(data)
 
     def _send_output(self, one: Outgoing) -> None:
-        self.connection.send(wire.Done(one.room, one.output))
-        one.is_over = True
+        try:
+            self.connection.send(wire.Done(one.room, one.output))
+        finally:
+            one.is_over = True  # also where the connection is lost: no room of the connection is this one any more
