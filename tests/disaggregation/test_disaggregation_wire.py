@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 import pytest
 
+from headrace.config.web import PrefillHosts
 from headrace.disaggregation import wire
 from headrace.disaggregation.shared_memory import Ring
 from headrace.disaggregation.sink import Incoming, PageSink
@@ -328,6 +329,24 @@ def test_a_room_that_was_lost_may_be_asked_for_again():
         until(lambda: later.is_done and (two.source.asked_again({1}) or unknown.is_done))
         assert [one.num_arrived for one in (twice, again, unknown, later)] == [0, 2, 0, 1]
         assert not any(one.is_wrong for one in (again, unknown, later))
+
+
+def test_nothing_is_connected_to_but_addresses_of_servers_that_may_be_named():
+    with Two() as two, socket.create_server(("127.0.0.1", 0)) as other:
+        other.setblocking(False)
+        two.sink.allows = PrefillHosts(networks=()).allows
+        refused = Incoming("localhost", other.getsockname()[1], 1, "r", b"", 1, pages=[9])
+        two.sink.ask(refused)
+        until(lambda: refused.is_done)
+        assert refused.is_wrong
+        assert "not among --disaggregation-prefill-hosts" in refused.failure
+        with pytest.raises(BlockingIOError):
+            other.accept()
+        two.sink.allows = PrefillHosts(frozenset({"localhost"}), ()).allows
+        two.sink.ask(waits := Incoming("localhost", other.getsockname()[1], 1, "r", b"", 1, pages=[9]))
+        other.settimeout(WAIT_S)
+        other.accept()[0].close()
+        until(lambda: waits.is_done)
 
 
 def test_prefill_servers_that_do_not_answer_leave_nothing(monkeypatch):

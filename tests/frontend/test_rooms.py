@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import RequestError
+from headrace.config.web import parse_prefill_hosts
+from headrace.errors import ConfigError, RequestError
 from headrace.frontend.prompts import CallLimits, split_call
 from headrace.frontend.rooms import HERE, check_rooms, of_sample
 from headrace.messages.requests import GenerateReqInput, Room
@@ -67,6 +68,24 @@ def test_a_server_that_does_both_ignores_fields_that_ask_for_nothing(empty: dict
         ("decode", {"bootstrap_host": "h"}, "bootstrap_room", "missing"),
         ("decode", {"text": ["a", "b"], "bootstrap_room": [1, None]}, "bootstrap_room", "missing"),
         ("decode", {"bootstrap_room": 1}, "bootstrap_host", "missing"),
+        (
+            "decode",
+            {"bootstrap_host": ["8.8.8.8"], "bootstrap_room": 1},
+            "bootstrap_host",
+            "8.8.8.8 is not among --disagg",
+        ),
+        (
+            "decode",
+            {"bootstrap_host": "169.254.169.254", "bootstrap_room": 1},
+            "bootstrap_host",
+            "is not among --disagg",
+        ),
+        (
+            "decode",
+            {"bootstrap_host": "::ffff:8.8.8.8", "bootstrap_room": 1},
+            "bootstrap_host",
+            "is not among --disagg",
+        ),
         ("decode", {"bootstrap_host": "h", "bootstrap_room": -1}, "bootstrap_room", "between 0 and"),
         ("decode", {"bootstrap_host": "h", "bootstrap_room": 2**63}, "bootstrap_room", "between 0 and"),
         ("decode", {"bootstrap_host": "h", "bootstrap_room": [1, 2]}, "bootstrap_room", "2 values for 1 prompts"),
@@ -77,3 +96,15 @@ def test_what_is_refused_names_the_field(mode: str, fields: dict[str, Any], para
     with pytest.raises(RequestError, match=words) as refused:
         rooms(mode, **fields)
     assert refused.value.param == param
+
+
+def test_the_operator_names_prefill_servers():
+    named = parse_prefill_hosts("Prefill.example, 8.8.8.0/24, 2001:db8::1")
+    pairs = [("8.8.8.8", "8.8.8.8"), ("prefill.Example", "9.9.9.9"), ("other.example", "9.9.9.9"), ("h", "2001:db8::1")]
+    assert [named.allows(*pair) for pair in pairs] == [True, True, False, True]
+    assert not named.allows("127.0.0.1", "127.0.0.1"), "what is private is named, too"
+    assert parse_prefill_hosts("*").allows("h", "9.9.9.9")
+    assert parse_prefill_hosts(None).allows("h", "::ffff:10.1.2.3")
+    for wrong in ("http://h", "10.0.0.1/8", "300.1.1.1", "h:8998"):
+        with pytest.raises(ConfigError, match="--disaggregation-prefill-hosts takes names"):
+            parse_prefill_hosts(wrong)

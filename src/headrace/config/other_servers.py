@@ -103,9 +103,10 @@ DROPPED: Mapping[str, tuple[str, str]] = {
         "checkpoints are served in the format that they have",
         "auto-round awq awq_marlin compressed-tensors fbgemm_fp8 gptq gptq_marlin hqq modelopt modelopt_fp4 quark torchao",
     ),
+    "disaggregation_transfer_backend": ("KV goes over tcp", "ascend mooncake mori"),
 }
-"""By field, what is logged of values that are accepted and change nothing, and these in small letters: kernels that are not here, formats that
-the checkpoint's own config names."""
+"""By field, what is logged of values that are accepted and change nothing, and these in small letters: kernels and ways of
+KV that are not here, formats that the checkpoint's own config names."""
 
 LISTS: Mapping[str, str] = {
     "lora_paths": r"[^-].*=.*",

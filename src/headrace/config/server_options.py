@@ -206,6 +206,12 @@ class ServerOptions:
     disaggregation_transfer_backend: Literal["tcp", "shm", "nixl"] = _serving(
         "tcp", "How KV comes to a decode server; shm: from a prefill server on this machine through shared memory."
     )
+    disaggregation_prefill_hosts: str | None = _serving(
+        None,
+        "Prefill servers that requests may name: hosts, addresses and networks such as 10.0.0.0/8, comma-separated; * = any. Default: those of "
+        "this machine and of private networks.",
+        FILLED,
+    )
     dp_size: int = _serving(
         1,
         "Number of replicas of the model on this machine, which share its cores (data parallel); with --enable-dp-attention, of ranks instead.",

@@ -1,8 +1,8 @@
-"""Options that name hosts, taken apart: whose pages may call a server and by what names (`--allow-origins`, `--allowed-hosts`), and media in prompts,
-with the hosts that they may be fetched from (`MediaArgs`).
+"""Options that name hosts, taken apart: whose pages may call a server and by what names (`--allow-origins`, `--allowed-hosts`), media in prompts,
+with the hosts that they may be fetched from (`MediaArgs`), and prefill servers that requests may name (`PrefillHosts`).
 
-Pure text but for a folder that must be there: no sockets, and no names are looked up. Used when the options are checked, by `server.origin_gate` and
-by `multimodal`.
+Pure text but for a folder that must be there: no sockets, and no names are looked up. Used when the options are checked, by `server.origin_gate`,
+`multimodal` and `frontend.rooms`.
 """
 
 import ipaddress
@@ -37,6 +37,9 @@ extensions of browsers."""
 
 _BELOW = "*."
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+_OWN_NETWORKS = tuple(
+    map(ipaddress.ip_network, ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"))
+)
 
 
 def split_authority(text: str) -> tuple[str, int | None] | None:
@@ -140,6 +143,38 @@ def parse_hosts(text: str) -> frozenset[str]:
             )
         hosts.add(split[0])
     return frozenset(hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillHosts:
+    """Those of `--disaggregation-prefill-hosts`. names: in lower case, at any address; {"*"} = any host. networks: with any host in them."""
+
+    names: frozenset[str] = frozenset()
+    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = _OWN_NETWORKS
+
+    def allows(self, host: str, address: str) -> bool:
+        """Whether to connect to an address that a host has. Not to a link-local one by default: clouds answer there about themselves."""
+        found = address_of(address)
+        found = getattr(found, "ipv4_mapped", None) or found
+        is_named = not self.names.isdisjoint((ANY, host.lower()))
+        return is_named or (found is not None and any(found in network for network in self.networks))
+
+
+def parse_prefill_hosts(text: str | None) -> PrefillHosts:
+    """Raises ConfigError."""
+    if text is None:
+        return PrefillHosts()
+    names, networks = set(), []
+    for item in filter(None, (item.strip().lower() for item in text.split(","))):
+        try:
+            networks.append(ipaddress.ip_network(item))
+        except ValueError as error:
+            if item != ANY and (not _NAME.fullmatch(item) or item.rpartition(".")[2].isdigit()):
+                raise ConfigError(
+                    f"--disaggregation-prefill-hosts takes names, addresses and networks such as 10.0.0.0/8, comma-separated, or *: {error}"
+                ) from None
+            names.add(item)
+    return PrefillHosts(frozenset(names), tuple(networks))
 
 
 @dataclass(frozen=True, slots=True)

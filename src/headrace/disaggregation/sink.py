@@ -4,11 +4,12 @@ Owns the threads that connect, ask and write pages into the pool, one pair for e
 until it is done or withdrawn. A room whose server cannot be reached, or is lost, is done with a failure at once.
 """
 
+import contextlib
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -63,14 +64,22 @@ class Incoming:
 
 class PageSink:
     """See the module docstring. secret: that both sides know. uses_memory: pages of servers on this machine come through memory that both have.
+    allows: whether to connect to an address that a host has (`PrefillHosts.allows`).
 
     Counts since the start: num_pages and num_bytes that came, num_lost connections.
     """
 
-    def __init__(self, transfer: PageTransfer, secret: bytes, uses_memory: bool = False) -> None:
+    def __init__(
+        self,
+        transfer: PageTransfer,
+        secret: bytes,
+        uses_memory: bool = False,
+        allows: Callable[[str, str], bool] = lambda host, address: True,
+    ) -> None:
         self.transfer = transfer
         self.secret = secret
         self.uses_memory = uses_memory
+        self.allows = allows
         self.wake = threading.Condition()
         self.copying = threading.Lock()
         self.peers: dict[tuple[str, int, int], _Peer] = {}
@@ -183,7 +192,7 @@ class _Peer:
         """Connect. Raises OSError, Lost or Refused."""
         facts = self._sink.facts()
         host, port, replica = self._address
-        self._connection = wire.Connection(socket.create_connection((host, port + replica), CONNECT_S))
+        self._connection = wire.Connection(self._connect(host, port + replica))
         if self._sink.uses_memory:
             self._ring = Ring.create()
         challenge, welcome = wire.introduce(
@@ -196,6 +205,17 @@ class _Peer:
             if not welcome.has_memory:
                 self._ring = None
         self._replicas = challenge.replicas
+
+    def _connect(self, host: str, port: int) -> socket.socket:
+        """To an address of the host that requests may name, and to no other. Raises OSError or Refused."""
+        addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        allowed = [address for address in addresses if self._sink.allows(host, address)]
+        if not allowed:
+            raise wire.Refused("it is not among --disaggregation-prefill-hosts")
+        for address in allowed[:-1]:
+            with contextlib.suppress(OSError):
+                return socket.create_connection((address, port), CONNECT_S)
+        return socket.create_connection((allowed[-1], port), CONNECT_S)
 
     def _end(self, why: str, is_wrong: bool) -> None:
         self.close()

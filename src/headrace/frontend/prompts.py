@@ -6,9 +6,10 @@ in a thread for large calls.
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NoReturn, TypeVar, cast
 
+from headrace.config.web import PrefillHosts
 from headrace.errors import RequestError
 from headrace.frontend.inputs import (
     PromptInput,
@@ -52,7 +53,7 @@ class CallLimits:
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy uses priorities.
     num_replicas: of --dp-size. has_tokenizer: False = token ids only. uses_predictions: as draft tokens.
     has_grammars: False = --grammar-backend none. context_length: in tokens. has_experts: the model is a mixture.
-    disaggregation, bootstrap_port: of the options of these names.
+    disaggregation, bootstrap_port, prefill_hosts: of the options of these names.
     """
 
     vocab_size: int
@@ -70,6 +71,7 @@ class CallLimits:
     has_experts: bool = False
     disaggregation: DisaggregationMode = "null"
     bootstrap_port: int = 0
+    prefill_hosts: PrefillHosts = field(default_factory=PrefillHosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,9 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call[Prompt]:
     sessions = _sessions(obj, inputs, samplings)
     adapters = inputs.spread("lora_path", obj.lora_path, str)
     predictions = _predictions(obj, inputs, limits)
-    rooms = rooms_of(obj, [sampling.n for sampling in samplings], limits.disaggregation, limits.bootstrap_port)
+    rooms = rooms_of(
+        obj, [sampling.n for sampling in samplings], limits.disaggregation, limits.bootstrap_port, limits.prefill_hosts
+    )
     call_rid, rids = rids_of(obj.rid, inputs)
     prompts = tuple(
         Prompt(

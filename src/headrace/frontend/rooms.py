@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import PrefillHosts, address_of
 from headrace.errors import RequestError
 from headrace.messages.requests import CallInput, GenerateReqInput, Room
 
@@ -40,9 +41,10 @@ def check_rooms(obj: CallInput, mode: DisaggregationMode) -> None:
 
 
 def rooms_of(
-    obj: GenerateReqInput, num_samples: Sequence[int], mode: DisaggregationMode, port: int
+    obj: GenerateReqInput, num_samples: Sequence[int], mode: DisaggregationMode, port: int, allowed: PrefillHosts
 ) -> list[Room | None]:
     """The room of the first sample of each prompt; the others have the next numbers. num_samples: of each. port: where none is given.
+    allowed: addresses are looked at here, those of names when they are connected to.
 
     Raises RequestError.
     """
@@ -57,7 +59,7 @@ def rooms_of(
         rooms = _each("bootstrap_room", obj.bootstrap_room, num_samples)
     replica = obj.disagg_prefill_dp_rank
     return [
-        _room(mode, host, port if own is None else own, room, -1 if replica is None else replica)
+        _room(mode, allowed, host, port if own is None else own, room, -1 if replica is None else replica)
         for host, own, room in zip(hosts, ports, rooms, strict=True)
     ]
 
@@ -83,11 +85,13 @@ def of_sample(room: Room | None, number: int) -> Room | None:
     )
 
 
-def _room(mode: str, host: str | None, port: int, room: int | None, replica: int) -> Room | None:
+def _room(mode: str, allowed: PrefillHosts, host: str | None, port: int, room: int | None, replica: int) -> Room | None:
     if room is None or not 0 <= room <= _MOST_ROOM:
         raise RequestError(f"bootstrap_room must be between 0 and {_MOST_ROOM}, got {room}", "bootstrap_room")
     if mode == "decode" and not host:
         raise RequestError("bootstrap_host is missing: where the prompt is computed", "bootstrap_host")
+    if mode == "decode" and host and address_of(host) is not None and not allowed.allows(host, host):
+        raise RequestError(f"bootstrap_host: {host} is not among --disaggregation-prefill-hosts", "bootstrap_host")
     if not 0 < port < 65536:
         raise RequestError(f"bootstrap_port must be between 1 and 65535, got {port}", "bootstrap_port")
     return Room(host or "", port, room, room, replica)

@@ -19,6 +19,7 @@ from tokenizers import models
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.config.checks import guesses_by_text
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import parse_prefill_hosts
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.inputs import PromptInput, check_text, is_large, tokenize_inputs
@@ -327,6 +328,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         uses_predictions=guesses_by_text(ready.speculative_algorithm),
         disaggregation=args.disaggregation_mode,
         bootstrap_port=args.disaggregation_bootstrap_port,
+        prefill_hosts=parse_prefill_hosts(args.disaggregation_prefill_hosts),
     )
 
 

@@ -20,6 +20,7 @@ from headrace.config.checks import encoder_args, private_folder
 from headrace.config.kv_events import read_kv_events
 from headrace.config.machine import dist_secret
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import parse_prefill_hosts
 from headrace.errors import ConfigError
 from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
@@ -243,7 +244,8 @@ def _transfer(args: ServerArgs, worker: "Worker", replica: int) -> "PageSource |
         raise ConfigError(f"--disaggregation-mode: {worker.pages_refusal}")
     secret = dist_secret(args, os.environ)
     if args.disaggregation_mode == "decode":
-        sink = PageSink(pages, secret, args.disaggregation_transfer_backend == "shm")
+        allows = parse_prefill_hosts(args.disaggregation_prefill_hosts).allows
+        sink = PageSink(pages, secret, args.disaggregation_transfer_backend == "shm", allows)
         sink.facts()
         return sink
     address = args.host, args.disaggregation_bootstrap_port + replica
