@@ -105,6 +105,16 @@ def test_logprobs_and_hidden_states_come_with_the_first_token(pair: Pair, alone:
     assert got["meta_info"]["hidden_states"] == want["meta_info"]["hidden_states"]
 
 
+def test_both_sides_tell_what_happened(pair: Pair):
+    pair.ask(input_ids=PROMPTS[4], sampling_params=GREEDY, rid="told")
+    sides = [engine.explain_request("told")[0]["events"] for engine in (pair.prefill, pair.decode)]
+    computed, received = ([event["event"] for event in events] for events in sides)
+    assert ("chunk" in computed, "chunk" in received) == (True, False)
+    [came] = [event for event in sides[1] if event["event"] == "transferred"]
+    assert came["prompt_tokens"] == len(PROMPTS[4])
+    assert received.index("transferred") < received.index("admitted")
+
+
 def test_samples_of_one_prompt_have_rooms_of_their_own(pair: Pair, alone: Engine):
     call: dict[str, Any] = {"input_ids": PROMPTS[4], "sampling_params": SEEDED | {"n": 3}}
     assert [answer_of(one) for one in pair.ask(**call)] == [answer_of(one) for one in alone.generate(**call)]

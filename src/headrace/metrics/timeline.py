@@ -151,6 +151,7 @@ _COUNT: dict[str, str] = {
     "received": "num_tokens",
     "tokenized": "prompt_tokens",
     "grammar_compiled": "num_tokens",
+    "transferred": "prompt_tokens",
     "admitted": "cached_tokens",
     "chunk": "num_tokens",
     "retracted": "completion_tokens",
