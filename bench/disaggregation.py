@@ -114,11 +114,17 @@ class Pair:
         self.servers[name] = self._stacks[name].enter_context(own_server(self._model, options, _ENVIRONMENT))
 
     async def ask(self, body: Body) -> StreamReply:
-        """What the decode server says, as a router has it."""
+        """What the decode server says, as a router has it, which joins the logprobs of prompts."""
         room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(self._rooms)}
         prefill = asyncio.create_task(ask(self.servers["prefill"], body | room))
         try:
-            return await ask(self.servers["decode"], body | room)
+            reply = await ask(self.servers["decode"], body | room)
+            if reply.status == 200 and body.get("return_logprob") and not body.get("stream"):
+                joined, computed = json.loads(reply.body), json.loads((await prefill).body)
+                name = "input_token_logprobs"
+                joined["meta_info"][name] = computed["meta_info"][name] + joined["meta_info"][name]
+                reply.pieces = [(0.0, json.dumps(joined).encode())]
+            return reply
         finally:
             prefill.cancel()
 
