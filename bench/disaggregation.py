@@ -1,7 +1,7 @@
 """A prefill and a decode server beside one server alone: whether texts are the same, what streams notice, and what becomes of requests when one dies.
 
-    python -m bench.disaggregation MODEL [--parts equality,failures,transfer,rooms,latency] [--prompts 200] [--points 100] [--rooms 1000]
-        [--seed 0] [--backend tcp] [--output FILE]
+    python -m bench.disaggregation MODEL [--parts equality,failures,transfer,rooms,latency,routers] [--prompts 200] [--points 100] [--rooms 1000]
+        [--router COMMAND ...] [--seed 0] [--backend tcp] [--output FILE]
 
 Each request goes to both servers at once, as from a router. equality: --prompts requests of 1 to 1,500 tokens and of ten kinds, and three with
 an image to a small model with random weights. failures: at --points random moments of 16 streams a scheduler or main process is killed (-9) or
@@ -9,6 +9,7 @@ stopped for STOPPED_S, or the router leaves; a stream must have the text of the 
 how long its decode server was stopped; afterwards the pools of servers that live must be whole. transfer: pages of two pools in two processes,
 without servers, beside a memcpy of the same bytes. rooms: 50 at once, and --rooms one after the other: memory, threads and descriptors of both
 schedulers. latency: gaps of 8 streams while prompts of 7,900 tokens come one after the other, beside the streams alone, and beside one server.
+routers: requests of many kinds on three routes to each --router in front of a pair, such as "smg launch", beside one server.
 
 The servers of a pair have --num-threads 1 each, the server alone has 2. Parts may run one at a time: the report adds to that of the same file.
 """
@@ -20,6 +21,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,7 +55,7 @@ LONG, ITL_STREAMS, ITL_TOKENS = 7900, 8, 500
 OPTIONS = ("--max-total-tokens", "24576", "--max-running-requests", "64", "--num-threads", "1")
 _SECRET = b"a secret of this measurement"
 _ENVIRONMENT = {SECRET_VARIABLE: _SECRET.decode()}
-_PARTS = ("equality", "failures", "transfer", "rooms", "latency")
+_PARTS = ("equality", "failures", "transfer", "rooms", "latency", "routers")
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -80,7 +82,7 @@ Body = dict[str, Any]
 
 def body_of(source: random.Random, num_tokens: int, sampling: dict[str, Any], **fields: Any) -> Body:
     ids = [source.randrange(100, 40_000) for _ in range(num_tokens)]
-    sampling = {"temperature": 0, "max_new_tokens": 16, "seed": source.randrange(1 << 30)} | sampling
+    sampling = {"temperature": 0, "max_new_tokens": 16, "sampling_seed": source.randrange(1 << 30)} | sampling
     return {"input_ids": ids, "sampling_params": sampling, **fields}
 
 
@@ -132,10 +134,10 @@ class Pair:
         return {name: state(server) for name, server in self.servers.items()}
 
 
-async def ask(server: ServerProcess, body: Body, timeout_s: float = 300) -> StreamReply:
+async def ask(server: ServerProcess, body: Body, timeout_s: float = 300, route: str = "/generate") -> StreamReply:
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     try:
-        return await post(f"{server.url}/generate", data, headers, timeout_s)
+        return await post(server.url + route, data, headers, timeout_s)
     except (OSError, TimeoutError) as error:
         return StreamReply(error=error)
 
@@ -153,7 +155,10 @@ def told(reply: StreamReply) -> Any:
     """What must be equal of an answer without its stream; words of an error."""
     if reply.status != 200 or reply.error is not None:
         return f"{reply.status} {reply.error or reply.body[:300]!r}"
-    answers = json.loads(reply.body)
+    # Routers may change the last bit of a number.
+    answers = json.loads(reply.body, parse_float=lambda text: round(float(text), 12))
+    if "choices" in answers:
+        return answers["choices"]
     lists = [f"{side}_{kind}_logprobs" for side in ("input", "output") for kind in ("token", "top")]
     names = ("finish_reason", "prompt_tokens", "completion_tokens", *lists)
     return [
@@ -172,7 +177,9 @@ def text_of(reply: StreamReply) -> tuple[str, str]:
             event = json.loads(line[6:])
             if "error" in event:
                 return text, str(event["error"])
-            text = event["text"]
+            for choice in event.get("choices", ()):
+                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            text = event.get("text", text)
     return text, "" if b"data: [DONE]" in reply.body else "ended early"
 
 
@@ -221,7 +228,7 @@ def equality(model: str, options: Any) -> Any:
         body_of(
             source,
             source.randint(1, 1500) if number % 3 else source.randint(1, 60),
-            *[KINDS[kind][0]],
+            KINDS[kind][0],
             **KINDS[kind][1],
         )
         for number, kind in zip(range(options.prompts), itertools.cycle(KINDS))
@@ -415,6 +422,61 @@ async def rooms(model: str, options: Any) -> Any:
         }
 
 
+async def routers(model: str, options: Any) -> Any:
+    source = random.Random(options.seed)
+    plain = [kind for kind in KINDS if kind != "adapter"]
+    asked = {kind: ("/generate", body_of(source, 200, KINDS[kind][0], **KINDS[kind][1])) for kind in plain}
+    open_ai = {"model": "own", "max_tokens": 16, "temperature": 0}
+    native, completion, seeded = (
+        body_of(source, 200, {}),
+        open_ai | {"prompt": "The sky is"},
+        {"temperature": 0.9, "seed": 5, "n": 2},
+    )
+    chat = open_ai | {"messages": [{"role": "user", "content": "Name a colour."}]}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}
+    asked |= {
+        "stream": ("/generate", native | {"stream": True}),
+        "several prompts": ("/generate", native | _LOGPROBS | {"input_ids": [[500, 600], [700]]}),
+        "several texts": ("/generate", {"text": ["One", "Two"], "sampling_params": {"max_new_tokens": 8}}),
+        "by seed": ("/generate", {"text": "One", "sampling_params": _SEEDED | {"seed": 7, "max_new_tokens": 8}}),
+        "completion": ("/v1/completions", completion),
+        "completion, stream": ("/v1/completions", completion | {"stream": True}),
+        "completion, echo and logprobs": ("/v1/completions", completion | {"echo": True, "logprobs": 2}),
+        "completion, prompts and samples": ("/v1/completions", completion | seeded | {"prompt": ["One", "Two"]}),
+        "completion, tokens": ("/v1/completions", completion | {"prompt": [500, 600]}),
+        "chat": ("/v1/chat/completions", chat),
+        "chat, stream": ("/v1/chat/completions", chat | {"stream": True}),
+        "chat, samples": ("/v1/chat/completions", chat | seeded | {"logprobs": True, "top_logprobs": 2}),
+        "chat, schema": ("/v1/chat/completions", chat | {"response_format": schema}),
+    }
+
+    async def all_of(server: ServerProcess) -> dict[str, Any]:
+        replies = {kind: await ask(server, body, route=route) for kind, (route, body) in asked.items()}
+        return {kind: (text_of if "stream" in kind else told)(reply) for kind, reply in replies.items()}
+
+    names, found = (*OPTIONS, "--served-model-name", "own"), dict[str, Any]()
+    with own_server(model, names) as alone:
+        want = await all_of(alone)
+    with Pair(model, names, options.backend) as pair:
+        await pair.ask(body_of(source, 20, {}))
+        for router in options.router:
+            port, workers = free_port(), [pair.servers["prefill"].url, str(pair.port), "--decode"]
+            command = [*shlex.split(router), "--host", "127.0.0.1", "--port", str(port), "--prometheus-port"]
+            command += [str(free_port()), "--pd-disaggregation", "--prefill", *workers, pair.servers["decode"].url]
+            before = pair.states()["decode"]["transfer"]
+            with ServerProcess(router, command, port, environment={"HF_HUB_OFFLINE": "1"}) as server:
+                server.wait_until_ready("/readiness")
+                got = await all_of(server)
+            after = pair.states()["decode"]["transfer"]
+            differ = [kind for kind in asked if got[kind] != want[kind]]
+            found[router] = {
+                "equal": [kind for kind in asked if kind not in differ],
+                "differ": {kind: got[kind] if isinstance(got[kind], str) else "other texts" for kind in differ},
+                **{name: after[name] - before[name] for name in ("rooms", "failed")},
+            }
+    return found
+
+
 def slope(values: list[float]) -> float:
     return float(np.polyfit(range(len(values)), values, 1)[0])
 
@@ -527,6 +589,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--points", type=int, default=100)
     parser.add_argument("--rooms", type=int, default=1000)
+    parser.add_argument("--router", action="append", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="tcp", choices=("tcp", "shm"))
     options = parser.parse_args()
