@@ -1,6 +1,7 @@
 """Two engines, of which one computes prompts and the other goes on with them: the answers are those of one engine that does both."""
 
 import itertools
+import json
 import shutil
 import socket
 import threading
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, answer_of, random_ids, running_engine
 from safetensors.torch import load_file, save_file
@@ -19,6 +21,7 @@ from headrace.config.machine import SECRET_VARIABLE
 from headrace.disaggregation import wire
 from headrace.errors import ConfigError, RequestError
 from headrace.scheduler.rooms import DecodeRooms
+from headrace.server.app import create_app
 
 numbers = itertools.count(1)
 
@@ -87,7 +90,9 @@ def test_answers_are_those_of_one_engine(pair: Pair, alone: Engine, sampling: di
     state = pair.decode.internal_state()
     assert state.transfer.rooms - before.transfer.rooms == len(PROMPTS)
     assert state.transfer.failed == before.transfer.failed
-    assert state.computed_prefill_tokens == 0, "no token of a prompt is computed on the decode side"
+    assert state.computed_prefill_tokens == before.computed_prefill_tokens, (
+        "no token of a prompt is computed on the decode side"
+    )
 
 
 def test_logprobs_and_hidden_states_come_with_the_first_token(pair: Pair, alone: Engine):
@@ -177,6 +182,137 @@ def test_without_a_prefill_server_the_prompt_is_computed(
             assert ask(other.getsockname()[1]) == want, "somebody speaks another language"
             thread.join()
         assert decode.internal_state().transfer.failed == 3
+
+
+def post(engine: Engine, path: str, body: dict[str, Any]) -> httpx.Response:
+    """The reply to a request over HTTP, as the engine's server would give it."""
+    running = engine._running
+    app = create_app(running.tokenizer_manager, running.args, running.files.served(running.ready))
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
+            return await client.post(path, json=body, headers={"X-Request-Id": "of both"})
+
+    return engine._calls.result(send())
+
+
+TO_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+ALONE = {"do_remote_prefill": False}
+SENTENCE = "The quick brown fox jumps over the lazy dog, and then " * 3
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SENTENCE}], "max_tokens": 12, "temperature": 0}
+TEXT: dict[str, Any] = {"prompt": SENTENCE, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+def handed_on(pair: Pair, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The body for decode, once prefill has been asked: as vLLM's proxies do it."""
+    first = body | {"kv_transfer_params": TO_PREFILL, "stream": False, "max_tokens": 1}
+    for name in ("stream_options", "min_tokens"):
+        first.pop(name, None)
+    if "max_completion_tokens" in first:
+        first["max_completion_tokens"] = 1
+    reply = post(pair.prefill, path, first)
+    assert reply.status_code == 200, reply.text
+    return body | {"kv_transfer_params": reply.json()["kv_transfer_params"]}
+
+
+def said(reply: httpx.Response) -> list[Any]:
+    """What a reply says, without what is of this reply alone; of a stream the text, the finish reasons and the counts."""
+    assert reply.status_code == 200, reply.text
+    lines = reply.text.removesuffix("data: [DONE]\n\n").split("data: ")
+    parts = [json.loads(line) for line in lines if line.strip()]
+    if len(parts) == 1:
+        return [parts[0]["choices"], parts[0]["usage"]["completion_tokens"]]
+    choices = [choice for part in parts for choice in part["choices"]]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+    ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return ["".join(texts), ends, [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "computed_here"),
+    [
+        ("/v1/completions", TEXT, False),
+        ("/v1/completions", TEXT | {"logprobs": 2, "echo": True}, False),
+        ("/v1/completions", TEXT | {"prompt": [SENTENCE, "Once"], "n": 2, "temperature": 0.9, "seed": 5}, False),
+        ("/v1/completions", TEXT | {"stream": True, "stream_options": {"include_usage": True}}, False),
+        ("/v1/completions", TEXT | {"min_tokens": 4, "temperature": 0.9, "seed": 5}, True),
+        ("/v1/chat/completions", CHAT, False),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 12, "stream": True}, False),
+        ("/v1/chat/completions", CHAT | {"temperature": 0.9, "seed": 5, "logprobs": True, "top_logprobs": 2}, False),
+        ("/v1/chat/completions", CHAT | {"stop": ["e", "a"], "temperature": 0.9, "seed": 5, "n": 2}, False),
+        (
+            "/v1/chat/completions",
+            CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            False,
+        ),
+    ],
+)
+def test_a_proxy_of_vllm_asks_one_after_the_other(pair: Pair, path: str, body: dict[str, Any], computed_here: bool):
+    """The answer is that of the decode side alone. No token of a prompt is computed there but those of the last page, if the first token is of no
+    use."""
+    want = said(post(pair.decode, path, body | {"kv_transfer_params": ALONE}))
+    second = handed_on(pair, path, body)
+    pair.decode.flush_cache()
+    before = pair.decode.internal_state()
+    assert said(post(pair.decode, path, second)) == want
+    after = pair.decode.internal_state()
+    assert after.transfer.rooms > before.transfer.rooms
+    assert after.transfer.failed == before.transfer.failed
+    assert (after.computed_prefill_tokens > before.computed_prefill_tokens) == computed_here
+    assert after.computed_prefill_tokens - before.computed_prefill_tokens <= 16
+
+
+def test_what_a_prefill_server_says_is_good_for_a_native_call_too(pair: Pair, alone: Engine):
+    call: dict[str, Any] = {"input_ids": PROMPTS[3], "sampling_params": SEEDED | {"n": 2}}
+    first = call | {
+        "sampling_params": call["sampling_params"] | {"max_new_tokens": 1},
+        "kv_transfer_params": TO_PREFILL,
+    }
+    params = pair.prefill.generate(**first)[0]["kv_transfer_params"]
+    assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", pair.port)
+    over_http = post(pair.prefill, "/generate", first).json()[0]["kv_transfer_params"]
+    before = pair.decode.internal_state().transfer.rooms
+    for where in (params, over_http):
+        got = pair.decode.generate(**call, kv_transfer_params=where)
+        assert [answer_of(one) for one in got] == [answer_of(one) for one in alone.generate(**call)]
+    assert pair.decode.internal_state().transfer.rooms == before + 4
+
+
+def test_pages_that_were_let_go_are_computed_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Of a room that prefill knows no more, and of one that it has never known."""
+    want = said(post(pair.decode, "/v1/completions", TEXT | {"kv_transfer_params": ALONE}))
+    second = handed_on(pair, "/v1/completions", TEXT)
+    monkeypatch.setattr("headrace.scheduler.rooms.UNASKED_S", 0.0)
+    monkeypatch.setattr("headrace.scheduler.rooms.PAST_S", 0.0)
+    while pair.prefill.internal_state().pool.leased_tokens:
+        pass
+    for number in (second["kv_transfer_params"]["remote_request_id"], "123"):
+        pair.decode.flush_cache()
+        second["kv_transfer_params"]["remote_request_id"] = number
+        assert said(post(pair.decode, "/v1/completions", second)) == want
+
+
+def test_params_that_cannot_be_honoured_are_refused_by_name(pair: Pair, alone: Engine):
+    for engine, params in (
+        (pair.decode, TO_PREFILL),
+        (pair.decode, {"do_remote_prefill": True}),
+        (pair.prefill, {"do_remote_prefill": True}),
+        (alone, TO_PREFILL),
+        (alone, {"disagg_spec": {}, "a": 1}),
+    ):
+        for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/generate", {"text": "a"})):
+            reply = post(engine, path, body | {"kv_transfer_params": params})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "kv_transfer_params"), reply.text
+    assert post(alone, "/v1/completions", TEXT | {"kv_transfer_params": None}).status_code == 200
 
 
 def test_a_checksum_knows_bits_and_order():

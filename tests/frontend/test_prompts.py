@@ -206,6 +206,7 @@ SEEN_ELSEWHERE = {
     "bootstrap_port",
     "bootstrap_room",
     "disagg_prefill_dp_rank",
+    "kv_transfer_params",
 }
 
 

@@ -1,13 +1,14 @@
-"""Which room each sample of a call has, and what is refused: as SGLang's routers fill the fields, for one prompt and for several."""
+"""Which room each sample of a call has, and what is refused: as SGLang's routers and vLLM's proxies fill the fields."""
 
 from typing import Any
 
 import pytest
 
+from headrace.config.server_args import ServerArgs
 from headrace.config.web import parse_prefill_hosts
 from headrace.errors import ConfigError, RequestError
 from headrace.frontend.prompts import CallLimits, split_call
-from headrace.frontend.rooms import HERE, check_rooms, of_sample
+from headrace.frontend.rooms import HERE, chosen_room, handed_on, of_sample, replica_of, with_rooms
 from headrace.messages.requests import GenerateReqInput, Room
 from headrace.sampling.params import SamplingParams
 
@@ -20,14 +21,14 @@ def limits(mode: Any) -> CallLimits:
         max_prompts=3,
         max_samples=100,
         context_length=64,
+        num_replicas=2,
         disaggregation=mode,
         bootstrap_port=8998,
     )
 
 
 def rooms(mode: Any, **fields: Any) -> list[Room | None]:
-    call = GenerateReqInput(**{"text": "a", **fields})
-    check_rooms(call, mode)
+    call = with_rooms(GenerateReqInput(**{"text": "a", **fields}), mode)
     return [prompt.room for prompt in split_call(call, limits(mode)).prompts]
 
 
@@ -57,6 +58,121 @@ def test_a_request_that_one_server_does_alone_has_no_room():
 @pytest.mark.parametrize("empty", [{}, {"bootstrap_host": "", "bootstrap_room": None, "bootstrap_port": []}])
 def test_a_server_that_does_both_ignores_fields_that_ask_for_nothing(empty: dict[str, Any]):
     assert rooms("null", **empty) == [None]
+
+
+TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
+
+
+def handed(sampling: SamplingParams, host: str = "10.0.0.1", server: Any = None, **fields: Any) -> dict[str, Any]:
+    """What the reply of a prefill server with two replicas gives for the decode server, and `prefill` room."""
+    args = ServerArgs(model_path="m", host=host, disaggregation_mode="prefill", dp_size=2)
+    asked = GenerateReqInput(text=["a", "b"], sampling_params=sampling, kv_transfer_params=TO_PREFILL, **fields)
+    call = chosen_room(asked, args, server)
+    translated = with_rooms(call, "prefill")
+    assert isinstance(translated, GenerateReqInput)
+    own = [prompt.room for prompt in split_call(translated, limits("prefill")).prompts]
+    for room in own:
+        assert replica_of(call, room, args) == (room.first % 2 if call.replica is None else call.replica)
+    params = handed_on(call)["kv_transfer_params"]
+    assert isinstance(params, dict)
+    return params | {"own": own}
+
+
+def test_a_proxy_takes_what_the_prefill_server_says_to_the_decode_server():
+    """The first token is used if it was sampled as the decode server would, whatever the limits of its length were."""
+    sampling = SamplingParams(n=2, seed=3, max_new_tokens=1)
+    params = handed(sampling)
+    own = params.pop("own")
+    assert (params["do_remote_decode"], params["do_remote_prefill"]) == (False, True)
+
+    def taken(sampling: SamplingParams, **fields: Any) -> list[Room | None]:
+        return rooms("decode", text=["a", "b"], sampling_params=sampling, kv_transfer_params=params, **fields)
+
+    first, second = taken(SamplingParams(n=2, seed=3, max_new_tokens=40))
+    assert first == Room("10.0.0.1", 8998, own[0].number, own[0].first, -1, True, True)
+    assert second.number == own[1].number == first.number + 2
+    assert of_sample(first, 1).is_computed
+    for other in (SamplingParams(n=2, seed=4), SamplingParams(n=2, seed=3, min_new_tokens=2)):
+        assert not taken(other)[0].has_token
+    assert not taken(sampling, return_logprob=True)[0].has_token
+    assert taken(sampling, stream=True)[0].has_token
+    asked_twice = handed(sampling)["remote_request_id"], handed(sampling)["remote_request_id"]
+    assert len({params["remote_request_id"], *asked_twice}) == 3
+
+
+def test_a_least_number_of_tokens_matters_only_if_one_side_had_none():
+    params = handed(SamplingParams(max_new_tokens=1, min_new_tokens=9))
+    made = rooms("decode", sampling_params=SamplingParams(min_new_tokens=9), kv_transfer_params=params)
+    assert made[0].has_token
+
+
+@pytest.mark.parametrize(
+    ("host", "server", "told"),
+    [
+        ("10.0.0.1", ("127.0.0.1", 80), "10.0.0.1"),
+        ("0.0.0.0", ("10.0.0.7", 80), "10.0.0.7"),
+        ("::", ("fd00::7", 80), "fd00::7"),
+        ("0.0.0.0", ("/tmp/socket", None), "127.0.0.1"),
+        ("0.0.0.0", None, "127.0.0.1"),
+    ],
+)
+def test_a_prefill_server_says_where_it_was_reached(host: str, server: Any, told: str):
+    assert handed(SamplingParams(), host, server)["remote_host"] == told
+
+
+def test_a_schema_is_the_same_as_an_object_and_as_text():
+    params = handed(SamplingParams(json_schema={"type": "object"}))
+    as_text = SamplingParams(json_schema='{"type":"object"}')
+    assert rooms("decode", sampling_params=as_text, kv_transfer_params=params)[0].has_token
+
+
+def test_a_named_replica_is_told():
+    params = handed(SamplingParams(), routed_dp_rank=1)
+    assert rooms("decode", kv_transfer_params=params)[0].replica == 1
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+@pytest.mark.parametrize("params", [{}, {"remote_host": None}, {"do_remote_decode": False, "tp_size": 2}])
+def test_a_proxy_that_asks_for_nothing_is_answered_by_one_server(mode: str, params: dict[str, Any]):
+    assert rooms(mode, kv_transfer_params=params) == [None]
+
+
+WHERE = {"remote_host": "h", "remote_port": 1, "remote_request_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "words"),
+    [
+        ("null", TO_PREFILL, "do_remote_decode: .* .no --disaggregation-mode"),
+        ("null", {"do_remote_prefill": True}, "do_remote_prefill: .* .no --disaggregation-mode"),
+        ("null", {"a": 1}, "neither do_remote_decode nor"),
+        ("decode", TO_PREFILL, "do_remote_decode: this is a decode server"),
+        ("prefill", WHERE | {"do_remote_prefill": True}, "do_remote_prefill: this is a prefill server"),
+        ("decode", {"do_remote_prefill": True, "do_remote_decode": True}, "exclude each other"),
+        ("decode", {"do_remote_prefill": 1}, "do_remote_prefill: expected"),
+        ("decode", {"do_remote_prefill": True}, "'remote_host'"),
+        ("decode", WHERE | {"do_remote_prefill": True, "remote_host": None}, "remote_host: expected"),
+        ("decode", WHERE | {"do_remote_prefill": True, "remote_port": "x"}, "remote_port: expected"),
+        (
+            "decode",
+            WHERE | {"do_remote_prefill": True, "remote_request_id": "cmpl-1"},
+            "remote_request_id: this is not",
+        ),
+        ("prefill", TO_PREFILL, "remote_host: expected"),
+    ],
+)
+def test_params_that_cannot_be_honoured_are_refused(mode: str, params: dict[str, Any], words: str):
+    with pytest.raises(RequestError, match=words) as refused:
+        rooms(mode, kv_transfer_params=params)
+    assert refused.value.param == "kv_transfer_params"
+
+
+def test_two_dialects_and_a_stream_that_cannot_say_where_are_refused():
+    params = WHERE | {"do_remote_prefill": True}
+    with pytest.raises(RequestError, match="kv_transfer_params and bootstrap_room"):
+        rooms("decode", kv_transfer_params=params, bootstrap_room=1)
+    with pytest.raises(RequestError, match="stream: the reply"):
+        handed(SamplingParams(), stream=True)
 
 
 @pytest.mark.parametrize(

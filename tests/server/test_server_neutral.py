@@ -146,7 +146,7 @@ def test_a_request_without_a_model_s_name_means_what_is_served(client: httpx.Cli
 def test_what_other_apis_define_is_refused_when_it_asks_for_something(client: httpx.Client):
     asking = {
         "cache_prompt": False, "mirostat": 2,
-        "return_hidden_states": True, "kv_transfer_params": {"a": 1}, "use_beam_search": True,
+        "return_hidden_states": True, "ec_transfer_params": {"a": 1}, "use_beam_search": True,
         "length_penalty": 2.0, "samplers": ["top_k"], "t_max_predict_ms": 100,
     }  # fmt: skip
     for route in ("/v1/chat/completions", "/v1/completions"):

@@ -29,6 +29,11 @@ def engine(old):
         yield engine
 
 
+def is_waiting(engine) -> bool:
+    """For the answer of a scheduler."""
+    return engine._manager.link.replies.is_waiting
+
+
 def until(condition, what, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -96,7 +101,7 @@ def test_an_update_is_prepared_beside_the_steps_and_waits_for_what_has_begun(eng
     flight = InFlight(engine)
     with ThreadPoolExecutor(1) as pool:
         update = pool.submit(engine.update_weights_from_disk, new, weight_version="2", abort_all_requests=False)
-        until(lambda: engine._manager.link.replies.is_waiting, "the update was not sent")
+        until(lambda: is_waiting(engine), "the update was not sent")
         assert tokens(engine) == answers[0]
         assert engine.health(generate=True)
         assert not update.done()
@@ -113,7 +118,7 @@ def test_an_update_is_prepared_beside_the_steps_and_waits_for_what_has_begun(eng
 def test_an_update_that_hangs_can_be_cancelled(engine, new, answers, reading):
     with ThreadPoolExecutor(1) as pool:
         update = pool.submit(engine.update_weights_from_disk, new, abort_all_requests=True)
-        until(lambda: engine._manager.link.replies.is_waiting, "the update was not sent")
+        until(lambda: is_waiting(engine), "the update was not sent")
         flight = InFlight(engine)
         assert engine.cancel_weight_update() == (True, "cancelled: 1 operation")
         assert update.result() == (False, "cancelled; nothing has changed")
@@ -250,7 +255,7 @@ def test_random_interleavings_come_to_rest(seed, engine, old, new, answers):
             source.choice(actions)()
         engine.resume_memory_occupation()
         engine.continue_generation()
-        until(lambda: not engine._manager.link.replies.is_waiting, "an operation is not answered")
+        until(lambda: not is_waiting(engine), "an operation is not answered")
         engine.resume_memory_occupation()
         engine.continue_generation()
     until(lambda: whole_pool(engine), f"it does not come to rest: {engine.internal_state()}")

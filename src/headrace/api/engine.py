@@ -43,6 +43,7 @@ from headrace.errors import ExecutionError, RequestError
 from headrace.frontend.inputs import check_token_ids
 from headrace.frontend.native_answer import NativeAnswer, NativeStream, pooled_answers, whole_answer
 from headrace.frontend.prompts import refuse_text
+from headrace.frontend.rooms import chosen_room, handed_on
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.server_info import describe_server
 from headrace.frontend.weight_control import tensor_file
@@ -147,8 +148,9 @@ class Engine(Methods):
         Closing the iterator early aborts the rest. Raises RequestError, CapacityError, ExecutionError.
         """
         request = generate_request(prompt, sampling_params, input_ids, stream, {**others})
+        request = chosen_room(request, self._manager.args)
         updates = self._manager.generate_request(request)
-        return self._iterate(updates) if stream else whole_answer(self._calls.result(_all(updates)))
+        return self._iterate(updates) if stream else whole_answer(self._calls.result(_all(updates)), handed_on(request))
 
     @overload
     async def async_generate(
@@ -201,10 +203,11 @@ class Engine(Methods):
     ) -> Any:
         """Like `generate`, awaited in any event loop; with `stream` the result is an async iterator."""
         request = generate_request(prompt, sampling_params, input_ids, stream, {**others})
+        request = chosen_room(request, self._manager.args)
         updates = self._manager.generate_request(request)
         if stream:
             return self._aiterate(updates)
-        return whole_answer(await self._calls.aresult(_all(updates)))
+        return whole_answer(await self._calls.aresult(_all(updates)), handed_on(request))
 
     # -- chat
 

@@ -267,6 +267,7 @@ class GenerateOptions(_CallFields, total=False):
     bootstrap_port: int | list[int | None] | None
     bootstrap_room: int | list[int | None] | None
     disagg_prefill_dp_rank: int | None
+    kv_transfer_params: dict[str, object] | None
 
 
 class EncodeOptions(_CallFields, total=False):

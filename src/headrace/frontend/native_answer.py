@@ -45,9 +45,11 @@ class NativeStream:
         return _answer(update, text, ids, logprobs)
 
 
-def whole_answer(updates: Sequence[SampleUpdate]) -> NativeAnswer | list[NativeAnswer]:
-    """The reply of a call that does not stream: of its only sample, or a list of all in order."""
-    answers = [native_answer(update) for update in updates]
+def whole_answer(
+    updates: Sequence[SampleUpdate], beside: NativeAnswer | None = None
+) -> NativeAnswer | list[NativeAnswer]:
+    """The reply of a call that does not stream: of its only sample, or a list of all in order. beside: more fields of each."""
+    answers = [native_answer(update) | (beside or {}) for update in updates]
     return answers if updates[0].is_listed else answers[0]
 
 

@@ -32,7 +32,7 @@ from headrace.frontend.pins import PinAsk, Pins
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
-from headrace.frontend.rooms import check_rooms, replica_of
+from headrace.frontend.rooms import replica_of, with_rooms
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate, TokenText
@@ -271,7 +271,7 @@ class TokenizerManager:
         self.engine_loop.start()
         self._check_accepting()
         if not caller.is_server:
-            check_rooms(obj, self.args.disaggregation_mode)
+            obj = with_rooms(obj, self.args.disaggregation_mode)
         call = await self.prompt_tokenizer.split(obj)
         # A large call is split in a thread: the server may have stopped meanwhile.
         self._check_accepting()

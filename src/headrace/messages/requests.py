@@ -37,7 +37,7 @@ class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fi
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
     Fields that take
     one value or one per prompt are lists in the second case. bootstrap_host, bootstrap_port, bootstrap_room,
-    disagg_prefill_dp_rank: see `frontend.rooms`.
+    disagg_prefill_dp_rank, kv_transfer_params: see `frontend.rooms`.
     In each prompt with media (`MediaFields`) one token of the model (docs/images.md) stands where an item is.
     data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. return_progress: a stream also says how far prompts are before
     their first tokens. return_normalized_logprob: give the mean of the prompt's logprobs, after the token logprob_start_len, then 0 by default, whose
@@ -74,6 +74,7 @@ class GenerateReqInput(MediaFields, kw_only=True, frozen=True, forbid_unknown_fi
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int | None] | None = None
     disagg_prefill_dp_rank: int | None = None
+    kv_transfer_params: dict[str, object] | None = None
 
     @property
     def replica(self) -> int | None:
@@ -343,13 +344,16 @@ EngineTask = SampleTask | PoolTask
 class Room(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a request's prompt is computed for another server (`--disaggregation-mode`). host, port: where the prefill server listens. number: the
     same on both sides, of no other request. first: that of the first sample of its prompt. replica: of the prefill server; -1 = `first` modulo how
-    many it has."""
+    many it has. is_computed: the prompt is computed by the time that this request comes. has_token: its first token is as this request asks for it;
+    otherwise only pages are of use."""
 
     host: str
     port: int
     number: int
     first: int
     replica: int = -1
+    is_computed: bool = False
+    has_token: bool = True
 
 
 class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

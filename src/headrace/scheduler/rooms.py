@@ -302,10 +302,11 @@ class DecodeRooms:
         ready: list[tuple[Req, TokenIDOut | None, str]] = [(req, None, "") for req in self._given_up]
         self._given_up = []
         for one in list(self._waiting):
-            incoming = one.incoming
+            incoming, room = one.incoming, one.req.asked.room
+            assert room is not None
             if one.req.finish is not None:
                 self._drop(one)
-            elif incoming is not None and incoming.output is not None and not _is_again(one.req):
+            elif incoming is not None and incoming.output is not None and room.has_token and not _is_again(one.req):
                 self._num_rooms += 1
                 self._waiting.remove(one)
                 ready.append((one.req, incoming.output, ""))
@@ -314,7 +315,10 @@ class DecodeRooms:
                 req.tail_page = incoming.pages[-1] if req.num_prompt_tokens % self._kv.page_size else -1
             elif (incoming is not None and incoming.is_done) or self.is_over(one, now_s):
                 wrong = incoming.failure if incoming is not None and incoming.is_wrong else ""
-                self._num_failed += not _is_again(one.req)
+                if not _is_again(one.req):
+                    has_come = incoming is not None and incoming.output is not None
+                    self._num_rooms += has_come
+                    self._num_failed += not has_come
                 ready.append((one.req, None, wrong))
                 self._keep(one)
             elif incoming is None:
@@ -389,7 +393,7 @@ class DecodeRooms:
             room.replica,
             len(match.pages),
             pages,
-            _is_again(req),
+            room.is_computed or _is_again(req),
         )
         self._sink.ask(one.incoming)
 

@@ -5,7 +5,7 @@ import uuid
 import msgspec
 
 from headrace.frontend.native_answer import NativeStream, whole_answer
-from headrace.frontend.rooms import has_prompt_elsewhere
+from headrace.frontend.rooms import chosen_room, handed_on, has_prompt_elsewhere
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.body import embeds_to_base64
@@ -34,6 +34,7 @@ async def generate(exchange: Exchange) -> None:
     request = await exchange.read_json(GenerateReqInput, lambda body: embeds_to_base64(body, hidden_size))
     if request.rid is None:
         request = msgspec.structs.replace(request, rid=uuid.uuid4().hex)
+    request = chosen_room(request, context.args, exchange.scope.get("server"))
     if isinstance(request.rid, str):
         exchange.name_request(request.rid)
     param = "text" if request.text is not None else "input_ids"
@@ -43,7 +44,7 @@ async def generate(exchange: Exchange) -> None:
         stream = NativeStream(context.args.incremental_streaming_output)
         await stream_reply(exchange, updates, lambda update: render_update(stream, update), bytes)
         return
-    answer = whole_answer(await exchange.all_of(updates))
+    answer = whole_answer(await exchange.all_of(updates), handed_on(request))
     if isinstance(answer, dict) and has_prompt_elsewhere(request, context.args.disaggregation_mode):
         # Of lists and streams, and of other routes, routers give what we say.
         answer["meta_info"] |= {"input_token_logprobs": []} if request.return_logprob else {}

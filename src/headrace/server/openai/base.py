@@ -16,6 +16,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.prompts import refuse_routed_experts
+from headrace.frontend.rooms import chosen_room, handed_on
 from headrace.frontend.sample_update import PromptProgress, SampleUpdate
 from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import SpeculationCounts
@@ -129,6 +130,7 @@ class Generation(Generic[R]):
             "created": self.created,
             "model": self.request.model,
             "system_fingerprint": "fp_headrace",
+            **handed_on(self.call),
         }
 
     def ending(self, update: SampleUpdate) -> dict[str, str | int | None]:
@@ -161,6 +163,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
     async def handle_request(self, exchange: Exchange) -> None:
         """Answer one request. Errors name the fields as this API spells them."""
         request = await exchange.read_json(self.request_type)
+        request = chosen_room(request, self.context.args, exchange.scope.get("server"))
         grammar = request.asked_grammar()
         try:
             generation = await self.prepare(request)

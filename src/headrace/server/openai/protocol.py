@@ -114,6 +114,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
     logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: dict[str, object] | None = None
     # llama.cpp's.
     return_progress: bool | None = None
 
@@ -179,6 +180,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
         return super().call_fields() | {
             "return_progress": bool(self.return_progress),
             "session_params": self.session_params,
+            "kv_transfer_params": self.kv_transfer_params,
             "return_logprob": wanted,
             "logprob_start_len": 0 if prompt is not None or (whole_prompt and self.wants_logprobs) else -1,
             "top_logprobs_num": max(self.num_top_logprobs, prompt or 0),
