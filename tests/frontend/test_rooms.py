@@ -8,7 +8,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.config.web import parse_prefill_hosts
 from headrace.errors import ConfigError, RequestError
 from headrace.frontend.prompts import CallLimits, split_call
-from headrace.frontend.rooms import HERE, chosen_room, handed_on, of_sample, replica_of, with_rooms
+from headrace.frontend.rooms import HERE, chosen_room, handed_on, of_sample, replica_of, rooms_of, with_rooms
 from headrace.messages.requests import GenerateReqInput, Room
 from headrace.sampling.params import SamplingParams
 
@@ -220,6 +220,8 @@ def test_the_operator_names_prefill_servers():
     assert [named.allows(*pair) for pair in pairs] == [True, True, False, True]
     assert not named.allows("127.0.0.1", "127.0.0.1"), "what is private is named, too"
     assert parse_prefill_hosts("*").allows("h", "9.9.9.9")
+    with pytest.raises(RequestError, match="other is not among"):  # without networks, no name is looked up
+        rooms_of(GenerateReqInput(bootstrap_host="other", bootstrap_room=1), [1], "decode", 1, parse_prefill_hosts("p"))
     assert parse_prefill_hosts(None).allows("h", "::ffff:10.1.2.3")
     for wrong in ("http://h", "10.0.0.1/8", "300.1.1.1", "h:8998"):
         with pytest.raises(ConfigError, match="--disaggregation-prefill-hosts takes names"):

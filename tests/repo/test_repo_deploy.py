@@ -26,6 +26,7 @@ from headrace.config.cli import parse
 from headrace.config.machine import host_and_port, with_nodes
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import from_environment
+from headrace.config.web import parse_prefill_hosts
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 
@@ -37,7 +38,7 @@ OPTIONS = {field.name for field in fields(ServerArgs)}
 
 MANIFESTS = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "adapter-rules.yaml")
 LOADED = {path: yaml.safe_load(path.read_text()) for path in MANIFESTS}
-GROUP = KUBERNETES / "group"
+GROUP, PAIR = KUBERNETES / "group", KUBERNETES / "disaggregation"
 
 
 def by_kind(paths: Iterable[Path]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def by_kind(paths: Iterable[Path]) -> dict[str, Any]:
     return {manifest["kind"]: manifest for manifest in found}
 
 
-BY_KIND = by_kind(path for path in MANIFESTS if path.parent != GROUP)
+BY_KIND = by_kind(path for path in MANIFESTS if path.parent not in (GROUP, PAIR))
 GROUP_BY_KIND = by_kind(path for path in MANIFESTS if path.parent == GROUP)
 PODS_OF_GROUP = GROUP_BY_KIND["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
 LEADER, WORKER = PODS_OF_GROUP["leaderTemplate"], PODS_OF_GROUP["workerTemplate"]
@@ -67,7 +68,7 @@ def name_of(path: Path) -> str:
 
 def kubernetes_schema(kind: str) -> jsonschema_rs.Validator:
     schemas = yaml.safe_load((SCHEMAS / "kubernetes.yaml").read_text())
-    return jsonschema_rs.validator_for({"$defs": schemas["$defs"], **schemas[kind]})
+    return jsonschema_rs.validator_for({"$defs": schemas.pop("$defs") | schemas, **schemas[kind]})
 
 
 def messages(validator: jsonschema_rs.Validator, instance: Any) -> list[str]:
@@ -227,6 +228,66 @@ def test_requests_go_to_leaders_and_every_pod_of_a_group_is_probed():
         probes = [container_of(template)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
         assert [probe["path"] for probe in probes] == ["/health", "/health", ready]
         assert {probe["port"] for probe in probes} == {"http"}
+
+
+# ------------------------------------------------------------------------------------------------ a pair of servers
+
+PAIR_ITEMS = {(item["kind"], item["metadata"]["name"]): item["spec"] for item in LOADED[PAIR / "pair.yaml"]["items"]}
+PODS_OF_PAIR = {
+    name.removeprefix("headrace-"): spec["template"]
+    for (kind, name), spec in PAIR_ITEMS.items()
+    if kind == "Deployment"
+}
+
+
+def test_a_router_finds_both_servers_and_the_decode_server_the_other():
+    prefill, decode = (parse(container_of(PODS_OF_PAIR[side])["args"]) for side in ("prefill", "decode"))
+    assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
+    assert prefill.model_path == decode.model_path
+    ports = {entry["name"]: entry["containerPort"] for entry in container_of(PODS_OF_PAIR["prefill"])["ports"]}
+    assert ports == {"http": prefill.port, "kv": prefill.disaggregation_bootstrap_port}
+
+    words = container_of(PODS_OF_PAIR["router"])["args"]
+    workers = [
+        f"http://headrace-prefill:{prefill.port}",
+        str(ports["kv"]),
+        "--decode",
+        f"http://headrace-decode:{decode.port}",
+    ]
+    assert words[words.index("--prefill") + 1 :][:4] == workers
+    assert parse_prefill_hosts(decode.disaggregation_prefill_hosts).allows("headrace-prefill", "34.118.224.5")
+    assert not parse_prefill_hosts(decode.disaggregation_prefill_hosts).allows("other", "10.0.0.1")
+
+
+def test_services_of_a_pair_have_the_ports_of_their_pods():
+    selected = []
+    for (kind, _), spec in PAIR_ITEMS.items():
+        if kind == "Service":
+            [(side, pod)] = [item for item in PODS_OF_PAIR.items() if item[1]["metadata"]["labels"] == spec["selector"]]
+            ports = {entry["name"]: entry["containerPort"] for entry in container_of(pod)["ports"]}
+            assert {entry["targetPort"]: entry["port"] for entry in spec["ports"]} == ports
+            selected.append(side)
+        else:
+            assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    assert sorted(selected) == sorted(PODS_OF_PAIR)
+
+
+@pytest.mark.parametrize("side", PODS_OF_PAIR)
+def test_pods_of_a_pair_are_like_that_of_one_server(side: str):
+    pod, container = PODS_OF_PAIR[side]["spec"], container_of(PODS_OF_PAIR[side])
+    secrets = {entry["secretRef"]["name"] for entry in container["envFrom"]}
+    assert secrets == ({"headrace-keys"} if side == "router" else {"headrace-dist", "headrace-keys"})
+    assert (pod["securityContext"], container["securityContext"]) == (
+        POD["spec"]["securityContext"],
+        SERVER["securityContext"],
+    )
+    assert container["image"] in {image["name"] for image in LOADED[PAIR / "kustomization.yaml"]["images"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    if side != "router":
+        assert pod["initContainers"] == [PULL]
+        for name in ("startupProbe", "livenessProbe", "readinessProbe", "resources", "volumeMounts"):
+            assert container[name] == SERVER[name]
+        assert pod["terminationGracePeriodSeconds"] > parse(container["args"]).drain_timeout_s + 10
 
 
 # ------------------------------------------------------------------------------------------------ metrics

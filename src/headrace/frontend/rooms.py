@@ -229,7 +229,8 @@ def _room(mode: str, allowed: PrefillHosts, host: str | None, port: int, room: i
         raise RequestError(f"bootstrap_room must be between 0 and {_MOST_ROOM}, got {room}", "bootstrap_room")
     if mode == "decode" and not host:
         raise RequestError("bootstrap_host is missing: where the prompt is computed", "bootstrap_host")
-    if mode == "decode" and host and address_of(host) is not None and not allowed.allows(host, host):
+    is_known = not allowed.networks or address_of(host or "") is not None
+    if mode == "decode" and host and is_known and not allowed.allows(host, host):
         raise RequestError(f"bootstrap_host: {host} is not among --disaggregation-prefill-hosts", "bootstrap_host")
     if not 0 < port < 65536:
         raise RequestError(f"bootstrap_port must be between 1 and 65535, got {port}", "bootstrap_port")
