@@ -395,3 +395,12 @@ def test_memory_is_only_that_which_a_server_of_this_user_made(tmp_path):
     ring.close()
     assert Ring.attach(str(ring.path)) is None
     other.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_a_source_at_all_addresses_is_reached_over_ipv4_too():
+    source = PageSource(Pages(1), ("::", 0), SECRET)
+    try:
+        socket.create_connection(("127.0.0.1", source.port)).close()
+    finally:
+        source.close()

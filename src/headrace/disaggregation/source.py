@@ -71,7 +71,9 @@ class PageSource:
         self.num_pages = self.num_bytes = self.num_connections = 0
         try:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._listener = socket.create_server(address, family=family, backlog=64)
+            # `::` is every address of IPv4, too, as for HTTP.
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            self._listener = socket.create_server(address, family=family, backlog=64, dualstack_ipv6=both)
         except OSError as error:
             raise ConfigError(f"--disaggregation-bootstrap-port {address[1]}: {error.strerror}") from None
         self.port: int = self._listener.getsockname()[1]
