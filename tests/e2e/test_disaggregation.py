@@ -287,6 +287,20 @@ def test_what_a_prefill_server_says_is_good_for_a_native_call_too(pair: Pair, al
     assert pair.decode.internal_state().transfer.rooms == before + 4
 
 
+def test_of_two_answers_that_a_router_joins_one_has_the_logprobs_of_the_prompt(pair: Pair, alone: Engine):
+    call = {"input_ids": PROMPTS[3], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
+    want = json.loads(json.dumps(alone.generate(**call)["meta_info"]["input_token_logprobs"]))
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.port, "bootstrap_room": next(numbers) * 1000}
+    sent = pair.threads.submit(post, pair.prefill, "/generate", call | room)
+    replies = [post(pair.decode, "/generate", call | room), sent.result()]
+    assert [reply.json()["meta_info"]["input_token_logprobs"] for reply in replies] == [[], want]
+
+    room["bootstrap_port"] = free_port()  # the decode server computes the prompt
+    assert post(pair.decode, "/generate", call | room).json()["meta_info"]["input_token_logprobs"] == []
+    [in_list] = post(pair.decode, "/generate", call | room | {"input_ids": [PROMPTS[3]]}).json()
+    assert in_list["meta_info"]["input_token_logprobs"] == want, "routers join no lists of answers"
+
+
 def test_pages_that_were_let_go_are_computed_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """Of a room that prefill knows no more, and of one that it has never known."""
     want = said(post(pair.decode, "/v1/completions", TEXT | {"kv_transfer_params": ALONE}))
