@@ -45,6 +45,7 @@ TEXTS = {
     "allow_origins": "http://a.example",
     "allowed_hosts": "a.example",
     "allowed_media_domains": "images.example",
+    "disaggregation_prefill_hosts": "10.0.0.0/8",
     "kv_events_config": '{"publisher": "null"}',
 }
 """Of options that take no other text than such."""
