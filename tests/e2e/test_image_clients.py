@@ -207,7 +207,7 @@ def test_a_mark_behind_images_pins_them_with_the_text(runtime: Runtime, server: 
             return {one["id"]: (one["tokens"], one["held"]) for one in found}
 
         def schedulers() -> Iterator[psutil.Process]:
-            for child in psutil.Process().children(recursive=True):
+            for child in psutil.Process(runtime.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now, or is not waited for yet
                     if "scheduler" in child.cmdline():
                         yield child
