@@ -117,7 +117,7 @@ def test_a_prefill_server_without_the_secret_is_refused(ends):
         decode = threads.submit(wire.introduce, ends[1], SECRET, FACTS)
         ends[0].send(wire.Challenge(wire.PROTOCOL, bytes(32), 1))
         hello, _ = ends[0].receive()
-        ends[0].send(wire.Welcome(hello.proof, PAGE_BYTES))
+        ends[0].send(wire.Welcome(hello.proof, PAGE_BYTES, FACTS))
         with pytest.raises(wire.Refused, match="secret"):
             decode.result()
 

@@ -1,18 +1,24 @@
 """The decode side: connections to prefill servers, and the rooms that it asks them for.
 
-Owns the threads that connect, ask and write pages into the pool, one pair for each address. Owns no page: whoever asks for a room holds the pages
+Owns the threads that connect, ask and write pages into the pool, one pair for each address, and how pages of other sizes and ranks become its own
+(`Layout`). Owns no page: whoever asks for a room holds the pages
 until it is done or withdrawn. A room whose server cannot be reached, or is lost, is done with a failure at once.
 """
 
 import contextlib
+import json
+import math
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from headrace.disaggregation import wire
 from headrace.disaggregation.shared_memory import Ring
@@ -38,9 +44,10 @@ class Incoming:
     """A room of a prefill server. key, again: see `wire.Ask`. first: see `Room`. replica: of that server, -1 = `first` modulo how many
     num_known: pages at the beginning of the prompt that need not come. pages: where to put those behind them.
 
-    num_arrived: of `pages`, in order. output: of the prefill server, once all has come. failure: why it does not come; is_wrong: because the request,
-    or the server that it names, is not what it should be. num_news: grows while the other side works. is_wanted: set to False to end it
-    (`PageSink.withdraw`). is_done: has output or failure.
+    num_tokens: of the prompt. num_arrived: of `pages`, in order. num_came: pages of the other side; rest: what of them is in no page of ours yet.
+    output: of the prefill server, once all has come. failure: why it does not come; is_wrong: because the request, or the server that it names, is
+    not what it should be. num_news: grows while the other side works. is_wanted: set to False to end it (`PageSink.withdraw`). is_done: has output or
+    failure.
     """
 
     host: str
@@ -53,13 +60,71 @@ class Incoming:
     num_known: int = 0
     pages: list[int] = field(default_factory=list)
     again: bool = False
+    num_tokens: int = 0
     num_arrived: int = 0
+    num_came: int = 0
+    rest: "Rows | None" = None
     output: TokenIDOut | None = None
     failure: str = ""
     is_wrong: bool = False
     num_news: int = 0
     is_wanted: bool = True
     is_done: bool = False
+
+
+Rows = npt.NDArray[np.uint8]
+"""KV of units of tokens: [units, layers, 2 for K and V, heads, bytes]."""
+
+
+class Layout(NamedTuple):
+    """What lies where in a page, by `PageTransfer.facts`: of each rank its part, with K, then V of each layer: of each unit of tokens, its heads.
+
+    page: tokens. unit: tokens of which the KV of a head lies together. parts: of each rank the first layer, the end, the first head, the end.
+    """
+
+    page: int
+    unit: int
+    parts: tuple[tuple[int, int, int, int], ...]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, str]) -> "Layout":
+        return cls(int(facts["page"]), int(facts["unit"]), tuple(map(tuple, json.loads(facts["ranks"]))))
+
+    @property
+    def units(self) -> int:
+        return self.page // self.unit
+
+    @property
+    def cells(self) -> int:
+        """How often a page has K or V of one unit, layer and head."""
+        return 2 * self.units * sum((end - first) * (last - head) for first, end, head, last in self.parts)
+
+    def rows(self, data: memoryview, count: int) -> Rows:
+        """The units of so many pages, in order."""
+        pages = np.frombuffer(data, np.uint8).reshape(count, -1)
+        size = pages.shape[1] // self.cells
+        _, num_layers, _, num_heads = map(max, zip(*self.parts, strict=True))
+        rows = np.empty((count, self.units, num_layers, 2, num_heads, size), np.uint8)
+        for layers, heads, part in self._views(pages, size):
+            rows[:, :, layers, :, heads] = part
+        return rows.reshape(-1, *rows.shape[2:])
+
+    def pages(self, rows: Rows) -> memoryview:
+        """The bytes of whole pages of these units."""
+        rows = rows.reshape(len(rows) // self.units, self.units, *rows.shape[1:])
+        size = rows.shape[-1]
+        pages = np.empty((len(rows), self.cells * size), np.uint8)
+        for layers, heads, part in self._views(pages, size):
+            part[:] = rows[:, :, layers, :, heads]
+        return pages.reshape(-1).data
+
+    def _views(self, pages: npt.NDArray[np.uint8], size: int) -> Iterator[tuple[slice, slice, npt.NDArray[np.uint8]]]:
+        """Of each rank its layers, its heads and their place in pages uint8[count, bytes]: a view [count, units, layers, 2, heads, size]."""
+        start = 0
+        for first, end, head, last in self.parts:
+            shape = end - first, 2, self.units, last - head, size
+            part = pages[:, start : (start := start + math.prod(shape))].reshape(len(pages), *shape)
+            yield slice(first, end), slice(head, last), part.transpose(0, 3, 1, 2, 4, 5)
 
 
 class PageSink:
@@ -159,6 +224,8 @@ class _Peer:
         self._replicas = 1
         self._connection: wire.Connection | None = None
         self._ring: Ring | None = None
+        self._page_bytes = 0
+        self._layouts: tuple[Layout, Layout] | None = None  # theirs and ours, where they differ
         host, port, replica = address
         self.name = f"{host}:{port + replica}"
 
@@ -198,8 +265,12 @@ class _Peer:
         challenge, welcome = wire.introduce(
             self._connection, self._sink.secret, facts, "" if self._ring is None else str(self._ring.path)
         )
-        if welcome.page_bytes != self._sink.transfer.page_bytes:
-            raise wire.Refused(f"its pages have {welcome.page_bytes} bytes, not {self._sink.transfer.page_bytes}")
+        own_bytes, self._page_bytes = self._sink.transfer.page_bytes, welcome.page_bytes
+        if any(welcome.facts.get(name) != facts.get(name) for name in ("page", "ranks")):
+            theirs, ours = self._layouts = Layout.of(welcome.facts), Layout.of(facts)
+            own_bytes = own_bytes // ours.cells * theirs.cells
+        if welcome.page_bytes != own_bytes:
+            raise wire.Refused(f"its pages have {welcome.page_bytes} bytes, not {own_bytes}")
         if self._ring is not None:
             self._ring.unlink()
             if not welcome.has_memory:
@@ -262,7 +333,7 @@ class _Peer:
                 raise wire.Lost("the other side has an incompatible protocol")
 
     def _take_pages(self, message: wire.Pages, data: memoryview) -> None:
-        sink, page_bytes = self._sink, self._sink.transfer.page_bytes
+        sink, page_bytes = self._sink, self._page_bytes
         if message.place >= 0:
             if self._ring is None:
                 raise wire.Lost("pages are in memory that there is not")
@@ -274,20 +345,33 @@ class _Peer:
         with sink.wake:
             one = self._rooms.get(message.room)
         if one is not None:
-            place = message.first - one.num_known
-            if place != one.num_arrived or place + message.count > len(one.pages):
+            if message.first != self._num_known(one) + one.num_came:
+                raise wire.Lost("pages came out of order")
+            one.num_came += message.count
+            count, given = message.count, data
+            if self._layouts is not None:
+                count, given = _converted(one, message, data, *self._layouts)
+            pages = one.pages[one.num_arrived : one.num_arrived + count]
+            if len(pages) < count:
                 raise wire.Lost("pages came out of order")
             with sink.copying:
                 if one.is_wanted:
-                    sink.transfer.write(one.pages[place : place + message.count], data)
-                    one.num_arrived += message.count
+                    if pages:
+                        sink.transfer.write(pages, given)
+                    one.num_arrived += count
                     one.num_news += 1
-                    sink.num_pages += message.count
+                    sink.num_pages += count
                     sink.num_bytes += len(data)
         if message.place >= 0:
             with sink.wake:
                 self._num_taken += 1
                 sink.wake.notify_all()
+
+    def _num_known(self, one: Incoming) -> int:
+        """Pages of the other side that need not come."""
+        return (
+            one.num_known if self._layouts is None else one.num_known * self._layouts[1].page // self._layouts[0].page
+        )
 
     # -- what goes
 
@@ -335,12 +419,29 @@ class _Peer:
                 _fail(one, f"room {one.room} is in use by another request", True)
             else:
                 self._rooms[one.room] = one
-                return wire.Ask(one.room, one.rid, one.key, one.num_known, one.again)
+                return wire.Ask(one.room, one.rid, one.key, self._num_known(one), one.again)
         for room, one in self._rooms.items():
             if not one.is_wanted:
                 del self._rooms[room]
                 return wire.Leave(room)
         return None
+
+
+def _converted(
+    one: Incoming, message: wire.Pages, data: memoryview, theirs: Layout, ours: Layout
+) -> tuple[int, memoryview]:
+    """How many pages of ours are full, or the last one, with what came, and their bytes; what is left waits in `Incoming.rest`."""
+    rows, begin = theirs.rows(data, message.count), message.first * theirs.page
+    if one.rest is None:
+        rows = rows[max(0, one.num_known * ours.page - begin) // ours.unit :]
+    else:
+        rows = np.concatenate([one.rest, rows])
+    missing = (len(one.pages) - one.num_arrived) * ours.units
+    if begin + message.count * theirs.page >= one.num_tokens:
+        rows = np.pad(rows[:missing], [(0, max(0, missing - len(rows))), *[(0, 0)] * 4])
+    count = min(len(rows), missing) // ours.units
+    one.rest = rows[count * ours.units :].copy()
+    return count, ours.pages(rows[: count * ours.units])
 
 
 def _fail(one: Incoming, why: str, is_wrong: bool = False) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.errors import ExecutionError
 
-PROTOCOL = 1
+PROTOCOL = 2
 BEAT_S = 0.4
 SILENT_S = 1.5
 _MAGIC = b"HRPD"
@@ -62,10 +62,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The prefill side's proof. page_bytes: of a page, the same on both sides. has_memory: pages go through `Hello.memory`."""
+    """The prefill side's proof. page_bytes: of a page. facts: as in `Hello`. has_memory: pages go through `Hello.memory`."""
 
     proof: bytes
     page_bytes: int
+    facts: dict[str, str]
     has_memory: bool = False
 
 
@@ -208,7 +209,7 @@ def greet(
         connection.send(Refusal(text))
         raise Refused(f"a decode server has KV of another kind: {text}")
     connection.trusts = True
-    return hello, Welcome(_proof(secret, b"prefill", hello.nonce, challenge.nonce), page_bytes)
+    return hello, Welcome(_proof(secret, b"prefill", hello.nonce, challenge.nonce), page_bytes, dict(facts))
 
 
 def introduce(
@@ -228,12 +229,19 @@ def introduce(
 
 
 def difference(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str:
-    """What KV depends on and two servers differ in, in words; empty if they can use each other's."""
-    names = sorted({*prefill, *decode})
-    differing = [name for name in names if prefill.get(name) != decode.get(name)]
+    """What KV depends on and two servers differ in, in words; empty if they can use each other's.
+
+    Pages of a known layout may be of other sizes, and of other ranks if these have the weights of the same checkpoint.
+    """
+    differing = {name for name in {*prefill, *decode} if prefill.get(name) != decode.get(name)}
+    if prefill.get("unit", "0") != "0":
+        differing -= {"page"}
+        differing -= {"ranks", "weights"} if "ranks" in differing else {"checkpoint"}
+    else:
+        differing -= {"checkpoint"}
     return ", ".join(
         f"{name}: {_shortened(prefill.get(name))} computes the prompt, {_shortened(decode.get(name))} goes on"
-        for name in differing
+        for name in sorted(differing)
     )
 
 

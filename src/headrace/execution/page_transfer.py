@@ -8,9 +8,11 @@ depend on. Called by the tier's thread, beside the steps; only what several rank
 import hashlib
 import itertools
 import json
+import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,24 +20,40 @@ import numpy as np
 import torch
 
 from headrace.attention.base import KvPool
+from headrace.checkpoint.weight_cache import whole_content
+from headrace.distributed.base import head_share
 from headrace.distributed.rank import Rank
-from headrace.errors import ExecutionError
+from headrace.errors import ExecutionError, ModelError
 from headrace.execution.lora import LoraPool
+from headrace.execution.model_source import open_model
 from headrace.execution.rank_jobs import LeaderJobs
-from headrace.execution.setup import Setup
+from headrace.execution.setup import Setup, check_unchanged
 from headrace.execution.weight_files import Digests, bytes_of
 from headrace.kernels import PAGE_SIZE
 from headrace.kernels import cpu as native_cpu
 from headrace.layers.weight import Keeper, Weight
 from headrace.messages.ranks import RankPages
 from headrace.messages.weights import Prepared
-from headrace.models.spec import CausalLM
+from headrace.models.spec import CausalLM, stage_layers
 
 NUMERICS = 1
 """Raised by whoever changes the bits of KV: those of an older version are not read any more."""
 
 _NOT_SHARED = {"kernels", "compiled"}
 """Facts in which two servers may differ that go on with each other's KV."""
+
+_UNITS = {"cpu": PAGE_SIZE, "torch_native": 1, "triton": 1, "flashinfer": 1}
+"""By attention backend: so many tokens of a head lie together in a page. What no backend here says is not converted to pages of another kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of pages, for servers whose ranks are others. part: its first layer and KV head, and those behind its last. unit: see `_UNITS`,
+    0 = not known. checkpoint: of what the weights are that the server has started with; called once."""
+
+    part: tuple[int, int, int, int] = (0, 0, 0, 0)
+    unit: int = 0
+    checkpoint: Callable[[], str] = lambda: f"unknown: {secrets.token_hex(8)}"
 
 
 class PoolPages:
@@ -50,6 +68,7 @@ class PoolPages:
         adapter: Callable[[int], str] = lambda lora_id: "",
         number: int = 0,
         tensors: Digests | None = None,
+        share: Share | None = None,
     ) -> None:
         num_pages = pool.num_slots // pool.page_size
         pairs = itertools.chain.from_iterable(zip(pool.k, pool.v, strict=True))
@@ -64,6 +83,8 @@ class PoolPages:
         self.adapter = adapter
         self._number = number
         self._tensors = tensors or Digests()
+        self.share = share or Share()
+        self._at_start = self._checkpoint = ""
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._arrays = [layer.numpy() for layer in self._layers] if self._device.type == "cpu" else []
@@ -77,13 +98,29 @@ class PoolPages:
         return _hash([every, self._names(), sorted(digests.items())])
 
     def facts(self) -> dict[str, str]:
-        return self.facts_of(self.digests())
+        return self.facts_of(self.digests(), [self.share.part])
 
-    def facts_of(self, digests: Mapping[str, str], **facts: object) -> dict[str, str]:
-        """See `PageTransfer.facts`. Kernels of different instruction sets are not taken to differ."""
-        every = {name: str(value) for name, value in {**self._facts(), **facts}.items() if name not in _NOT_SHARED}
-        every["model"] = _hash(every["model"])
-        return {**every, "numerics": str(NUMERICS), "weights": _hash([self._names(), sorted(digests.items())])}
+    def facts_of(self, digests: Mapping[str, str], parts: Iterable[Sequence[int]]) -> dict[str, str]:
+        """See `PageTransfer.facts`. Kernels of different instruction sets are not taken to differ. parts: of all ranks; stages are one."""
+        ranks: list[list[int]] = []
+        for first, end, *heads in parts:
+            if ranks and [ranks[-1][1], *ranks[-1][2:]] == [first, *heads]:
+                ranks[-1][1] = end
+            else:
+                ranks.append([first, end, *heads])
+        weights = _hash([self._names(), sorted(digests.items())])
+        if not self._at_start:
+            self._at_start, self._checkpoint = weights, self.share.checkpoint()
+        every = {name: str(value) for name, value in self._facts().items() if name not in _NOT_SHARED}
+        return {
+            **every,
+            "model": _hash(every["model"]),
+            "numerics": str(NUMERICS),
+            "ranks": json.dumps(ranks),
+            "unit": str(self.share.unit),
+            "weights": weights,
+            "checkpoint": self._checkpoint if weights == self._at_start else f"updated: {weights[:24]}",
+        }
 
     def _names(self) -> list[str]:
         return [f"{weight.name} {weight.shape} {weight.tied_name}" for weight in self._weights()]
@@ -154,7 +191,7 @@ class PoolPages:
         path = Path(work.folder) / f"rank-{self._number}"
         match work.kind:
             case "describe":
-                path.write_text(json.dumps([self.page_bytes, self.digests()]))
+                path.write_text(json.dumps([self.page_bytes, self.digests(), self.share.part]))
             case "read":
                 path.write_bytes(self.read(work.pages))
             case "write":
@@ -175,6 +212,7 @@ class LeaderPages:
         self._size = size
         self._shares = shares
         self._bytes: list[int] = []
+        self._parts: list[Sequence[int]] = []
         self.adapter, self.host_memory = own.adapter, own.host_memory
 
     @property
@@ -182,24 +220,23 @@ class LeaderPages:
         return sum(self._bytes)
 
     def fingerprint(self) -> str:
-        digests, ranks = self._described()
-        return self._own.fingerprint_of(digests, **ranks)
+        digests = self._described()
+        return self._own.fingerprint_of(digests, **({"ranks": self._bytes} if self._shares else {}))
 
     def facts(self) -> dict[str, str]:
-        digests, ranks = self._described()
-        return self._own.facts_of(digests, **ranks)
+        digests = self._described()
+        return self._own.facts_of(digests, self._parts)
 
-    def _described(self) -> tuple[dict[str, str], dict[str, object]]:
-        """The digests of all ranks, and what else their number changes."""
+    def _described(self) -> dict[str, str]:
+        """The digests of all ranks."""
         with self._folder() as folder:
             self._drop(RankPages("describe", str(folder), ()))
             described = [json.loads(path.read_text()) for path in self._files(folder)]
-        parts = [(self._own.page_bytes, self._own.digests()), *described]
-        self._bytes = [num_bytes for num_bytes, _ in parts]
+        ranks = [(self._own.page_bytes, self._own.digests(), self._own.share.part), *described]
+        self._bytes, self._parts = [num_bytes for num_bytes, _, _ in ranks], [part for _, _, part in ranks]
         if self._shares:
-            digests = {f"{rank} {name}": one for rank, (_, every) in enumerate(parts) for name, one in every.items()}
-            return digests, {"ranks": self._bytes}
-        return {name: one for _, every in parts for name, one in every.items()}, {}
+            return {f"{rank} {name}": one for rank, (_, every, _) in enumerate(ranks) for name, one in every.items()}
+        return {name: one for _, every, _ in ranks for name, one in every.items()}
 
     def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
         with self._folder() as folder:
@@ -252,7 +289,24 @@ def page_transfer(
         return "ranks on several hosts (--nnodes) cannot exchange KV yet"
     if config.attention_backend == "cpu" and config.page_size != PAGE_SIZE:
         return f"its pages lie scattered with --page-size {config.page_size}: use {PAGE_SIZE}"
-    return PoolPages(pool, model.weights, partial(_facts, setup), loras.content, rank.number, tensors)
+    shape, shard = setup.model_config, setup.placement.attention.shard
+    layers, heads = stage_layers(shape, rank.stage), head_share(shard, shape.num_q_heads, shape.num_kv_heads).kv
+    part = layers.start, layers.stop, heads.start, heads.stop
+    share = Share(part, _UNITS.get(config.attention_backend, 0), partial(_checkpoint, setup))
+    return PoolPages(pool, model.weights, partial(_facts, setup), loras.content, rank.number, tensors, share)
+
+
+def _checkpoint(setup: Setup) -> str:
+    """Names the weights that `setup` loads, however many ranks share them; what nobody else has, if its files are not those any more."""
+    if setup.args.load_format == "dummy":
+        return f"random: {setup.args.random_seed} {setup.placement.device.type}"
+    try:
+        checkpoint = open_model(setup.args)
+        content = whole_content(checkpoint.files())
+        check_unchanged(checkpoint, setup.fingerprint)
+    except (OSError, ModelError):
+        return Share().checkpoint()
+    return content
 
 
 def _facts(setup: Setup) -> dict[str, object]:

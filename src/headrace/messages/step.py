@@ -171,7 +171,10 @@ class PageTransfer(Protocol):
         """Of all that KV depends on beside tokens and adapters: every byte of the weights as they are now, the layout, the arithmetic."""
 
     def facts(self) -> dict[str, str]:
-        """By name, what two servers must have in common to go on with each other's KV: the weights, the layout, the arithmetic."""
+        """By name, what two servers must have in common to go on with each other's KV: the weights, the layout, the arithmetic.
+
+        Where their layouts differ, `disaggregation.sink.Layout` reads them: `page`, `unit`, `ranks`. `checkpoint`: of the weights, of any ranks.
+        """
 
     def adapter(self, lora_id: int) -> str:
         """Of an adapter: hash of every byte of its files; empty if it is not loaded."""

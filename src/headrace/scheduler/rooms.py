@@ -394,6 +394,7 @@ class DecodeRooms:
             len(match.pages),
             pages,
             room.is_computed or _is_again(req),
+            req.num_prompt_tokens,
         )
         self._sink.ask(one.incoming)
 
