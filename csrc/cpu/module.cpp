@@ -6,7 +6,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -286,6 +291,50 @@ nb::bytes group_receive(RankGroup& group) {
   return nb::bytes(message.data(), message.size());
 }
 
+// Past the caches where that can be said: a pool's pages are not read soon, and what they would displace is.
+void copy_past_caches(char* to, const char* from, size_t bytes) {
+#if defined(__SSE2__)
+  if (reinterpret_cast<Address>(to) % 16 == 0 && bytes % 16 == 0) {
+    for (size_t i = 0; i < bytes; i += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    return;
+  }
+#endif
+  memcpy(to, from, bytes);
+}
+
+// Pages of a pool to bytes, or from them: of each page its row in the first layer, then in the next. layers: pages lie one after the other there.
+void copy_pages(const std::vector<Address>& layers, const std::vector<size_t>& row_bytes, int64_t num_pages, const std::vector<int64_t>& pages,
+                Address bytes, bool to_pool) {
+  for (const int64_t page : pages)
+    if (page < 0 || page >= num_pages) throw std::out_of_range("a page outside the pool");
+  const size_t num_layers = layers.size(), num_rows = pages.size() * num_layers;
+  const auto row_at = [&](size_t row) {
+    return at<char>(layers[row % num_layers]) + static_cast<size_t>(pages[row / num_layers]) * row_bytes[row % num_layers];
+  };
+  char* flat = at<char>(bytes);
+  for (size_t row = 0; row < num_rows; ++row) {
+    const size_t size = row_bytes[row % num_layers];
+    if (to_pool) {
+      copy_past_caches(row_at(row), flat, size);
+    } else {
+      // The next row comes into the cache meanwhile: where it lies is nothing that a processor foresees.
+      const size_t other = std::min(row + 1, num_rows - 1);
+      const char *const from = row_at(row), *const next = row_at(other);
+      const size_t next_size = row_bytes[other % num_layers];
+      constexpr size_t kStep = 512, kLine = 64;
+      for (size_t i = 0; i < size; i += kStep) {
+        for (size_t j = i; j < std::min(i + kStep, next_size); j += kLine) __builtin_prefetch(next + j, 0, 2);
+        memcpy(flat + i, from + i, std::min(kStep, size - i));
+      }
+    }
+    flat += size;
+  }
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at<void>(memory), bytes); }
 
 double probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
@@ -346,6 +395,7 @@ NB_MODULE(_native, m) {
       .def("send", &group_send)
       .def("receive", &group_receive)
       .def("break_up", &RankGroup::break_up);
+  m.def("copy_pages", &copy_pages, unlocked);
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
   m.def("probe_dot", &probe_dot, unlocked);

@@ -6,7 +6,8 @@ import pytest
 import torch
 from runner_harness import CONTEXT, int32, make_driver, prompt, save_llama
 
-from headrace.execution import weight_files
+from headrace.attention.base import KvPool
+from headrace.execution import page_transfer, weight_files
 from headrace.execution.page_transfer import PoolPages
 from headrace.kernels import cpu as native_cpu
 
@@ -42,6 +43,45 @@ def test_tokens_after_copied_pages_are_those_after_computed_ones(tmp_path, optio
 
         slots = int32(range(CONTEXT, CONTEXT + (len(PROMPT) - 1) // size * size))
         assert second.generate(1, PROMPT, 8, prefix_slots=slots) == want
+
+
+@pytest.mark.parametrize("shape", [(2, 64), (1, 7), (3, 5)], ids=["of 16 bytes", "odd", "unaligned"])
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "torch"])
+def test_bytes_of_pages_are_those_of_their_layers(monkeypatch, shape, is_native):
+    """In the order of layers, K before V, whatever copies them; pages that are not named stay as they are."""
+    if is_native and native_cpu.why_not():
+        pytest.skip(native_cpu.why_not())
+    if not is_native:
+        monkeypatch.setattr(page_transfer, "runs_native", lambda device: False)
+    k, v = ([torch.randint(0, 256, (5 * 4, *shape), dtype=torch.uint8) for _ in range(3)] for _ in "kv")
+    pages, before = PoolPages(KvPool(k, v, 20, 4), list, dict), [one.clone() for one in (*k, *v)]
+    numbers = [3, 0, 4]
+
+    def rows(number):
+        return [tensor.view(5, -1)[number] for pair in zip(k, v, strict=True) for tensor in pair]
+
+    want = torch.cat([row for number in numbers for row in rows(number)]).numpy().tobytes()
+    assert pages.read(numbers) == want
+    into = memoryview(bytearray(len(want)))
+    assert pages.read(numbers, into) == into == want
+
+    given = memoryview(bytearray(torch.randint(0, 256, (len(want),), dtype=torch.uint8).numpy()))
+    pages.write(numbers, given)
+    assert pages.read(numbers) == given
+    for tensor, old in zip((*k, *v), before, strict=True):
+        assert torch.equal(tensor.view(5, -1)[[1, 2]], old.view(5, -1)[[1, 2]])
+
+    for call in (
+        lambda: pages.read([5]),
+        lambda: pages.read([-1]),
+        lambda: pages.write([5], given[: pages.page_bytes]),
+    ):
+        with pytest.raises(IndexError):
+            call()
+    with pytest.raises((ValueError, RuntimeError)):
+        pages.read(numbers, into[: 2 * pages.page_bytes])
+    with pytest.raises((ValueError, RuntimeError)):
+        pages.write(numbers, given[: 2 * pages.page_bytes])
 
 
 @pytest.mark.skipif(bool(native_cpu.why_not()), reason="packed weights are the native kernels'")

@@ -19,7 +19,8 @@ _logger = get_logger(__name__)
 FOLDER = Path("/dev/shm")
 _PREFIX = "headrace-kv-"
 _BYTES = 32 << 20
-"""Little, so that what one side has written is still in the processor's cache when the other copies it."""
+_MOST_PARTS = 4
+"""Few, so that what one side has written is still in the processor's cache when the other copies it."""
 
 
 class Ring:
@@ -68,7 +69,7 @@ class Ring:
 
     def divide(self, part_bytes: int) -> bool:
         """Into parts of so many bytes. False: there would be fewer than two."""
-        self._part_bytes, self._num_parts = part_bytes, len(self.view) // part_bytes
+        self._part_bytes, self._num_parts = part_bytes, min(_MOST_PARTS, len(self.view) // part_bytes)
         return self._num_parts >= 2
 
     @property

@@ -21,7 +21,7 @@ from headrace.messages.step import PageTransfer
 
 _logger = get_logger(__name__)
 
-_PART_BYTES = 8 << 20
+_PART_BYTES = 4 << 20
 """Sent at a time."""
 
 _MOST_CONNECTIONS = 256
