@@ -70,8 +70,26 @@ class Replica:
         )
         state.next_order += 1
         state.by_rid[req.rid] = req
-        state.fair_share.arrive(req, state.waiting.tenants)
-        state.waiting.add(req)
+        if state.rooms is None or not state.rooms.add(req, now_s):
+            self._wait(req)
+
+    def take_from_rooms(self, now_s: float) -> list[TokenIDOut]:
+        """What `Scheduler` does about rooms before it plans. Returns the outputs that are due."""
+        state = self.state
+        outputs: list[TokenIDOut] = []
+        for req, made, why in (
+            [] if state.rooms is None else state.rooms.take_ready(now_s, state.counters.computed_prefill_tokens)
+        ):
+            assert not why, why
+            out = None if made is None else commit.take_prefilled(state, req, made, now_s)
+            outputs += [] if out is None else [out]
+            if req.finish is None:
+                self._wait(req)
+        return outputs
+
+    def _wait(self, req: Req) -> None:
+        self.state.fair_share.arrive(req, self.state.waiting.tenants)
+        self.state.waiting.add(req)
 
     def plan(self, now_s: float) -> float | None:
         """Plan as many steps as may be in flight. Returns the seconds of the oldest, which begins now, or None when there is nothing to do."""

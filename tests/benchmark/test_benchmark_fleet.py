@@ -5,10 +5,12 @@ import io
 import json
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from bench.fleet import disaggregation
 from bench.fleet.__main__ import main
 from bench.fleet.costs import DEFAULT_COSTS, StepSeconds, fit, read_costs
 from bench.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
@@ -47,6 +49,23 @@ def test_the_same_seed_gives_the_same_run(policy: Method):
     first, again, other = (simulate(3, policy, seed, failures=2, restart_s=5.0) for seed in (1, 1, 2))
     assert without_wall_time(first) == without_wall_time(again)
     assert first.ttft_s != other.ttft_s
+
+
+def test_decode_servers_go_on_with_prompts_of_prefill_servers():
+    """With the scheduler's own rooms: every request is answered, none is computed twice, and its gaps know nothing of prompts."""
+    given = SimpleNamespace(servers=2, num_requests=30, seed=1, gb_per_s=1.0)
+    asked = WorkloadOptions(groups=1, system_tokens=0, turns=1, turn_tokens=600, output_tokens=40)
+    mixed, split = (disaggregation.simulate(asked, given, ReplicaOptions(), number, 2.0) for number in (0, 1))
+    assert mixed["ttft_s"]["count"] == split["ttft_s"]["count"] == 30
+    assert mixed["itl_s"]["count"] == split["itl_s"]["count"] > 30 * 20
+    assert split["num_own"] == 0
+    assert split["itl_s"]["p99"] < 0.03 < 0.1 < mixed["itl_s"]["p99"]
+
+    best = disaggregation.most(
+        lambda rate: {"rate": rate, **{key: {"p99": rate} for key in ("ttft_s", "itl_s")}}, 3.0, 5.0
+    )
+    assert 2.8 < best["rate"] <= 3.0
+    assert best["keeps"]
 
 
 def test_requests_of_replicas_that_die_are_answered_by_others():
