@@ -10,8 +10,8 @@ import torch
 
 from headrace.attention.base import AttentionLayerSpec, KvShape, StepRows
 from headrace.attention.select import make_backend
-from headrace.disaggregation import sink, wire
-from headrace.disaggregation.sink import Incoming, Layout
+from headrace.disaggregation import wire
+from headrace.disaggregation.sink import Incoming, Layout, converted
 from headrace.execution.page_transfer import PoolPages
 from headrace.kernels import cpu as native_cpu
 
@@ -83,7 +83,7 @@ def test_pages_of_another_size_are_those_of_ours(theirs: int, ours: int, num_kno
     for first in range(num_known * ours // theirs, num_theirs, at_once):
         count = min(at_once, num_theirs - first)
         data = sent[first * size : (first + count) * size]
-        full, given = sink._converted(one, wire.Pages(1, first, count), data, *layouts)
+        full, given = converted(one, wire.Pages(1, first, count), data, *layouts)
         assert len(given) == full * (len(want) // num_ours)
         one.num_arrived += full
         got += given

@@ -350,7 +350,7 @@ class _Peer:
             one.num_came += message.count
             count, given = message.count, data
             if self._layouts is not None:
-                count, given = _converted(one, message, data, *self._layouts)
+                count, given = converted(one, message, data, *self._layouts)
             pages = one.pages[one.num_arrived : one.num_arrived + count]
             if len(pages) < count:
                 raise wire.Lost("pages came out of order")
@@ -427,7 +427,7 @@ class _Peer:
         return None
 
 
-def _converted(
+def converted(
     one: Incoming, message: wire.Pages, data: memoryview, theirs: Layout, ours: Layout
 ) -> tuple[int, memoryview]:
     """How many pages of ours are full, or the last one, with what came, and their bytes; what is left waits in `Incoming.rest`."""
