@@ -62,7 +62,7 @@ def test_decode_servers_go_on_with_prompts_of_prefill_servers():
     assert split["itl_s"]["p99"] < 0.03 < 0.1 < mixed["itl_s"]["p99"]
 
     best = disaggregation.most(
-        lambda rate: {"rate": rate, **{key: {"p99": rate} for key in ("ttft_s", "itl_s")}}, 3.0, 5.0
+        lambda rate: {"rate": rate, **{key: {"p99": rate} for key in ("ttft_s", "itl_s", "per_token_s")}}, 3.0, 5.0
     )
     assert 2.8 < best["rate"] <= 3.0
     assert best["keeps"]
