@@ -8,8 +8,9 @@ an image to a small model with random weights. failures: at --points random mome
 stopped for STOPPED_S, or the router leaves; a stream must have the text of the server alone or an error, and wait at most LIMIT_S, not counting
 how long its decode server was stopped; afterwards the pools of servers that live must be whole. transfer: pages of two pools in two processes,
 without servers, beside a memcpy of the same bytes. rooms: 50 at once, and --rooms one after the other: memory, threads and descriptors of both
-schedulers. latency: gaps of 8 streams while prompts of 7,900 tokens come one after the other, beside the streams alone, and beside one server.
-routers: requests of many kinds on three routes to each --router in front of a pair, such as "smg launch", beside one server.
+schedulers. latency: gaps of 8 streams while prompts of 7,900 tokens come one after the other, beside the streams alone, and beside one server, with
+and without --max-step-ms. routers: requests of many kinds on three routes to each --router in front of a pair, such as "smg launch", beside one
+server.
 
 The servers of a pair have --num-threads 1 each, the server alone has 2. Parts may run one at a time: the report adds to that of the same file.
 """
@@ -51,7 +52,7 @@ from headrace.execution.page_transfer import PoolPages
 
 STREAMS, TOKENS = 16, 48
 STOPPED_S, LIMIT_S, WHOLE_S = 3.0, 5.0, 60.0
-LONG, ITL_STREAMS, ITL_TOKENS = 7900, 8, 500
+LONG, ITL_STREAMS, ITL_TOKENS = 7900, 8, 1500
 OPTIONS = ("--max-total-tokens", "24576", "--max-running-requests", "64", "--num-threads", "1")
 _SECRET = b"a secret of this measurement"
 _ENVIRONMENT = {SECRET_VARIABLE: _SECRET.decode()}
@@ -516,10 +517,12 @@ async def latency(model: str, options: Any) -> Any:
         await pair.ask(body_of(source, 30, {}))
         report: dict[str, Any] = {"alone": await gaps(pair.ask, False), "beside_prompts": await gaps(pair.ask, True)}
         report["transfer"] = pair.states()["decode"]["transfer"]
-    with own_server(model, [*OPTIONS, "--num-threads", "2"]) as server:
-        await ask(server, body_of(source, 30, {}))
-        report["one_server"] = await gaps(lambda body: ask(server, body), True)
-    for name in ("alone", "one_server"):
+    steps = {"one_server": [], "one_server_max_step_ms_50": ["--max-step-ms", "50"]}
+    for name, bound in steps.items():
+        with own_server(model, [*OPTIONS, "--num-threads", "2", *bound]) as server:
+            await ask(server, body_of(source, 30, {}))
+            report[name] = await gaps(lambda body, server=server: ask(server, body), True)
+    for name in ("alone", *steps):
         report[f"p99_over_{name}"] = round(report["beside_prompts"]["p99_ms"] / report[name]["p99_ms"], 2)
     return report
 
