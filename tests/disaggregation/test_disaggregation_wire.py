@@ -1,5 +1,6 @@
 """What two servers say to each other: frames that arrive whole or not at all, and a beginning that only who knows the secret gets through."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -308,6 +309,40 @@ def test_who_never_asks_may_say_so(monkeypatch: pytest.MonkeyPatch):
         begin.set()
         until(lambda: outgoing.is_over)
         assert not outgoing.is_asked
+
+
+def test_a_room_that_is_used_again_gets_nothing_of_its_first_use():
+    with Two() as two:
+        outgoing = two.open(1, [1, 2], is_done=False)
+        first = two.ask(1, [10, 11, 12])
+        until(lambda: first.num_arrived == 2)
+        two.sink.withdraw([first])
+        again = two.ask(1, [20, 21, 22])  # the same request, before the prefill server has it
+        until(lambda: outgoing.is_over)
+        two.open(1, [4, 5, 6])
+        until(lambda: again.is_done)
+        assert (again.output is not None, again.num_arrived, first.num_arrived) == (True, 3, 2)
+        assert [two.sink.transfer.kv[page] for page in (20, 21, 22)] == [
+            two.source.transfer.kv[page] for page in (4, 5, 6)
+        ]
+
+
+def test_a_stranger_is_not_waited_for(ends):
+    ends[0].until_s = time.monotonic() + 0.1
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.01):
+            with contextlib.suppress(wire.Lost):
+                ends[1].send(wire.Beat())
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with pytest.raises(wire.Lost, match="in time"):
+        for _ in iter(ends[0].receive, None):
+            pass
+    stop.set()
+    thread.join()
 
 
 def test_a_room_that_was_lost_may_be_asked_for_again():

@@ -148,8 +148,7 @@ class PageSink:
         self.wake = threading.Condition()
         self.copying = threading.Lock()
         self.peers: dict[tuple[str, int, int], _Peer] = {}
-        self._facts: dict[str, str] | None = None
-        self._reading_facts = threading.Lock()
+        self.facts = wire.Facts(lambda: self.transfer.facts())
         self.num_pages = self.num_bytes = self.num_lost = 0
 
     def ask(self, incoming: Incoming) -> None:
@@ -179,8 +178,7 @@ class PageSink:
 
     def weights_changed(self) -> None:
         """What comes from now on is for the weights as they are now. Rooms are withdrawn before."""
-        with self._reading_facts:
-            self._facts = None
+        self.facts.changed()
         self._disconnect()
 
     def close(self) -> None:
@@ -197,13 +195,6 @@ class PageSink:
             peer.close()
         return peers
 
-    def facts(self) -> dict[str, str]:
-        """See `PageTransfer.facts`. The first call after a change of the weights may take seconds."""
-        with self._reading_facts:
-            if self._facts is None:
-                self._facts = self.transfer.facts()
-            return self._facts
-
 
 class _Peer:
     """A prefill server's replica: its connection, and the rooms that it was asked for. asked: those that it is to be told. reads: its thread, which
@@ -219,7 +210,7 @@ class _Peer:
         self.reads = threading.Thread(target=self._run, name="kv-sink-reads", daemon=True)
         self.is_lost = False
         self._rooms: dict[int, Incoming] = {}
-        self._num_taken = 0
+        self._num_taken = self._num_asked = 0
         self._progress = 0
         self._replicas = 1
         self._connection: wire.Connection | None = None
@@ -257,11 +248,14 @@ class _Peer:
 
     def _begin(self) -> None:
         """Connect. Raises OSError, Lost or Refused."""
-        facts = self._sink.facts()
+        facts = self._sink.facts.read()
         host, port, replica = self._address
         self._connection = wire.Connection(self._connect(host, port + replica))
         if self._sink.uses_memory:
-            self._ring = Ring.create()
+            try:
+                self._ring = Ring.create()
+            except OSError as error:
+                _logger.warning("no memory in common with %s (%s): KV goes over TCP", self.name, error.strerror)
         challenge, welcome = wire.introduce(
             self._connection, self._sink.secret, facts, "" if self._ring is None else str(self._ring.path)
         )
@@ -312,7 +306,7 @@ class _Peer:
                 self._take_pages(message, data)
             case wire.Done():
                 with self._sink.wake:
-                    done = self._rooms.pop(message.room, None)
+                    done = self._rooms.pop(message.number, None)
                 if done is not None:
                     if done.num_arrived < len(done.pages):
                         raise wire.Lost("the output of a room came before its pages")
@@ -320,9 +314,9 @@ class _Peer:
                     done.is_done = True
             case wire.Failed():
                 with self._sink.wake:
-                    failed = self._rooms.pop(message.room, None)
+                    failed = self._rooms.pop(message.number, None)
                 if failed is not None:
-                    _fail(failed, f"room {message.room}: {message.reason}", message.is_wrong)
+                    _fail(failed, f"room {failed.room}: {message.reason}", message.is_wrong)
             case wire.Beat():
                 if message.progress != self._progress:
                     self._progress = message.progress
@@ -343,7 +337,7 @@ class _Peer:
         if len(data) != message.count * page_bytes:
             raise wire.Lost("pages do not have the length that they should have")
         with sink.wake:
-            one = self._rooms.get(message.room)
+            one = self._rooms.get(message.number)
         if one is not None:
             if message.first != self._num_known(one) + one.num_came:
                 raise wire.Lost("pages came out of order")
@@ -405,25 +399,26 @@ class _Peer:
         if self._num_taken:
             self._num_taken -= 1
             return wire.Taken()
+        for number, one in self._rooms.items():  # before what is asked: a room may be asked for again
+            if not one.is_wanted:
+                del self._rooms[number]
+                return wire.Leave(one.room, number)
         while self.asked:
             one = self.asked.popleft()
             own = self._address[2]
             wanted = one.replica if one.replica >= 0 else one.first % self._replicas
             if not one.is_wanted and wanted == own:
-                return wire.Leave(one.room)
+                return wire.Leave(one.room, -1)
             if wanted >= self._replicas:
                 _fail(one, f"the prefill server has {self._replicas} replicas, and none of number {wanted}", True)
             elif wanted != own:
                 self._sink.ask_replica(one, wanted)
-            elif one.room in self._rooms and self._rooms[one.room].is_wanted:
+            elif any(other.room == one.room for other in self._rooms.values()):
                 _fail(one, f"room {one.room} is in use by another request", True)
             else:
-                self._rooms[one.room] = one
-                return wire.Ask(one.room, one.rid, one.key, self._num_known(one), one.again)
-        for room, one in self._rooms.items():
-            if not one.is_wanted:
-                del self._rooms[room]
-                return wire.Leave(room)
+                self._num_asked += 1
+                self._rooms[self._num_asked] = one
+                return wire.Ask(one.room, one.rid, one.key, self._num_known(one), one.again, self._num_asked)
         return None
 
 

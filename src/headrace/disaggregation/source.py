@@ -64,8 +64,7 @@ class PageSource:
         self._threads: set[threading.Thread] = set()
         self.wake = threading.Condition()
         self._copying = threading.Lock()
-        self._facts: dict[str, str] | None = None
-        self._reading_facts = threading.Lock()
+        self.facts = wire.Facts(lambda: self.transfer.facts())
         self._is_closed = False
         self.progress = 0
         self.num_pages = self.num_bytes = self.num_connections = 0
@@ -120,8 +119,7 @@ class PageSource:
 
     def weights_changed(self) -> None:
         """KV from now on is of the weights as they are now: whoever is connected is to ask again, and compares them. Rooms are withdrawn before."""
-        with self._reading_facts:
-            self._facts = None
+        self.facts.changed()
         with self.wake:
             peers = list(self._peers)
         for peer in peers:
@@ -157,13 +155,6 @@ class PageSource:
             self._threads.add(thread)
             thread.start()
 
-    def facts(self) -> dict[str, str]:
-        """See `PageTransfer.facts`. The first call after a change of the weights may take seconds."""
-        with self._reading_facts:
-            if self._facts is None:
-                self._facts = self.transfer.facts()
-            return self._facts
-
     def _accept(self) -> None:
         while not self._is_closed:
             try:
@@ -186,7 +177,7 @@ class PageSource:
     def _serve(self, peer: "_Peer") -> None:
         """Of one connection, from its beginning to its end."""
         try:
-            facts = self.facts()
+            facts = self.facts.read()
             hello, welcome = wire.greet(peer.connection, self._secret, facts, self.transfer.page_bytes, self._replicas)
             peer.attach(hello.memory, self.pages_at_once * self.transfer.page_bytes)
             peer.connection.send(msgspec.structs.replace(welcome, has_memory=peer.ring is not None))
@@ -213,10 +204,11 @@ class PageSource:
                     elif len(peer.early) < _MOST_ASKED:
                         peer.early[message.room] = message
                 case wire.Leave():
-                    left = peer.rooms.pop(message.room, None)
-                    if left is None and peer.early.pop(message.room, None) is None:
-                        one = self._rooms.get(message.room)  # which was never asked for, and will not be
-                        left = None if one is None or one.is_asked else one
+                    left = peer.rooms.pop(message.number, None)
+                    if (early := peer.early.get(message.room)) is not None and early.number == message.number:
+                        del peer.early[message.room]
+                    if message.number < 0 and (one := self._rooms.get(message.room)) is not None and not one.is_asked:
+                        left = one
                     if left is not None:
                         left.is_over = True
                 case wire.Taken():
@@ -282,7 +274,8 @@ Work = Callable[[PageSource], None]
 
 
 class _Peer:
-    """A connection from a decode server. early: what it has asked for before there was a request; rooms: that it asked for, and waits for.
+    """A connection from a decode server. early: what it has asked for before there was a request, by room; rooms: that it waits for, by the number of
+    its ask.
 
     ring: memory that both have, or None.
     """
@@ -306,54 +299,56 @@ class _Peer:
         """It waits for a room from now on, if it may. The lock is held."""
         if outgoing.key != ask.key:
             self.refuse(ask, "its prefill server has another prompt there")
+        elif outgoing.is_asked and outgoing.is_over and not ask.again and ask.rid == outgoing.rid:
+            self.early[ask.room] = ask  # of the same request, which is sent again: this one ends
         elif outgoing.is_asked and not (ask.again and outgoing.is_over):
             self.refuse(ask, "another request has asked for its KV")
         else:
             outgoing.is_asked, outgoing.is_over = True, False
             outgoing.num_sent = ask.num_known
-            self.rooms[ask.room] = outgoing
+            self.rooms[ask.number] = outgoing
 
     def refuse(self, ask: wire.Ask, why: str) -> None:
         """The lock is held."""
-        self._failures.append(wire.Failed(ask.room, why, is_wrong=not ask.again))
+        self._failures.append(wire.Failed(ask.number, why, is_wrong=not ask.again))
 
     def next_work(self, at_once: int) -> Work | None:
         """What to send now, in turns over the rooms; None: nothing. The lock is held."""
         if self._failures:
             failure = self._failures.pop()
             return lambda source: self.connection.send(failure)
-        for room, one in list(self.rooms.items()):
-            pages = one.pages[one.num_sent : one.num_sent + at_once]
+        for number, one in list(self.rooms.items()):
+            first, pages = one.num_sent, one.pages[one.num_sent : one.num_sent + at_once]
             if not one.is_wanted or (one.failure and not pages):
-                del self.rooms[room]
+                del self.rooms[number]
                 one.is_over = True
-                message = wire.Failed(room, one.failure or "its prefill server needs the pages")
+                message = wire.Failed(number, one.failure or "its prefill server needs the pages")
                 return lambda source: self.connection.send(message)
             if pages:
                 if self.ring is not None and not self.ring.has_room:
                     return None
-                self.rooms[room] = self.rooms.pop(room)  # the others come before it now
-                return lambda source: self._send_pages(source, one, pages)
+                self.rooms[number] = self.rooms.pop(number)  # the others come before it now
+                one.num_sent += len(pages)
+                return lambda source: self._send_pages(source, one, number, first, pages)
             if one.output:
-                del self.rooms[room]
-                return lambda source: self._send_output(one)
+                del self.rooms[number]
+                return lambda source: self._send_output(one, number)
         return None
 
-    def _send_pages(self, source: PageSource, one: Outgoing, pages: list[int]) -> None:
+    def _send_pages(self, source: PageSource, one: Outgoing, number: int, first: int, pages: list[int]) -> None:
         copied = source.copied(one, pages, self.ring)
         if copied is None:
             return
         place, data = copied
         if place < 0:
-            self.connection.send(wire.Pages(one.room, one.num_sent, len(pages)), data)
+            self.connection.send(wire.Pages(number, first, len(pages)), data)
         else:
-            self.connection.send(wire.Pages(one.room, one.num_sent, len(pages), place, wire.checksum(data)))
-        one.num_sent += len(pages)
+            self.connection.send(wire.Pages(number, first, len(pages), place, wire.checksum(data)))
         source.num_pages += len(pages)
         source.num_bytes += len(data)
 
-    def _send_output(self, one: Outgoing) -> None:
+    def _send_output(self, one: Outgoing, number: int) -> None:
         try:
-            self.connection.send(wire.Done(one.room, one.output))
+            self.connection.send(wire.Done(number, one.output))
         finally:
             one.is_over = True  # also where the connection is lost: no room of the connection is this one any more

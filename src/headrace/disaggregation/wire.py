@@ -10,19 +10,21 @@ sides say something every BEAT_S at least: who has heard nothing for SILENT_S ta
 import contextlib
 import hashlib
 import hmac
+import math
 import secrets
 import socket
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
 
 from headrace.errors import ExecutionError
 
-PROTOCOL = 2
+PROTOCOL = 3
 BEAT_S = 0.4
 SILENT_S = 1.5
 _MAGIC = b"HRPD"
@@ -77,25 +79,30 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Send the pages of a room behind the first `num_known`. key: `prompt_key` of its prompt. again: the scheduler that asked before has died."""
+    """Send the pages of a room behind the first `num_known`. key: `prompt_key` of its prompt. again: the scheduler that asked before has died.
+
+    number: of no other ask of the connection; what is said about the room from then on has it, since a room may be asked for twice.
+    """
 
     room: int
     rid: str
     key: bytes
     num_known: int
     again: bool = False
+    number: int = 0
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """The decode side needs a room no more."""
+    """The decode side needs a room no more. number: of `Ask`; -1 = it has not asked, and will not."""
 
     room: int
+    number: int
 
 
 class Pages(msgspec.Struct, frozen=True, tag=True):
-    """Pages first .. first + count - 1 of a room: in the frame, or at byte `place` of the shared memory, with their checksum."""
+    """Pages first .. first + count - 1 of what was asked for: in the frame, or at byte `place` of the shared memory, with their checksum."""
 
-    room: int
+    number: int
     first: int
     count: int
     place: int = -1
@@ -107,16 +114,16 @@ class Taken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """All pages of a room are sent. output: its first token, with all that belongs to it: a `TokenIDOut`, in msgpack."""
+    """All pages are sent. output: the first token, with all that belongs to it: a `TokenIDOut`, in msgpack."""
 
-    room: int
+    number: int
     output: bytes
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A room has no pages. is_wrong: its request is at fault."""
+    """There are no more pages. is_wrong: the request is at fault."""
 
-    room: int
+    number: int
     reason: str
     is_wrong: bool = False
 
@@ -132,7 +139,8 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class Connection:
-    """A connected socket that frames go over. `send` from any thread; `receive` from one. trusts: the other side has proved that it may send much."""
+    """A connected socket that frames go over. `send` from any thread; `receive` from one. trusts: the other side has proved that it may send much.
+    until_s: when one that has not is lost (`time.monotonic`)."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(SILENT_S)
@@ -142,6 +150,7 @@ class Connection:
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self.trusts = False
+        self.until_s = math.inf
 
     def send(self, message: Message, data: memoryview | bytes = b"") -> None:
         """Raises Lost."""
@@ -186,6 +195,8 @@ class Connection:
         place = 0
         try:
             while place < len(view):
+                if not self.trusts and time.monotonic() > self.until_s:
+                    raise Lost("the other side did not say in time who it is")
                 count = self._socket.recv_into(view[place:])
                 if not count:
                     raise Lost("the other side has closed the connection")
@@ -195,10 +206,32 @@ class Connection:
         return view
 
 
+class Facts:
+    """What KV depends on (`PageTransfer.facts`), read once for the weights as they are. From any thread; `changed` never waits for who reads."""
+
+    def __init__(self, read: Callable[[], dict[str, str]]) -> None:
+        self._read = read
+        self._reading = threading.Lock()
+        self._known: tuple[int, dict[str, str]] | None = None
+        self._number = 0
+
+    def changed(self) -> None:
+        self._number += 1
+
+    def read(self) -> dict[str, str]:
+        """The first call after a change may take seconds."""
+        with self._reading:
+            while self._known is None or self._known[0] != self._number:
+                number = self._number
+                self._known = number, self._read()
+            return self._known[1]
+
+
 def greet(
     connection: Connection, secret: bytes, facts: Mapping[str, str], page_bytes: int, replicas: int
 ) -> tuple[Hello, Welcome]:
     """The prefill side's part of the beginning, up to the `Welcome` that is still to be sent. Raises Lost or Refused."""
+    connection.until_s = time.monotonic() + 2 * SILENT_S
     challenge = Challenge(PROTOCOL, secrets.token_bytes(_NONCE_BYTES), replicas)
     connection.send(challenge)
     hello = _expect(connection, Hello)

@@ -116,7 +116,7 @@ def _translated(obj: GenerateReqInput, params: dict[str, object], mode: Disaggre
     if mode == "prefill" and obj.stream:
         raise RequestError(f"stream: the reply to {_PARAMS}.{name} says where the KV is, in one piece", "stream")
     remote = _params_as(_Remote, params)
-    if not remote.remote_request_id.isdecimal():
+    if not remote.remote_request_id.isdecimal() or len(remote.remote_request_id) > 19:
         raise RequestError(f"{_PARAMS}.remote_request_id: this is not of a prefill server of Headrace's", _PARAMS)
     if mode == "prefill":
         obj = msgspec.structs.replace(obj, sampling_params=_for_one_token(obj.sampling_params))

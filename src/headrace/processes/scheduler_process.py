@@ -246,11 +246,11 @@ def _transfer(args: ServerArgs, worker: "Worker", replica: int) -> "PageSource |
     if args.disaggregation_mode == "decode":
         allows = parse_prefill_hosts(args.disaggregation_prefill_hosts).allows
         sink = PageSink(pages, secret, args.disaggregation_transfer_backend == "shm", allows)
-        sink.facts()
+        sink.facts.read()
         return sink
     address = args.host, args.disaggregation_bootstrap_port + replica
     source = PageSource(pages, address, secret, args.num_replicas)
-    source.facts()
+    source.facts.read()
     source.start()
     return source
 

@@ -152,6 +152,8 @@ def reset(state: SchedulerState) -> None:
     """Drop every request and send no output; the front end sends again those that it still waits for."""
     for req in [*state.by_rid.values(), *state.ended]:
         req.finish = FinishReason("abort", message="begun again")
+        if state.rooms is not None:
+            state.rooms.leave(req)
         _forget(state, req)
     state.ended.clear()
     state.prompts.clear()

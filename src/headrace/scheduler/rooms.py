@@ -91,8 +91,10 @@ class PrefillRooms:
         room = req.asked.room
         if room is None:
             return False
-        if (before := self._rooms.pop(room.number, None)) is not None:  # of the same request, which was sent again
-            self._release([before])
+        if (before := self._rooms.get(room.number)) is not None:
+            if before.req.rid != req.rid:
+                return False  # both came at once (`check`): the decode side hears that its prompt is not the room's
+            self._release([self._rooms.pop(room.number)])  # it was sent again
         req.max_tokens = min(req.max_tokens, req.num_prompt_tokens + 1)
         sending = _Sending(req, Outgoing(room.number, req.rid, _key(req, self._source.transfer)))
         if not req.shares_kv:
@@ -320,7 +322,10 @@ class DecodeRooms:
                     self._num_rooms += has_come
                     self._num_failed += not has_come
                 ready.append((one.req, None, wrong))
-                self._keep(one)
+                if wrong:
+                    self._drop(one)
+                else:
+                    self._keep(one)
             elif incoming is None:
                 self._begin(one)
         return [(req, output, wrong) for req, output, wrong in ready if req.finish is None]
