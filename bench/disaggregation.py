@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -521,7 +522,7 @@ async def latency(model: str, options: Any) -> Any:
     for name, bound in steps.items():
         with own_server(model, [*OPTIONS, "--num-threads", "2", *bound]) as server:
             await ask(server, body_of(source, 30, {}))
-            report[name] = await gaps(lambda body, server=server: ask(server, body), True)
+            report[name] = await gaps(partial(ask, server), True)
     for name in ("alone", *steps):
         report[f"p99_over_{name}"] = round(report["beside_prompts"]["p99_ms"] / report[name]["p99_ms"], 2)
     return report
