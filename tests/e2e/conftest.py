@@ -16,9 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess, serving
 
+from headrace.config.machine import SECRET_VARIABLE
 from headrace.config.server_args import ServerArgs
+from headrace.disaggregation import wire
 from headrace.execution import step_times
 from headrace.processes.model_files import open_tokenizer
+from headrace.scheduler.rooms import DecodeRooms
 from headrace.text.tokenizers import Tokenizer
 from smollm2_tokenizer import smollm2_tokenizer
 
@@ -30,6 +33,16 @@ def steps_that_take_what_they_usually_take() -> Iterator[None]:
     """How many tokens an engine of this process drafts does not depend on the machine's speed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_times, "measured_seconds", lambda *arguments: {})
+        yield
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[None]:
+    """Of a prefill and a decode engine nobody is taken for dead, and nobody gives up, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET_VARIABLE, "a secret of this test")
+        patch.setattr(wire, "SILENT_S", 120.0)
+        patch.setattr(DecodeRooms, "is_over", lambda rooms, one, now_s: False)
         yield
 
 

@@ -1,6 +1,7 @@
 """Engines for tests, and answers in a form that can be compared exactly."""
 
 import random
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,12 @@ PENALISED = {
 }
 
 LOGPROB_KEYS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -14,22 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, answer_of, random_ids, running_engine
+from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, answer_of, free_port, random_ids, running_engine
 from safetensors.torch import load_file, save_file
 
 from headrace import Engine
 from headrace.config.machine import SECRET_VARIABLE
 from headrace.disaggregation import wire
 from headrace.errors import ConfigError, RequestError
-from headrace.scheduler.rooms import DecodeRooms
 from headrace.server.app import create_app
 
 numbers = itertools.count(1)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Pair:
@@ -46,16 +40,6 @@ class Pair:
         answer = self.decode.generate(**call)
         sent.result()
         return answer
-
-
-@pytest.fixture(scope="module")
-def patient() -> Iterator[None]:
-    """Nobody is taken for dead, and nobody gives up, however busy the machine is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SECRET_VARIABLE, "a secret of this test")
-        patch.setattr(wire, "SILENT_S", 120.0)
-        patch.setattr(DecodeRooms, "is_over", lambda rooms, one, now_s: False)
-        yield
 
 
 @pytest.fixture(scope="module", params=["tcp", "shm"])

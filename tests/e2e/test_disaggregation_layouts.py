@@ -3,22 +3,17 @@
 import itertools
 import re
 import shutil
-import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import GREEDY, random_ids, running_engine
+from engines import GREEDY, free_port, random_ids, running_engine
 from safetensors.torch import load_file, save_file
 
 from headrace import Engine
-from headrace.config.machine import SECRET_VARIABLE
-from headrace.disaggregation import wire
 from headrace.errors import RequestError
-from headrace.scheduler.rooms import DecodeRooms
 
 TWO: dict[str, Any] = {"tp_size": 2, "single_process": False}
 SCATTERED: dict[str, Any] = {"attention_backend": "torch_native"}
@@ -26,21 +21,8 @@ PROMPTS = [random_ids(count, seed=count) for count in (1, 63, 100, 400)]
 PROMPTS.append([*PROMPTS[3][:330], 7, 8])
 """The last one's beginning is in the cache of the decode side."""
 
+pytestmark = pytest.mark.usefixtures("patient")
 rooms = itertools.count(1)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patient() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SECRET_VARIABLE, "a secret of this test")
-        patch.setattr(wire, "SILENT_S", 120.0)
-        patch.setattr(DecodeRooms, "is_over", lambda rooms, one, now_s: False)
-        yield
 
 
 def room_at(port: int) -> dict[str, Any]:

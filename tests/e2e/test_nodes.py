@@ -1,7 +1,6 @@
 """One model on two "hosts", both on this machine: the text of one host, and what happens when a rank or the link between them is lost."""
 
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from engines import running_engine
+from engines import free_port, running_engine
 from server_process import ServerProcess, serving
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
@@ -74,12 +73,6 @@ def other_node(model: str, port: int, *options: str) -> Iterator[OtherNode]:
             process.kill() if process.poll() is None else None
             process.wait(LIMIT_S)
             reader.join(LIMIT_S)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def node_0(model: str, port: int, *options: str) -> Any:
