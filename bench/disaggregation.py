@@ -1,16 +1,17 @@
 """A prefill and a decode server beside one server alone: whether texts are the same, what streams notice, and what becomes of requests when one dies.
 
-    python -m bench.disaggregation MODEL [--parts equality,failures,transfer,rooms,latency,routers] [--prompts 200] [--points 100] [--rooms 1000]
-        [--router COMMAND ...] [--seed 0] [--backend tcp] [--output FILE]
+    python -m bench.disaggregation MODEL [--parts equality,failures,transfer,rooms,latency,control,routers] [--prompts 200] [--points 100]
+        [--rooms 1000] [--router COMMAND ...] [--seed 0] [--backend tcp] [--output FILE]
 
 Each request goes to both servers at once, as from a router. equality: --prompts requests of 1 to 1,500 tokens and of ten kinds, and three with
 an image to a small model with random weights. failures: at --points random moments of 16 streams a scheduler or main process is killed (-9) or
 stopped for STOPPED_S, or the router leaves; a stream must have the text of the server alone or an error, and wait at most LIMIT_S, not counting
 how long its decode server was stopped; afterwards the pools of servers that live must be whole. transfer: pages of two pools in two processes,
 without servers, beside a memcpy of the same bytes. rooms: 50 at once, and --rooms one after the other: memory, threads and descriptors of both
-schedulers. latency: gaps of 8 streams while prompts of 7,900 tokens come one after the other, beside the streams alone, and beside one server, with
-and without --max-step-ms. routers: requests of many kinds on three routes to each --router in front of a pair, such as "smg launch", beside one
-server.
+schedulers. latency: gaps of 8 streams of --tokens while prompts of 7,900 tokens come one after the other, beside the streams alone, and beside one
+server, with and without --max-step-ms. control: these gaps beside prompts that a third server computes, whose KV goes nowhere, and beside a loop that
+takes a core and no memory, in --turns turns. routers: requests of many kinds on three routes to each --router in front of a pair, such as
+"smg launch", beside one server.
 
 The servers of a pair have --num-threads 1 each, the server alone has 2. Parts may run one at a time: the report adds to that of the same file.
 """
@@ -29,8 +30,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -53,11 +54,16 @@ from headrace.execution.page_transfer import PoolPages
 
 STREAMS, TOKENS = 16, 48
 STOPPED_S, LIMIT_S, WHOLE_S = 3.0, 5.0, 60.0
-LONG, ITL_STREAMS, ITL_TOKENS = 7900, 8, 1500
+LONG, ITL_STREAMS = 7900, 8
 OPTIONS = ("--max-total-tokens", "24576", "--max-running-requests", "64", "--num-threads", "1")
+PLAIN = (
+    *OPTIONS,
+    "--speculative-algorithm",
+    "off",
+)  # a step of several tokens is longer, and whether there is one depends on the texts
 _SECRET = b"a secret of this measurement"
 _ENVIRONMENT = {SECRET_VARIABLE: _SECRET.decode()}
-_PARTS = ("equality", "failures", "transfer", "rooms", "latency", "routers")
+_PARTS = ("equality", "failures", "transfer", "rooms", "latency", "control", "routers")
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -80,6 +86,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Sampling parameters and fields of what is asked in turns."""
 
 Body = dict[str, Any]
+Ask = Callable[[Body], Coroutine[Any, Any, StreamReply]]
 
 
 def body_of(source: random.Random, num_tokens: int, sampling: dict[str, Any], **fields: Any) -> Body:
@@ -483,49 +490,85 @@ def slope(values: list[float]) -> float:
     return float(np.polyfit(range(len(values)), values, 1)[0])
 
 
+async def gaps(
+    ask_one: Ask, options: Any, source: random.Random, ask_long: Ask | None = None
+) -> tuple[list[float], int]:
+    """Milliseconds between tokens of the same streams, from when all have begun until one ends, and how many long prompts `ask_long` has answered."""
+    sampling = {"max_new_tokens": options.tokens, "ignore_eos": True, "temperature": 1}
+    same = random.Random(options.seed)
+    streams = [body_of(same, 30, sampling, stream=True) for _ in range(ITL_STREAMS)]
+    tasks = [asyncio.create_task(ask_one(body)) for body in streams]
+    await asyncio.sleep(1.0)
+    begin_s, num_long, long = time.perf_counter(), 0, None
+    while not any(task.done() for task in tasks):
+        long = asyncio.create_task(ask_long(body_of(source, LONG, {"max_new_tokens": 1}))) if ask_long else None
+        await asyncio.wait([*([long] if long else []), *tasks], return_when=asyncio.FIRST_COMPLETED)
+        num_long += long is not None and long.done()
+    until_s = time.perf_counter()
+    found = list[float]()
+    for reply in await asyncio.gather(*tasks):
+        times = [now_s for now_s, piece in reply.pieces for _ in range(piece.count(b"data: {"))]
+        found += [1e3 * (b - a) for a, b in itertools.pairwise(times) if begin_s < a and b < until_s]
+    if long is not None:
+        await long
+    return found, num_long
+
+
+def of_gaps(found: list[float], num_long: int) -> dict[str, Any]:
+    p99 = quantiles(found, n=100)[98]
+    return {"gaps": len(found), "long_prompts": num_long, "p50_ms": round(median(found), 1), "p99_ms": round(p99, 1)}
+
+
 async def latency(model: str, options: Any) -> Any:
     source = random.Random(options.seed)
-    sampling = {"max_new_tokens": ITL_TOKENS, "ignore_eos": True, "temperature": 1}
-
-    async def gaps(ask_one: Callable[[Body], Coroutine[Any, Any, StreamReply]], is_beside: bool) -> dict[str, Any]:
-        """Milliseconds between tokens of the streams, from when all have begun."""
-        streams = [body_of(source, 30, sampling, stream=True) for _ in range(ITL_STREAMS)]
-        tasks = [asyncio.create_task(ask_one(body)) for body in streams]
-        await asyncio.sleep(1.0)
-        begin_s, num_long = time.perf_counter(), 0
-        while is_beside and not any(task.done() for task in tasks):
-            long = asyncio.create_task(ask_one(body_of(source, LONG, {"max_new_tokens": 1})))
-            await asyncio.wait([long, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            num_long += long.done()
-        until_s = time.perf_counter()
-        replies = await asyncio.gather(*tasks)
-        found = list[float]()
-        for reply in replies:
-            times = [now_s for now_s, piece in reply.pieces for _ in range(piece.count(b"data: {"))]
-            found += [
-                1e3 * (b - a) for a, b in itertools.pairwise(times) if begin_s < a and (not is_beside or b < until_s)
-            ]
-        if is_beside:
-            await long
-        return {
-            "gaps": len(found),
-            "long_prompts": num_long,
-            "p50_ms": round(median(found), 1),
-            "p99_ms": round(quantiles(found, n=100)[98], 1),
-        }
-
-    with Pair(model, OPTIONS, options.backend) as pair:
+    with Pair(model, PLAIN, options.backend) as pair:
         await pair.ask(body_of(source, 30, {}))
-        report: dict[str, Any] = {"alone": await gaps(pair.ask, False), "beside_prompts": await gaps(pair.ask, True)}
+        report: dict[str, Any] = {"alone": of_gaps(*await gaps(pair.ask, options, source))}
+        report["beside_prompts"] = of_gaps(*await gaps(pair.ask, options, source, pair.ask))
         report["transfer"] = pair.states()["decode"]["transfer"]
     steps = {"one_server": [], "one_server_max_step_ms_50": ["--max-step-ms", "50"]}
     for name, bound in steps.items():
-        with own_server(model, [*OPTIONS, "--num-threads", "2", *bound]) as server:
-            await ask(server, body_of(source, 30, {}))
-            report[name] = await gaps(partial(ask, server), True)
+        with own_server(model, [*PLAIN, "--num-threads", "2", *bound]) as server:
+            asks = partial(ask, server)
+            await asks(body_of(source, 30, {}))
+            report[name] = of_gaps(*await gaps(asks, options, source, asks))
     for name in ("alone", *steps):
         report[f"p99_over_{name}"] = round(report["beside_prompts"]["p99_ms"] / report[name]["p99_ms"], 2)
     return report
+
+
+@contextmanager
+def busy_loop() -> Iterator[None]:
+    """A process that takes a core and no memory."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
+        try:
+            yield
+        finally:
+            loop.kill()
+
+
+async def control(model: str, options: Any) -> Any:
+    source = random.Random(options.seed)
+    asks: dict[str, Ask | None] = {"alone": None, "beside_a_loop": None}
+    found: dict[str, list[float]] = {}
+    longs, ratios = Counter[str](), dict[str, list[float]]()
+    with Pair(model, PLAIN, options.backend) as pair, own_server(model, PLAIN) as other:
+        asks |= {"beside_other_server": partial(ask, other), "beside_prompts": pair.ask}
+        for one in (pair.ask, partial(ask, other)):
+            await one(body_of(source, 30, {}))
+        for turn in range(options.turns):
+            for name in sorted(asks, reverse=(turn + options.seed) % 2 == 1):
+                with busy_loop() if name == "beside_a_loop" else nullcontext():
+                    times, num_long = await gaps(pair.ask, options, source, asks[name])
+                found.setdefault(name, []).extend(times)
+                longs[name] += num_long
+                ratios.setdefault(name, []).append(quantiles(times, n=100)[98])
+        moved = pair.states()["decode"]["transfer"]
+    report: dict[str, Any] = {name: of_gaps(times, longs[name]) for name, times in found.items()}
+    for name in asks:
+        report[name]["p99_ms_of_turns"] = [round(each, 1) for each in ratios[name]]
+        report[name]["p99_over_alone"] = round(report[name]["p99_ms"] / report["alone"]["p99_ms"], 2)
+    return {**report, "transfer": moved}
 
 
 def pool_pages(num_tokens: int = 8192) -> tuple[PoolPages, list[int]]:
@@ -593,6 +636,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--points", type=int, default=100)
     parser.add_argument("--rooms", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=1500, help="of each stream of latency and control")
+    parser.add_argument(
+        "--turns", type=int, default=1, help="of control; with an odd --seed the first one is the other way round"
+    )
     parser.add_argument("--router", action="append", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="tcp", choices=("tcp", "shm"))
