@@ -205,22 +205,16 @@ def test_a_backend_without_a_kv_cache_of_8_bits_keeps_that_of_the_weights_and_sa
         config(backends=[no_bytes], quantization="int8", kv_cache_dtype="int8")
 
 
-def test_a_file_in_its_own_bits_may_have_a_kv_cache_of_either_integers_or_floats():
-    """Which, the model is asked: `execution.kv_precision`."""
-    no_bytes = FakeBackend("plain", refuses=lambda needs: needs.kv_cache_dtype == "int8")
-
+def test_a_file_in_its_own_bits_has_a_kv_cache_of_16_bits():
     file = parse_hf_config(
         {"model_type": "llama", "quantization_config": {"quant_method": GGUF_METHOD, "in_own_bits": True}}
     )
 
-    got, plain = (resolve(ServerArgs(), file, LAPTOP, backends) for backends in (BACKENDS, [no_bytes]))
+    got, asked = (resolve(args, file, LAPTOP, BACKENDS) for args in (ServerArgs(), ServerArgs(kv_cache_dtype="int8")))
 
-    assert (got.kv_cache_dtype, got.kv_cache_fallbacks) == ("int8", ("int16", "bfloat16"))
-    assert (plain.kv_cache_dtype, plain.kv_cache_fallbacks) == ("int16", ("bfloat16",))
-    (decision,) = (line for line in plain.decisions if line.startswith("kv_cache_dtype "))
-    assert decision.startswith("kv_cache_dtype int16: plain cannot have int8: not here; goes with gguf weights")
-    assert config(quantization="int8").kv_cache_fallbacks == ("bfloat16",)
-    assert resolve(ServerArgs(kv_cache_dtype="int8"), file, LAPTOP, BACKENDS).kv_cache_fallbacks == ()
+    assert (got.kv_cache_dtype, got.kv_cache_fallback) == ("int16", "bfloat16")
+    assert (asked.kv_cache_dtype, asked.kv_cache_fallback) == ("int8", "")
+    assert config(quantization="int8").kv_cache_fallback == "bfloat16"
 
 
 def test_wide_heads_keep_a_kv_cache_of_16_bits_unless_8_are_asked_for():

@@ -91,7 +91,7 @@ class FormatFacts:
     option: the command line option that chooses it; "" = none, another format rounds to it.
     takes: stored matrices of these formats are used unchanged when this format is requested.
     rounds_to: weights that are not used as they are stored are rounded to this format; None = this one.
-    kv_cache: element types of the KV cache that `--kv-cache-dtype auto` gives it on CPU, the first that does not hurt the model; else that of floats.
+    kv_cache: element type of the KV cache that `--kv-cache-dtype auto` gives it on CPU, unless it hurts the model; else that of floats.
     note: shown in brackets behind the name in the help text.
     """
 
@@ -107,7 +107,7 @@ class FormatFacts:
     takes: tuple[Scheme, ...] = ()
     rounds_to: Scheme | None = None
     option: Literal["--quantization", "--activations", ""] = "--quantization"
-    kv_cache: tuple[Literal["int16", "int8"], ...] = ()
+    kv_cache: Literal["", "int16", "int8"] = ""
     note: str = ""
 
     @property
@@ -155,14 +155,14 @@ _BYTES = Rounding(8, KERNEL_GROUP)
 _FORMATS: tuple[FormatFacts, ...] = (
     FormatFacts("none", gpu=GpuKernel(experts=True)),
     FormatFacts("bfloat16", bytes_per_weight=2.0, error=0.003, option="--activations"),
-    FormatFacts("gguf", blocks=True, kv_cache=("int8", "int16"), note="a GGUF file in its own bits"),
+    FormatFacts("gguf", blocks=True, kv_cache="int16", note="a GGUF file in its own bits"),
     FormatFacts(
         "int16",
         codes=Codes(16, "int16", 0, scale_per_row=True, max_norm=MAX_WORDS_NORM),
         activations=Rounding(16, WIDE_GROUP),
         bytes_per_weight=2.0,
         error=0.0005,
-        kv_cache=("int16",),
+        kv_cache="int16",
         note="closer to the float weights than bfloat16",
     ),
     FormatFacts(
@@ -173,7 +173,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         error=0.008,
         takes=("int8",),
         rounds_to="int8-rotated",
-        kv_cache=("int8",),
+        kv_cache="int8",
     ),
     FormatFacts(
         "int8-rotated",
@@ -189,7 +189,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         activations=Rounding(8, WIDE_GROUP, rotated=True),
         bytes_per_weight=1.0,
         error=0.012,
-        kv_cache=("int8",),
+        kv_cache="int8",
         note="faster, less exact",
     ),
     FormatFacts(
@@ -202,7 +202,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         # The output projection chooses every token, so it keeps 8 bits.
         head="int8",
         takes=("int4", "int8"),
-        kv_cache=("int8",),
+        kv_cache="int8",
     ),
     FormatFacts(
         "fp8",

@@ -27,7 +27,7 @@ def examine(tp_size: int = 1, numa_bind: bool = False) -> dict[str, Any]:
     Raises ConfigError if there is no NUMA node to bind to.
     """
     torch = _torch()
-    small = [name for name, facts in FORMATS.items() if facts.kv_cache == ("int8",)]
+    small = [name for name, facts in FORMATS.items() if facts.kv_cache == "int8"]
     report: dict[str, Any] = {
         "headrace": VERSION,
         "python": platform.python_version(),
@@ -38,8 +38,8 @@ def examine(tp_size: int = 1, numa_bind: bool = False) -> dict[str, Any]:
         "kernels": [],
         "kernel_variants": [],
         # What `--kv-cache-dtype auto` and `--activations auto` choose.
-        "kv_cache": f"on CPU int16 with int16 weights, int8 with {', '.join(small[:-1])} or {small[-1]} if heads have at most 128 elements, "
-        "int8 or int16 with gguf, unless a short text shows that they hurt the model; else that of the weights",
+        "kv_cache": f"on CPU int16 with int16 or gguf weights, int8 with {', '.join(small[:-1])} or {small[-1]} if heads have at most 128 elements, "
+        "unless a short text shows that they hurt the model; else that of the weights",
         "sixteen_bits": "",
         "attention_backends": [],
         "models": [

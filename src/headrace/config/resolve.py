@@ -67,8 +67,7 @@ class Config:
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
     deterministic: results on a GPU do not depend on the batch. On CPU they never do. speculative_algorithm: auto may still turn out not to pay.
     activations: dtype of what linear layers that are not quantised multiply with their weights.
-    kv_cache_fallbacks: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured: the first that it
-        does not lose too much in, or the last, which is of floats; none = it stays.
+    kv_cache_fallback: what the KV cache gets instead if the model loses too much in kv_cache_dtype, which is still to be measured; empty = it stays.
     kv_cache_added_error: what was measured, see `execution.kv_precision`; None = nothing.
     decisions: one sentence per choice that the user did not make.
     """
@@ -91,7 +90,7 @@ class Config:
     cuda_graph_sizes: tuple[int, ...]
     speculative_algorithm: str
     decisions: tuple[str, ...]
-    kv_cache_fallbacks: tuple[str, ...] = ()
+    kv_cache_fallback: str = ""
     kv_cache_added_error: float | None = None
 
     @property
@@ -131,7 +130,7 @@ def resolve(
     needs = AttentionNeeds(device, native, model.head_dim, kv_floats, args.page_size, deterministic)
     backend = _attention_backend(args, needs, backends, decisions)
     is_chosen = args.kv_cache_dtype != "auto"
-    kv_cache_dtype, *fallbacks = [kv_floats] if is_chosen else _kv_cache_dtypes(needs, quantization, backend, decisions)
+    kv_cache_dtype = kv_floats if is_chosen else _kv_cache_beside(needs, quantization, backend, decisions)
     page_size = args.page_size
     if page_size is None:
         page_size = backend.page_size
@@ -160,7 +159,7 @@ def resolve(
         cuda_graph_sizes=cuda_graph_sizes,
         speculative_algorithm=speculative_algorithm(args, device, batch_invariant, generates, decisions),
         decisions=tuple(decisions),
-        kv_cache_fallbacks=tuple(fallbacks),
+        kv_cache_fallback="" if kv_cache_dtype == kv_floats else kv_floats,
     )
 
 
@@ -170,7 +169,7 @@ def with_kv_cache(config: Config, kv_cache_dtype: str, reason: str) -> Config:
     return replace(
         config,
         kv_cache_dtype=kv_cache_dtype,
-        kv_cache_fallbacks=(),
+        kv_cache_fallback="",
         decisions=(*others, f"kv_cache_dtype {kv_cache_dtype}: {reason}"),
     )
 
@@ -242,32 +241,27 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str) -> str:
     return _KV_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
 
 
-def _kv_cache_dtypes(
-    needs: AttentionNeeds, quantization: Scheme, backend: AttentionFacts, decisions: list[str]
-) -> list[str]:
-    """Integers beside weights of integers on CPU, if the backend has such a cache: 8 bits, if heads are not wide, or 16; and at last the dtype of the
-    weights. The model may still refuse the first, see `Config.kv_cache_fallbacks`.
+def _kv_cache_beside(needs: AttentionNeeds, quantization: Scheme, backend: AttentionFacts, decisions: list[str]) -> str:
+    """Integers beside weights of integers on CPU, if the backend has such a cache and, of 8 bits, heads are not wide; else the dtype of the weights.
+    The model may still refuse integers, see `Config.kv_cache_fallback`.
 
     needs: with the dtype of the weights.
     """
-    floats = needs.kv_cache_dtype
-    found: list[str] = []
-    reasons: list[str] = []
-    for wanted in FORMATS[quantization].kv_cache if needs.device == "cpu" else ():
-        if wanted == "int8" and needs.head_dim > _WIDEST_HEAD_IN_BYTES:
-            reasons.append(f"heads of {needs.head_dim} elements lose too much in {wanted}")
-        elif against := backend.reasons_against(replace(needs, kv_cache_dtype=wanted)):
-            reasons.append(f"{backend.name} cannot have {wanted}: {'; '.join(against)}")
-        else:
-            found.append(wanted)
+    wanted = FORMATS[quantization].kv_cache if needs.device == "cpu" else ""
     why = {
         "int8": "at half the bytes of bfloat16; --kv-cache-dtype bfloat16 is the exact one",
         "int16": "attention multiplies 16-bit integers, too; closer to floats than bfloat16",
     }
-    if found:
-        reasons.append(f"goes with {quantization} weights, {why[found[0]]}")
-    found.append(floats)
-    decisions.append(f"kv_cache_dtype {found[0]}: {'; '.join(reasons) or 'that of the weights'}")
+    found = needs.kv_cache_dtype
+    if not wanted:
+        reason = "that of the weights"
+    elif wanted == "int8" and needs.head_dim > _WIDEST_HEAD_IN_BYTES:
+        reason = f"heads of {needs.head_dim} elements lose too much in {wanted}"
+    elif against := backend.reasons_against(replace(needs, kv_cache_dtype=wanted)):
+        reason = f"{backend.name} cannot have {wanted}: {'; '.join(against)}"
+    else:
+        found, reason = wanted, f"goes with {quantization} weights, {why[wanted]}"
+    decisions.append(f"kv_cache_dtype {found}: {reason}")
     return found
 
 

@@ -382,8 +382,8 @@ class ServerOptions:
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"] = _memory(
         "auto",
-        "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, int8 with int8, int8-fast or int4 if heads have at "
-        "most 128 elements, and int8 or int16 with gguf, unless a short text shows that they cost the model too much quality; else that of the "
+        "Element type of the KV cache; auto: on a CPU int16 with --quantization int16 or gguf, int8 with int8, int8-fast or int4 if heads "
+        "have at most 128 elements, unless a short text shows that they cost the model too much quality; else that of the "
         "weights. int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _memory(False, "Disable prefix caching: requests share no KV cache.")

@@ -11,12 +11,11 @@ caches: in float32, in the dtype of the weights, and in the integers that go wit
 
 over the positions of the text and, at each, over the next tokens as float32 expects them: that has half the standard error of the mean over
 the tokens that follow. Integers add their distance less that of the dtype of the weights, which is not zero: activations that are rounded to
-integers answer any change of a key with noise, which no cache can help, and which is nearly as large as the error that their rounding brings.
-So where 8 bits may be had or 16 (a file in its own bits, whose peers have a KV cache of 16), 8 must be hardly farther than 16. Of a model that
-makes vectors, the error of a token is the relative distance of its last hidden state.
+integers answer any change of a key with noise, which no cache can help, and which is nearly as large as the error that their rounding brings. Of
+a model that makes vectors, the error of a token is the relative distance of its last hidden state.
 
-The second half of the text is computed only where it may change the choice: not if in the first one each cache that is refused adds more than twice
-the limit, so that the whole is over it whatever the rest adds, and the one that is taken less than a quarter of it.
+The second half of the text is computed only where it may change the choice: not if in the first one integers add more than twice the
+limit, so that the whole is over it whatever the rest adds, nor if they add less than a quarter of it.
 """
 
 import hashlib
@@ -24,7 +23,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -47,9 +45,6 @@ Tokenize = Callable[[str], Sequence[int]]
 
 MOST_ADDED = 0.02
 """Most that integers may add to the error of a token's logprob, in nats, or of a vector, relative to it."""
-
-MOST_BESIDE_16 = 1.1
-"""Most times the distance of 16-bit integers that 8-bit ones may have, of weights that go with both."""
 
 NUM_TOKENS = 128
 """Of the text, at most: a prompt of that length for each cache, or of half of it, is what a measurement costs."""
@@ -84,7 +79,7 @@ _NOT_A_NUMBER = 1000.0
 
 
 class _Trial(msgspec.Struct, frozen=True):
-    """What every rank computes before the leader chooses: the text with a cache of each of these dtypes; none = nothing."""
+    """What every rank computes before the leader chooses: the text with a cache of each of these dtypes, integers last; none = nothing."""
 
     dtypes: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
@@ -109,7 +104,7 @@ def settle_kv_cache(
         trial = msgspec.json.decode(rank.group.receive(), type=_Trial)
         if trial.dtypes:
             wait_loaded()
-            _distances(setup, model, rank, trial, ())
+            _distances(setup, model, rank, trial)
         config = setup.config
         return replace(setup, config=replace(config, kv_cache_dtype=rank.group.receive().decode()))
     settled = _settled(setup, model, rank, cache, tokenize, wait_loaded)
@@ -128,22 +123,22 @@ def _settled(
 ) -> Setup:
     """The leader's `settle_kv_cache`; the others know what to compute when it returns."""
     config = setup.config
-    dtypes = (config.kv_cache_dtype, *config.kv_cache_fallbacks)
+    dtypes = (config.kv_cache_dtype, config.kv_cache_fallback)
     trial, is_random = _Trial(), setup.args.load_format == "dummy"
-    distances = _measured(setup, cache, dtypes) if config.kv_cache_fallbacks else None
-    if config.kv_cache_fallbacks and distances is None and not is_random:
+    distances = _measured(setup, cache, dtypes) if config.kv_cache_fallback else None
+    if config.kv_cache_fallback and distances is None and not is_random:
         ids = [token for token in tokenize(TEXT) if token < setup.model_config.vocab_size]
         if len(ids) > 1:
             ids = ids[: min(NUM_TOKENS, config.context_length)]
             trial = _Trial(tuple(dict.fromkeys((_REFERENCE, *reversed(dtypes)))), tuple(ids))
     if rank.group is not None:
         rank.group.send(msgspec.json.encode(trial))
-    if not config.kv_cache_fallbacks:
+    if not config.kv_cache_fallback:
         return setup
     if trial.dtypes:
         wait_loaded()
         begin = time.perf_counter()
-        distances = _distances(setup, model, rank, trial, dtypes)
+        distances = _distances(setup, model, rank, trial)
         _logger.info("measured what a KV cache in integers costs the model (%.1f s)", time.perf_counter() - begin)
         if cache is not None:
             cache.keep_measured({_name(setup, dtype): distance for dtype, distance in distances.items()})
@@ -151,32 +146,20 @@ def _settled(
         return _with(setup, dtypes[0], f"goes with {config.weight_format} weights; random ones are not measured")
     if distances is None:
         return _with(setup, dtypes[-1], f"without a tokenizer it cannot be measured what {dtypes[0]} costs this model")
-    return _by_limits(setup, dtypes, distances)
+    return _by_limit(setup, dtypes, distances)
 
 
-def _by_limits(setup: Setup, dtypes: Sequence[str], distances: Mapping[str, float]) -> Setup:
-    """The first of the dtypes that the model does not lose too much in, or the last."""
-    *integers, floats = dtypes
-    what, added = _error_of(setup), {dtype: round(distances[dtype] - distances[floats], 4) for dtype in integers}
-    reasons = []
-    for dtype, fallback in pairwise(dtypes):
-        if added[dtype] > MOST_ADDED:
-            reasons.append(f"{dtype} would add {added[dtype]:.3f} to {what} of this model, more than {MOST_ADDED}")
-        elif fallback in integers and distances[dtype] > MOST_BESIDE_16 * distances[fallback]:
-            times = distances[dtype] / distances[fallback] if distances[fallback] else math.inf
-            reasons.append(
-                f"{dtype} would change {what} {times:.2f} times as much as {fallback}, more than {MOST_BESIDE_16}"
-            )
-        else:
-            exact = (
-                f"--kv-cache-dtype {fallback} is the exact one"
-                if dtype == "int8"
-                else f"closer to floats than {floats}"
-            )
-            cost = f"adds {max(added[dtype], 0.0):.3f} to {what} (at most {MOST_ADDED})"
-            reasons.append(f"goes with {setup.config.weight_format} weights and {cost}; {exact}")
-            return _with(setup, dtype, "; ".join(reasons), added[dtype])
-    return _with(setup, floats, "; ".join(reasons), added[integers[0]])
+def _by_limit(setup: Setup, dtypes: tuple[str, str], distances: Mapping[str, float]) -> Setup:
+    """With the integers, unless the model loses too much in them; else with the floats."""
+    integers, floats = dtypes
+    added = round(distances[integers] - distances[floats], 4)
+    what = _error_of(setup)
+    if added > MOST_ADDED:
+        reason = f"{integers} would add {added:.3f} to {what} of this model, more than {MOST_ADDED}"
+        return _with(setup, floats, reason, added)
+    exact = f"--kv-cache-dtype {floats} is the exact one" if integers == "int8" else f"closer to floats than {floats}"
+    cost = f"adds {max(added, 0.0):.3f} to {what} (at most {MOST_ADDED})"
+    return _with(setup, integers, f"goes with {setup.config.weight_format} weights and {cost}; {exact}", added)
 
 
 def _as_asked(setup: Setup, cache: WeightCache | None) -> Setup:
@@ -195,7 +178,7 @@ def _as_asked(setup: Setup, cache: WeightCache | None) -> Setup:
     return _with(setup, wanted, reason, added)
 
 
-def _measured(setup: Setup, cache: WeightCache | None, dtypes: Sequence[str]) -> dict[str, float] | None:
+def _measured(setup: Setup, cache: WeightCache | None, dtypes: tuple[str, str]) -> dict[str, float] | None:
     """The distances of these as they were measured at an earlier start; None unless all are known."""
     known = {dtype: None if cache is None else cache.measured(_name(setup, dtype)) for dtype in dtypes}
     found = {dtype: distance for dtype, distance in known.items() if distance is not None}
@@ -234,8 +217,8 @@ def _name(setup: Setup, dtype: str) -> str:
     return f"distance of a KV cache in {dtype}, {setup.config.attention_backend}, {digest.hexdigest()[:16]}"
 
 
-def _distances(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial, dtypes: Sequence[str]) -> dict[str, float]:
-    """Of each dtype of the trial from its first; zeros in followers. dtypes: those to choose from, in the leader."""
+def _distances(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial) -> dict[str, float]:
+    """Of each dtype of the trial from its first; zeros in followers."""
     caches = [cache_in(setup, rank, dtype, len(trial.token_ids)) for dtype in trial.dtypes]
     totals, done, distances = [0.0] * len(caches), 0, dict[str, float]()
     for end in (len(trial.token_ids) // 2, len(trial.token_ids)):
@@ -246,20 +229,17 @@ def _distances(setup: Setup, model: CausalLM, rank: Rank, trial: _Trial, dtypes:
             min(round(total / done, 4), _NOT_A_NUMBER) if math.isfinite(total) else _NOT_A_NUMBER for total in totals
         )
         distances = dict(zip(trial.dtypes, finite, strict=True))
-        if _agreed(rank, rank.leads and _is_clear(dtypes, distances)):
+        if _agreed(rank, rank.leads and _is_clear(distances)):
             break
     give_back_free_memory()
     return distances
 
 
-def _is_clear(dtypes: Sequence[str], distances: Mapping[str, float]) -> bool:
-    """Whether half of the text is enough to choose one of the dtypes."""
-    *integers, floats = dtypes
-    for dtype, fallback in pairwise(dtypes):
-        added = distances[dtype] - distances[floats]
-        if added <= _SURELY_OVER * MOST_ADDED:
-            return fallback not in integers and added < _SURELY_BELOW * MOST_ADDED
-    return True
+def _is_clear(distances: Mapping[str, float]) -> bool:
+    """Whether half of the text is enough to choose. distances: of floats and of integers last."""
+    *_, floats, integers = distances.values()
+    added = integers - floats
+    return added < _SURELY_BELOW * MOST_ADDED or added > _SURELY_OVER * MOST_ADDED
 
 
 def _agreed(rank: Rank, value: bool) -> bool:
