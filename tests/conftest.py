@@ -35,7 +35,7 @@ settings.load_profile("headrace")
 
 SEED = "HEADRACE_TEST_SEED"
 """Environment variable with the seed of the order, which repeats an order. The processes of one run have it from the first."""
-START_PROCESSES = {"e2e", "reliability", "weights"}
+START_PROCESSES = {"attacks", "e2e", "reliability", "weights"}
 """Folders with the tests that take longest."""
 SERVERS = ("smollm2_server", "pool")
 """Fixtures that start a server for the whole run of a test process: the modules that use the same stay together."""

@@ -1,19 +1,23 @@
 """A pool asks children, replaces those that are lost, late or grown, and leaves nobody behind. What grammars and images add is tested with them."""
 
 import os
+import resource
+import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from headrace.child_pool import pool as pool_module
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, child_environment
-from headrace.errors import ExecutionError
+from headrace.errors import CapacityError, ExecutionError
 
 CHILD = """
-import os, msgspec
+import os, signal, threading, msgspec
 from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
 
 class Question(msgspec.Struct):
@@ -34,8 +38,15 @@ def serve(frames):
         question = frames.receive(msgspec.msgpack.Decoder(Question))
         if question.what == "end":
             os._exit(3)
-        if question.what == "hang":
+        if question.what == "loop":
             while True: pass
+        if question.what == "hang" and os.path.exists(question.data):
+            open(question.data, "w").close()  # a pipe with a name: it says that the child is here
+            threading.Event().wait()
+        if question.what == "wait":
+            threading.Event().wait()
+        if question.what == "signal":
+            signal.raise_signal(question.data[0])
         if question.what == "grow":
             kept.append(b"x" * (100 * MIB))
         if question.what == "explode":
@@ -99,13 +110,14 @@ def test_a_child_is_kept_until_it_is_lost(make):
     (first,) = pool.pids
     pool.ask(Question("echo"))
     assert pool.pids == [first]
-    for what in ("end", "explode"):
+    crashes = [Question("signal", bytes([number])) for number in (signal.SIGABRT, signal.SIGSEGV)]
+    for bad in (Question("end"), Question("explode"), *crashes):
         with pytest.raises(ChildLostError):
-            pool.ask(Question(what))
+            pool.ask(bad)
         assert pool.pids == []
         assert pool.ask(Question("echo", b"ab")).data == b"ba"
     assert is_gone(first)
-    assert pool.num_killed == 2
+    assert pool.num_killed == 4
 
 
 def test_a_child_that_is_late_is_ended(make):
@@ -113,8 +125,76 @@ def test_a_child_that_is_late_is_ended(make):
     pool.ask(Question("echo"))
     (pid,) = pool.pids
     with pytest.raises(ChildLateError):
-        pool.ask(Question("hang"))
+        pool.ask(Question("loop"))
     assert is_gone(pid)
+    assert pool.num_killed == 1
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return path
+
+
+def kill_at_work(pool: ChildPool[Answer], pipe: Path) -> None:
+    pipe.read_bytes()  # returns when the child has opened and closed its end
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_question_whose_child_is_killed_is_asked_again(make, pipe):
+    pool = make()
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(pool.ask, Question("hang", bytes(pipe)))
+        kill_at_work(pool, pipe)
+        pipe.unlink()
+        assert answer.result().data == bytes(pipe)[::-1]
+    assert pool.num_killed == 1
+
+
+def test_two_killed_children_are_not_the_fault_of_the_question(make, pipe):
+    pool = make()
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(pool.ask, Question("hang", bytes(pipe)))
+        kill_at_work(pool, pipe)
+        kill_at_work(pool, pipe)
+        with pytest.raises(CapacityError, match="killed") as refused:
+            answer.result()
+    assert refused.value.status_code == 503
+    assert refused.value.retry_after_s > 0
+    pipe.unlink()
+    assert pool.ask(Question("hang", bytes(pipe))).data == bytes(pipe)[::-1]
+    assert pool.num_killed == 2
+
+
+def test_a_child_that_gets_no_turn_is_not_the_fault_of_the_question(make, monkeypatch):
+    monkeypatch.setattr(pool_module, "PATIENCE", 1)
+    pool = make(limit_s=0.5)
+    with pytest.raises(CapacityError, match="try again"):
+        pool.ask(Question("wait"))
+    assert pool.pids == []
+    assert pool.num_killed == 2
+
+
+def test_a_child_that_is_killed_while_it_starts_is_started_again(make, tmp_path, monkeypatch):
+    flag = tmp_path / "flag"
+    killed = (
+        f"import os\nif not os.path.exists({str(flag)!r}):\n    open({str(flag)!r}, 'w')\n    os.kill(os.getpid(), 9)\n"
+    )
+    pool = make()
+    monkeypatch.setattr(pool, "_program", (sys.executable, "-c", killed + CHILD))
+    assert pool.ask(Question("echo", b"ab")).data == b"ba"
+    assert flag.exists()
+
+
+def test_the_limit_of_a_question_is_no_inherited_one(make):
+    pool = make(limit_s=3)
+    pool.ask(Question("echo"))
+    (pid,) = pool.pids
+    resource.prlimit(pid, resource.RLIMIT_CPU, (1, resource.RLIM_INFINITY))
+    with pytest.raises(ChildLateError):  # after SIGXCPU has come
+        pool.ask(Question("loop"))
 
 
 def test_a_child_that_has_grown_is_replaced(make):

@@ -1,6 +1,7 @@
 """Grammars are compiled once, remembered within bounds, and fail alone."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError, ExecutionError, RequestError
+from headrace.errors import CapacityError, ConfigError, ExecutionError, RequestError
 from headrace.grammar.compiler import GrammarCompiler
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import CompiledGrammar, Grammars, GrammarSpec
@@ -19,11 +20,12 @@ from headrace.messages.grammar import CompiledGrammar, Grammars, GrammarSpec
 BYTES = Vocabulary([bytes([byte]) for byte in range(255)] + [b"", b"<end>"], [256], [256])
 
 STUB = """
+import os
 from headrace.grammar import compile_child as child
 real = child.try_grammar
 
 def try_grammar(tokens, spec):
-    if spec.text.startswith("/"):
+    if spec.text.startswith("/") and os.path.exists(spec.text):
         open(spec.text).read()
     if spec.text == "die":
         raise SystemExit
@@ -32,7 +34,7 @@ def try_grammar(tokens, spec):
 child.try_grammar = try_grammar
 child.main()
 """
-"""A child that waits until somebody writes into the pipe that a grammar names."""
+"""A child that waits until somebody writes into the pipe that a grammar names, if it is there."""
 
 ENOUGH_S = 250
 """For any result; a test that waits so long fails."""
@@ -219,6 +221,46 @@ def test_a_grammar_that_ends_its_child_is_refused_and_counted(make):
     assert compiler.stats().num_killed == 1
 
 
+def kill_at_work(compiler: GrammarCompiler, pipe: str) -> None:
+    """Kill the child as it compiles the grammar that names the pipe."""
+    writer = os.open(pipe, os.O_WRONLY)  # returns when the child has opened its end
+    (pid,) = compiler.child_pids
+    os.kill(pid, signal.SIGKILL)
+    os.close(writer)
+    while pid in compiler.child_pids:
+        time.sleep(0.001)
+
+
+def test_a_grammar_whose_child_is_killed_is_not_refused(make, pipe: str):
+    compiler = make(program=(sys.executable, "-c", STUB))
+    once = compiler.compile(spec(pipe))
+    kill_at_work(compiler, pipe)
+    release(pipe)
+    assert result(once)
+
+    os.rename(pipe, pipe + "2")
+    twice = compiler.compile(spec(pipe + "2"))
+    kill_at_work(compiler, pipe + "2")
+    kill_at_work(compiler, pipe + "2")
+    refused = error(twice)
+    assert isinstance(refused, CapacityError)
+    assert refused.retry_after_s > 0
+    assert compiler.stats().num_cached == 1  # the first
+
+    os.unlink(pipe + "2")
+    assert result(compiler.compile(spec(pipe + "2")))
+    assert (compiler.stats().num_killed, compiler.stats().num_refused) == (3, 0)
+
+
+def test_a_refusal_is_remembered_for_its_tenant_alone(make):
+    compiler = make(program=(sys.executable, "-c", STUB))
+    for tenant, num_killed in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 2)):
+        assert isinstance(error(compiler.compile(spec("die"), tenant)), RequestError)
+        assert compiler.stats().num_killed == num_killed
+    assert compiler.stats().num_cached == 2
+    assert result(compiler.compile(spec("a"), "a")) is result(compiler.compile(spec("a"), "b"))
+
+
 def test_a_model_whose_output_cannot_follow_a_grammar_refuses_all(make):
     def no_vocabulary() -> Vocabulary:
         raise ConfigError("this model's tokenizer has no fixed bytes per token")
@@ -282,7 +324,7 @@ def test_the_tokens_are_made_while_a_child_tries_the_grammar(make):
     vocabulary, make_vocabulary = begun.get(timeout=60)
     vocabulary.set_result(make_vocabulary())
     tokens, make_tokens = begun.get(timeout=60)
-    while compiler._tools is None or not compiler._tools.pool.pids:
+    while not compiler.child_pids:
         time.sleep(0.01)
     assert not compiled.done()
     tokens.set_result(make_tokens())
@@ -300,7 +342,7 @@ def test_nothing_is_made_for_a_compiler_that_is_closed():
 def test_close_abandons_what_is_being_compiled_and_leaves_no_child(make, pipe: str):
     compiler = make(program=(sys.executable, "-c", STUB))
     result(compiler.compile(spec("a")))
-    (pid,) = compiler._tools.pool.pids
+    (pid,) = compiler.child_pids
     futures = [compiler.compile(spec(pipe)), compiler.compile(spec("b"))]
 
     compiler.close()

@@ -3,9 +3,12 @@
 import io
 import os
 import random
+import signal
 import struct
 import sys
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -15,7 +18,7 @@ from seeing_checkpoints import PROCESSOR, file_of, picture
 
 from headrace.checkpoint.preprocessor_config import image_settings
 from headrace.child_pool.child_side import MIB
-from headrace.errors import ExecutionError
+from headrace.errors import CapacityError, ExecutionError
 from headrace.multimodal.images import read_image
 from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.loader import MediaPool
@@ -233,6 +236,10 @@ def prepare_job(job, *more):
         while True: pass
     if job.data == b"die":
         os.abort()
+    if job.data.endswith(b"/pipe") and os.path.exists(job.data):
+        open(job.data).read()
+    if job.data.endswith(b"/pipe"):
+        job = child.ImageJob(open(job.data + b".png", "rb").read())
     if job.data == b"environment":
         return child.Refused(repr(sorted(os.environ)), "")
     return real(job, *more)
@@ -261,3 +268,33 @@ def test_what_ends_or_holds_a_child_is_refused_and_others_are_not(monkeypatch):
         pool.close()
     with pytest.raises(ExecutionError, match="stopping"):
         pool.prepare(ImageJob(PNG))
+
+
+def test_an_image_whose_child_is_killed_is_decoded_by_another(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "pipe.png").write_bytes(PNG)
+    pool = MediaPool(MediaSettings(images=SETTINGS), limit_s=60, program=(sys.executable, "-c", STUB))
+
+    def kill_at_work() -> None:
+        writer = os.open(pipe, os.O_WRONLY)  # returns when the child has opened its end
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        os.close(writer)
+        while pid in pool.pids:
+            time.sleep(0.001)
+
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            done = threads.submit(pool.prepare, ImageJob(bytes(pipe)))
+            kill_at_work()
+            kill_at_work()
+            with pytest.raises(CapacityError, match="killed"):
+                done.result()
+            done = threads.submit(pool.prepare, ImageJob(bytes(pipe)))
+            kill_at_work()
+            pipe.unlink()
+            assert done.result().shape == (1, 3, 28, 28)
+        assert pool.num_killed == 3
+    finally:
+        pool.close()

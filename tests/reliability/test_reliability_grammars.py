@@ -28,7 +28,7 @@ def test_hostile_grammars_end_and_hurt_nobody_beside_them(server: Server, oracle
             check_refused(reply)
         elif reply.status_code != 200:
             error = reply.json()["error"]
-            assert reply.status_code == 500, (name, reply.text[:300])
+            assert reply.status_code in (500, 503), (name, reply.text[:300])
             assert "grammar" in error["message"], (name, error)
     statuses = [reply.status_code for reply in replies]
     assert statuses.count(400) >= 4, dict(zip(HOSTILE, statuses, strict=True))

@@ -146,7 +146,7 @@ class FakeGrammars:
         self.started: list[tuple[GrammarSpec, Future[CompiledGrammar]]] = []
         self.closed = False
 
-    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def compile(self, spec: GrammarSpec, tenant: str = "") -> Future[CompiledGrammar]:
         self.started.append((spec, Future()))
         return self.started[-1][1]
 

@@ -82,8 +82,9 @@ def run(serve: Callable[[Frames], None], stack_bytes: int, name: str, nice: int 
 
     stack_bytes: of the thread. name: of the thread. nice: by how much less of a busy processor the child gets.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its parent tells it when to end
+    # Its parent tells it when to end, after so much processor time, too: a limit that is inherited counts all questions together.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(nice)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=0)

@@ -1,11 +1,13 @@
 """The parent's side of a pool of child processes, with limits of time and memory.
 
-Owns the children: they are started when first needed, kept, replaced when they had to be killed or have grown, and ended by `close`. Does not
-know what is asked and answered. Called from several threads; a call holds one child for as long as it takes.
+Owns the children: they are started when first needed, kept, replaced when they had to be killed or have grown, and ended by `close`. Owns as well
+the judgement of a child that was lost: whether its question is at fault, or the machine. Does not know what is asked and answered. Called from
+several threads; a call holds one child for as long as it takes.
 """
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -17,7 +19,7 @@ import msgspec
 import psutil
 
 from headrace.child_pool.child_side import MIB, Frames, Ready
-from headrace.errors import ExecutionError
+from headrace.errors import CapacityError, ExecutionError
 from headrace.log import get_logger
 
 logger = get_logger(__name__)
@@ -27,6 +29,16 @@ START_LIMIT_S = 60.0
 
 PATIENCE = 6
 """Work may take this many times its limit of processor time if the machine has other things to do."""
+
+ATTEMPTS = 2
+"""Children that are asked before a question waits for better times: one that is killed or gets no turn says nothing about the question."""
+
+RETRY_AFTER_S = 5.0
+
+_CRASHES = frozenset({
+    signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS, signal.SIGXCPU,
+})  # fmt: skip
+"""The signals by which a program ends itself. Others, such as the SIGKILL of the kernel's out-of-memory killer, come from elsewhere."""
 
 MAX_LEFT_BYTES = 256 * MIB
 """A child that keeps more than this after its work is replaced."""
@@ -58,11 +70,15 @@ A = TypeVar("A", bound=Answer)
 
 
 class ChildLostError(Exception):
-    """The child ended during its work, most likely since that took too much memory or stack."""
+    """The question is at fault: the child crashed or gave up at its work, most likely since that took too much memory or stack."""
 
 
 class ChildLateError(Exception):
-    """The work took longer than its limit, and the child was ended."""
+    """The question is at fault: the work took more than its limit of processor time, and the child was ended."""
+
+
+class _ChildKilledError(Exception):
+    """The child was killed from outside, or got no turn: nothing is known of the question. In the end of "a process to ... "."""
 
 
 class ChildProcess(Generic[A]):
@@ -74,7 +90,7 @@ class ChildProcess(Generic[A]):
     def __init__(
         self, purpose: str, program: Sequence[str], setup: msgspec.Raw, answers: msgspec.msgpack.Decoder[A]
     ) -> None:
-        """Start it and wait until it can work. Raises ExecutionError."""
+        """Start it and wait until it can work. Raises ExecutionError, or _ChildKilledError if it was killed."""
         ours, its = socket.socketpair()
         self._frames = Frames(ours)
         self._answers = answers
@@ -93,10 +109,13 @@ class ChildProcess(Generic[A]):
         try:
             self._frames.send(setup, START_LIMIT_S)
             self._frames.receive(_READY, START_LIMIT_S)
-        except (EOFError, OSError, msgspec.DecodeError):
-            raise ExecutionError(
-                f"a process to {purpose} did not start within {START_LIMIT_S:g} s (exit code {self.end()})"
-            ) from None
+        except (EOFError, OSError, msgspec.DecodeError) as error:
+            code = self.end()
+            if isinstance(error, TimeoutError):
+                raise _ChildKilledError(f"did not start within {START_LIMIT_S:g} s, for want of a processor") from None
+            if _was_killed(code):
+                raise _ChildKilledError(f"was killed while it started ({_name(code)})") from None
+            raise ExecutionError(f"a process to {purpose} did not start ({_name(code)})") from None
 
     @property
     def pid(self) -> int:
@@ -108,7 +127,8 @@ class ChildProcess(Generic[A]):
         return self._popen.poll() is not None
 
     def ask(self, question: msgspec.Struct, limit_s: float) -> A:
-        """Raises TimeoutError or EOFError; the child is of no use then. limit_s: of processor time, so that a busy machine refuses nothing."""
+        """Raises ChildLateError, TimeoutError if it got no turn, or EOFError if it has ended; the child is of no use then. limit_s: of processor
+        time, so that a busy machine refuses nothing. It is measured here, since RLIMIT_CPU counts the whole life of a child."""
         with self._asking:
             before_s, give_up_s = self._processor_s(), time.monotonic() + PATIENCE * limit_s
             try:
@@ -116,7 +136,9 @@ class ChildProcess(Generic[A]):
             except ConnectionError:
                 raise EOFError("the child is gone") from None
             while not self._frames.wait(limit_s / 10):
-                if self._processor_s() - before_s >= limit_s or time.monotonic() >= give_up_s:
+                if self._processor_s() - before_s >= limit_s:
+                    raise ChildLateError(f"took more than {limit_s:g} s of processor time")
+                if time.monotonic() >= give_up_s:
                     raise TimeoutError
             return self._frames.receive(self._answers, limit_s)
 
@@ -168,17 +190,36 @@ class ChildPool(Generic[A]):
             self._free.put(None)
 
     def ask(self, question: msgspec.Struct) -> A:
-        """Waits for a free child, and for its answer. Raises ChildLateError, ChildLostError, or ExecutionError if there is no child to ask."""
+        """Waits for a free child, and for its answer.
+
+        Raises ChildLateError or ChildLostError if the question is at fault, CapacityError if ATTEMPTS children were killed or got no turn, which
+        is no property of the question, and ExecutionError if there is no child to ask.
+        """
         child = self._free.get()
         try:
-            child = self._fresh(child)
-            answer = self._ask(child, question)
-            if answer.left_bytes > self._max_left_bytes:
-                logger.info("a process to %s has grown by %d MiB: replaced", self._purpose, answer.left_bytes // MIB)
-                self._end(child)
-            return answer
+            for _ in range(ATTEMPTS):
+                try:
+                    child = self._fresh(child)
+                    answer = self._ask(child, question)
+                except (ChildLateError, ChildLostError, _ChildKilledError) as lost:
+                    with self._lock:
+                        self.num_killed += 1
+                    logger.warning("a process to %s %s, and is replaced", self._purpose, lost)
+                    if not isinstance(lost, _ChildKilledError):
+                        raise
+                    continue
+                if answer.left_bytes > self._max_left_bytes:
+                    logger.info(
+                        "a process to %s has grown by %d MiB: replaced", self._purpose, answer.left_bytes // MIB
+                    )
+                    self._end(child)
+                return answer
         finally:
             self._free.put(child if child in self._living else None)
+        raise CapacityError(
+            f"{ATTEMPTS} processes to {self._purpose} were killed or got no processor time; try again later",
+            RETRY_AFTER_S,
+        )
 
     def close(self) -> None:
         """End the children. What is being asked fails with ExecutionError."""
@@ -211,29 +252,41 @@ class ChildPool(Generic[A]):
         return child
 
     def _ask(self, child: ChildProcess[A], question: msgspec.Struct) -> A:
-        lost: type[ChildLateError] | type[ChildLostError]
+        """Raises as `ask` does, or _ChildKilledError: the one place where it is judged why a child was lost."""
+        lost: Exception | None = None
         try:
             return child.ask(question, self._limit_s)
+        except ChildLateError as error:
+            lost = error
         except TimeoutError:
-            lost, what = ChildLateError, f"took longer than {self._limit_s:g} s"
+            lost = _ChildKilledError(f"gave no answer within {PATIENCE * self._limit_s:g} s, for want of a processor")
         except EOFError:
-            lost, what = ChildLostError, "has ended"
-        self._end(child)
+            pass
+        code = self._end(child)
         if self._closed:
             raise _stopping()
-        with self._lock:
-            self.num_killed += 1
-        logger.warning("a process to %s %s, and is replaced", self._purpose, what)
+        if lost is None:
+            lost = (_ChildKilledError if _was_killed(code) else ChildLostError)(f"has ended ({_name(code)})")
         raise lost
 
-    def _end(self, child: ChildProcess[A]) -> None:
-        child.end()
+    def _end(self, child: ChildProcess[A]) -> int:
+        code = child.end()
         with self._lock:
             self._living.discard(child)
+        return code
 
 
 def _stopping() -> ExecutionError:
     return ExecutionError("the server is stopping")
+
+
+def _was_killed(code: int) -> bool:
+    """Whether a process ended by a signal that is not its own doing. code: as `Popen.returncode`."""
+    return code < 0 and -code not in _CRASHES
+
+
+def _name(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def child_environment(own: Mapping[str, str]) -> dict[str, str]:

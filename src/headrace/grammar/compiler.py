@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
-from headrace.errors import ConfigError, ExecutionError, HeadraceError, RequestError
+from headrace.errors import CapacityError, ConfigError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.compile_child import STACK_BYTES, VERDICTS, Refused, Setup, Verdict
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
@@ -42,6 +42,7 @@ _TRIM_BYTES = 16 * MIB
 """When as much is forgotten at once, the memory is given back to the system."""
 
 Key = tuple[GrammarKind, str]
+Outcome = Template | Refused | ExecutionError | CapacityError
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ class CompilePool(ChildPool[Verdict]):
         self._memory_bytes = memory_bytes
 
     def try_spec(self, spec: GrammarSpec) -> Verdict:
-        """Whether a grammar can be served. Waits for a free child. Raises ExecutionError if it could not be tried."""
+        """Whether a grammar can be served. Waits for a free child. Raises ExecutionError or CapacityError if it could not be tried."""
         try:
             return self.ask(spec)
         except ChildLateError:
@@ -103,12 +104,13 @@ class CompilePool(ChildPool[Verdict]):
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request for a grammar. field: where the request has it."""
+    """A request for a grammar. field: where the request has it. tenant: whose it is."""
 
     future: "Future[CompiledGrammar]"
     field: str
+    tenant: str
 
-    def answer(self, outcome: Template | Refused | ExecutionError) -> None:
+    def answer(self, outcome: Outcome) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
         match outcome:
@@ -118,6 +120,8 @@ class _Waiter:
                 self.future.set_exception(RequestError(outcome.message, self.field))
             case ExecutionError():
                 self.future.set_exception(ExecutionError(outcome.message))
+            case CapacityError():
+                self.future.set_exception(CapacityError(outcome.message, outcome.retry_after_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +170,16 @@ class GrammarCompiler:
         self._tools: _Tools | ConfigError | None = None
         self._num_compiled = self._num_cache_hits = self._num_refused = 0
 
-    def compile(self, spec: GrammarSpec) -> "Future[CompiledGrammar]":
+    def compile(self, spec: GrammarSpec, tenant: str = "") -> "Future[CompiledGrammar]":
         """Begin to compile; returns at once. A future that is cancelled is forgotten, and disturbs no other request for the same grammar.
 
-        The result raises RequestError for a grammar that is refused, with the field that asked for it, and ExecutionError if it could not be
-        tried. Neither is remembered in the place of the other: what could not be tried is tried again.
+        The result raises RequestError for a grammar that is refused, with the field that asked for it, which is remembered for this tenant, and
+        ExecutionError or CapacityError if it could not be tried, which is remembered for nobody.
         """
         key = (spec.kind, spec.text)
-        waiter = _Waiter(Future(), spec.field)
+        waiter = _Waiter(Future(), spec.field, tenant)
         with self._lock:
-            known: Template | Refused | ExecutionError | None = self._cache.get(key)
+            known: Outcome | None = self._cache.get(key, tenant)
             if self._closed:
                 known = _stopping()
             elif known is not None:
@@ -201,6 +205,11 @@ class GrammarCompiler:
                 num_cached=len(self._cache),
                 cached_bytes=self._cache.num_bytes,
             )
+
+    @property
+    def child_pids(self) -> list[int]:
+        tools = self._tools
+        return tools.pool.pids if isinstance(tools, _Tools) else []
 
     def close(self) -> None:
         """End children and threads. What is still being compiled fails with ExecutionError. Idempotent."""
@@ -244,7 +253,7 @@ class GrammarCompiler:
                 return False
         return True
 
-    def _outcome(self, spec: GrammarSpec) -> tuple[Template | Refused | ExecutionError, int]:
+    def _outcome(self, spec: GrammarSpec) -> tuple[Outcome, int]:
         """What becomes of a grammar, and the bytes that remembering it costs."""
         try:
             tools = self._get_tools()
@@ -257,6 +266,8 @@ class GrammarCompiler:
         except LibraryError as error:
             # A child does not write in the model's own tokens, so its masks are not quite these.
             return Refused(explain(spec, error.words).message), _REFUSAL_BYTES + 4 * len(spec.text)
+        except CapacityError as error:
+            return error, 0
         except HeadraceError as error:
             logger.error("a grammar could not be tried: %s", error.message)
             return ExecutionError(error.message), 0
@@ -266,15 +277,19 @@ class GrammarCompiler:
         least = _TEMPLATE_BYTES + _TEMPLATE_BYTES_PER_CHARACTER * len(verdict.text)
         return template, max(verdict.memory_bytes, least)
 
-    def _finish(self, spec: GrammarSpec, outcome: Template | Refused | ExecutionError, num_bytes: int) -> None:
+    def _finish(self, spec: GrammarSpec, outcome: Outcome, num_bytes: int) -> None:
         key = (spec.kind, spec.text)
         forgotten_bytes = 0
         with self._lock:
             waiting = self._waiting.pop(key, [])
             self._num_compiled += isinstance(outcome, Template)
             self._num_refused += isinstance(outcome, Refused)
-            if not isinstance(outcome, ExecutionError):
-                forgotten_bytes = self._cache.put(key, outcome, num_bytes)
+            match outcome:
+                case Template():
+                    forgotten_bytes = self._cache.put(key, None, outcome, num_bytes)
+                case Refused():
+                    for tenant in {waiter.tenant for waiter in waiting}:
+                        forgotten_bytes += self._cache.put(key, tenant, outcome, num_bytes)
         for waiter in waiting:
             waiter.answer(outcome)
         if forgotten_bytes >= _TRIM_BYTES:
@@ -300,33 +315,35 @@ class GrammarCompiler:
 
 
 class _Cache:
-    """Outcomes by grammar, the least recently used forgotten first. Not locked."""
+    """What is remembered of grammars, the least recently used forgotten first: what was compiled for everybody, refusals by tenant. Not locked."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[Key, tuple[Template | Refused, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Key, str | None], tuple[Template | Refused, int]] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: Key) -> Template | Refused | None:
-        """What is remembered of a grammar, unless it is spent."""
-        outcome, num_bytes = self._entries.get(key, (None, 0))
-        if isinstance(outcome, Template) and outcome.is_spent:
-            del self._entries[key]
+    def get(self, key: Key, tenant: str) -> Template | Refused | None:
+        """What a tenant is to know of a grammar, unless it is spent."""
+        for whose in (None, tenant):
+            if (known := self._entries.get((key, whose))) is None:
+                continue
+            outcome, num_bytes = known
+            if isinstance(outcome, Refused) or not outcome.is_spent:
+                self._entries.move_to_end((key, whose))
+                return outcome
+            del self._entries[key, whose]
             self.num_bytes -= num_bytes
-            return None
-        if outcome is not None:
-            self._entries.move_to_end(key)
-        return outcome
+        return None
 
-    def put(self, key: Key, outcome: Template | Refused, num_bytes: int) -> int:
-        """Remember an outcome, unless it is larger than all that may be remembered. Returns the bytes forgotten."""
+    def put(self, key: Key, tenant: str | None, outcome: Template | Refused, num_bytes: int) -> int:
+        """Remember an outcome, unless it is larger than all that may be remembered. tenant None: for all. Returns the bytes forgotten."""
         if num_bytes > self._max_bytes:
             return num_bytes
-        _, old_bytes = self._entries.pop(key, (None, 0))
-        self._entries[key] = outcome, num_bytes
+        _, old_bytes = self._entries.pop((key, tenant), (None, 0))
+        self._entries[key, tenant] = outcome, num_bytes
         self.num_bytes += num_bytes - old_bytes
         forgotten = 0
         while self.num_bytes > self._max_bytes:

@@ -35,8 +35,8 @@ class GrammarStats(msgspec.Struct, frozen=True, gc=False):
     """What has become of grammars since the start.
 
     num_compiled: grammars compiled, each once for all requests that wait for it. num_cache_hits: requests whose grammar was known, or was being
-    compiled for another one. num_refused: grammars refused, the killed ones included; a refusal that is remembered counts once. num_killed: of
-    those, how many cost a child its life, because they exceeded a limit. num_cached, cached_bytes: what is remembered now, refusals included.
+    compiled for another one. num_refused: grammars refused; a refusal that is remembered counts once. num_killed: children that were lost at their
+    work, because of the grammar or killed from outside. num_cached, cached_bytes: what is remembered now, refusals included.
     """
 
     num_compiled: int = 0
@@ -77,9 +77,9 @@ class CompiledGrammar(Protocol):
 class Grammars(Protocol):
     """Compiles grammars beside the scheduler's loop."""
 
-    def compile(self, spec: GrammarSpec) -> "Future[CompiledGrammar]":
+    def compile(self, spec: GrammarSpec, tenant: str = "") -> "Future[CompiledGrammar]":
         """Begin to compile; returns at once. The result raises RequestError for a grammar that is refused, with the reason, and
-        ExecutionError if it could not be tried."""
+        ExecutionError or CapacityError if it could not be tried. tenant: who asks, see `TokenizedGenerateReqInput`."""
 
     def stats(self) -> GrammarStats:
         """Counts since the start. Never waits for a grammar."""

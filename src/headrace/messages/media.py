@@ -92,7 +92,7 @@ class MediaStats(msgspec.Struct, frozen=True):
 
     num_loaded: items that were given to requests, by kind. num_cache_hits: those of them that had been prepared for another. num_refused: items
     that were refused, by the kind of the reason. fetch_s, decode_s: seconds in which files were fetched, and decoded and prepared, their waiting for
-    a place included. num_cached, cache_bytes: prepared items that are kept. num_killed: processes that had to be ended.
+    a place included. num_cached, cache_bytes: prepared items that are kept. num_killed: processes that were lost at their work.
     """
 
     num_loaded: Mapping[MediaKind, int] = {}

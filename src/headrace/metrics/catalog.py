@@ -127,7 +127,7 @@ class Metrics:
         counter("grammar_cache_hits", hits, lambda s: s.grammars.num_cache_hits)
         refused = "Grammars that were rejected, each once while it is cached."
         counter("grammar_refusals", refused, lambda s: s.grammars.num_refused)
-        killed = "Grammars that exceeded the limits of time or memory; they count as rejected, too."
+        killed = "Processes that were lost while they compiled a grammar: it exceeded a limit, or they were killed."
         counter("grammar_kills", killed, lambda s: s.grammars.num_killed)
         gauge("grammar_cache_bytes", "Bytes of cached compiled grammars.", lambda s: s.grammars.cached_bytes)
         counter(

@@ -124,7 +124,7 @@ class LoadedMedia(Collector):
         loaded: dict[str, float] = {kind: stats.num_loaded.get(kind, 0) for kind in MediaKind}
         cached = "Media items that had been prepared for an earlier request, or were being prepared for one."
         decoded = "Time spent on decoding and preparing media items, waiting included."
-        killed = "Processes that were ended because an item took too much time or memory."
+        killed = "Processes that were lost while they prepared an item: it exceeded a limit, or they were killed."
         yield self._counter("loaded", "Media items that were given to requests.", loaded, "kind")
         yield self._counter("refused", "Media items that were refused, by reason.", stats.num_refused, "reason")
         yield self._counter("cache_hits", cached, {"": stats.num_cache_hits})

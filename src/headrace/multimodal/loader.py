@@ -89,7 +89,8 @@ class MediaPool(ChildPool[Verdict]):
         self._memory_bytes = memory_bytes
 
     def prepare(self, job: MediaJob) -> Done:
-        """An item, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError if it could not be tried."""
+        """An item, ready for the encoder. Waits for a free child. Raises MediaRefusedError, or ExecutionError or CapacityError if it could not be
+        tried."""
         decoding = f"decoding the {job.kind.one} takes"
         try:
             verdict = self.ask(job)
@@ -164,8 +165,8 @@ class MediaLoader:
         )
 
     async def load(self, refs: Sequence[MediaRef], owner: str = "") -> list[LoadedItem]:
-        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, and ExecutionError. owner: only those with the
-        same one share what is kept, so that nobody learns by the time what others sent."""
+        """Fetch, decode and prepare items. Raises RequestError, which tells which of them is wrong, ExecutionError and CapacityError. owner: only
+        those with the same one share what is kept, so that nobody learns by the time what others sent."""
         places = asyncio.Semaphore(_AT_A_TIME)
         several = sum(isinstance(ref, ImageRef) for ref in refs) > 1
         tasks = [asyncio.create_task(self._load_one(ref, several, places, owner)) for ref in refs]

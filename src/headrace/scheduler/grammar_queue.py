@@ -30,7 +30,7 @@ class GrammarQueue:
 
     def add(self, req: Req) -> None:
         assert req.task.grammar is not None, req.rid
-        self._pending.append((req, self._grammars.compile(req.task.grammar)))
+        self._pending.append((req, self._grammars.compile(req.task.grammar, req.asked.tenant)))
 
     def take_done(self, now_s: float) -> list[tuple[Req, HeadraceError | None]]:
         """Remove the requests whose grammar is compiled, in order of arrival, and enter it in them; or with the error that ends them."""
@@ -48,7 +48,7 @@ class GrammarQueue:
 
 
 class _NoGrammars:
-    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def compile(self, spec: GrammarSpec, tenant: str = "") -> Future[CompiledGrammar]:
         refused: Future[CompiledGrammar] = Future()
         refused.set_exception(RequestError(f"{spec.field}: this server does not constrain outputs", spec.field))
         return refused
