@@ -1,10 +1,12 @@
-"""GGUF tokenizers with wrong metadata: a tokenizer that encodes, or one line; never another error, an abort or a loop without end."""
+"""GGUF tokenizers with wrong metadata, folders with wrong companions: a tokenizer that encodes, or one line; never another error, or an abort."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+import tokenizers
 
 from headrace.errors import ModelError
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
@@ -101,3 +103,25 @@ def test_any_wrong_metadata_make_a_tokenizer_or_one_line(kind, tmp_path):
                 assert all(0 <= index < tokenizer.vocab_size for index in ids), (wrong, text)
                 tokenizer.decode(ids)
     assert refused > 10
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": HALF}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": HALF}}}),
+        ("tokenizer_config.json", {"chat_template": HALF}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": HALF}]}),
+        ("special_tokens_map.json", {"additional_special_tokens": [HALF]}),
+        ("chat_template.json", {"chat_template": HALF}),
+    ],
+)
+def test_a_folder_with_half_of_a_surrogate_pair_is_refused_in_words(file, content, tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).vocab_size == 1
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="surrogate"):
+        load_tokenizer(tmp_path)

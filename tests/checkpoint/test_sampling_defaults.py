@@ -116,6 +116,7 @@ def test_top_k_turned_off_in_the_generation_config_is_not_a_default(off):
         ("top_p", 1.5),
         ("top_k", -7),
         ("top_k", "40"),
+        ("top_k", "\ud800"),
         ("min_p", 2.0),
         ("min_p", [0.1]),
     ],

@@ -328,6 +328,8 @@ def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
         elif config.get("tie_word_embeddings") is True:
             flat["tie_word_embeddings"] = True
         flat.setdefault("model_type", f"{config.get('model_type', '')}_text")
+        if not isinstance(flat["model_type"], str):
+            raise ModelError(f"{origin}: text_config.model_type is {flat['model_type']!r:.80}; expected a name")
         return flat
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{origin}: model_type is missing; it names the architecture")

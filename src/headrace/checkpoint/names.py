@@ -108,6 +108,13 @@ def resolve_model(name_or_path: str) -> Path:
     first time. No network.
     Raises ModelError that lists the known names, or says how to get the one that is missing.
     """
+    try:
+        return _resolve(name_or_path)
+    except OSError as err:  # such as a name that is too long for a path
+        raise ModelError(f"there is no model at {name_or_path[:80]!r}: {err.strerror}") from err
+
+
+def _resolve(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     model = known_model(name_or_path)
     if model is None and path.exists():

@@ -176,8 +176,9 @@ def _checked(stated: Mapping[str, Any], keys: Mapping[str, str], file_name: str)
             continue
         try:
             number = msgspec.convert(value, fields[name])
-        except msgspec.ValidationError as error:
-            raise ModelError(f"{file_name}: {keys[name]} is {value!r:.80}: {plain_reason(error)}") from error
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            why = plain_reason(error) if isinstance(error, msgspec.ValidationError) else "expected a number"
+            raise ModelError(f"{file_name}: {keys[name]} is {value!r:.80}: {why}") from error
         if name == "top_k" and number == 0:
             continue
         if not allowed(number):

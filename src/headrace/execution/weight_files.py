@@ -12,6 +12,7 @@ thread of the operation.
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import threading
@@ -272,7 +273,7 @@ class WeightSaver:
                 "back would not give the same; `headrace quantize` makes a quantised checkpoint"
             )
         target = Path(self._save_dir) / name
-        if target.exists():
+        if os.path.lexists(target):  # a link that leads nowhere, too
             raise RequestError(f"{name!r} already exists below --save-dir; choose a new name", "path")
         return target
 
@@ -301,11 +302,15 @@ class WeightSaver:
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise ExecutionError(f"the weights could not be written below --save-dir: {error.strerror}") from error
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
         def appear() -> None:
             try:
                 unfinished.rename(target)
             except OSError as error:
+                shutil.rmtree(unfinished, ignore_errors=True)
                 raise ExecutionError(f"the weights could not be written below --save-dir: {error.strerror}") from error
 
         return Prepared(f"saved {num_bytes} bytes to {name!r} below --save-dir ({num_files} files)", appear)

@@ -16,6 +16,15 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 
 def tokenizer_from_folder(path: Path) -> Tokenizer:
     """From tokenizer.json and its companions. Raises ModelError when they are missing or broken."""
+    try:
+        return _read(path)
+    except UnicodeEncodeError as err:  # JSON can spell it, and no text of a model holds it
+        raise ModelError(
+            f"{path.name}: a token or a template has half of a surrogate pair: {err.object!r:.80}"
+        ) from None
+
+
+def _read(path: Path) -> Tokenizer:
     config_file = path / "tokenizer_config.json"
     config = read_json_object(config_file) if config_file.is_file() else {}
     map_file = path / "special_tokens_map.json"
@@ -133,4 +142,6 @@ def _folder_template(path: Path, config: dict[str, Any]) -> dict[str, str]:
         stated = read_json_object(json_file).get("chat_template")
         if isinstance(stated, str):
             templates["default"] = stated
+    for text in templates.values():
+        text.encode()  # raises UnicodeEncodeError
     return templates
