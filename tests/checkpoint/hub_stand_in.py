@@ -5,9 +5,10 @@ Large files (here: safetensors and GGUF) are redirected to a second server, as t
 
 import contextlib
 import hashlib
+import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -19,7 +20,8 @@ class StandIn:
 
     cut_after: bytes after which a large file's connection breaks, one entry a request. api_statuses, cdn_statuses: answers instead, one entry
     a request. missing: files that are listed only. refusal: (status, X-Error-Code) of every API request.
-    ignores_range; corrupts: the last byte of large files.
+    ignores_range; corrupts: the last byte of large files. trickles: what comes a byte at a time, and never ends: "head" and "list" of the API, or
+    "file". redirects: "far" = every redirect has a body that never ends, "around" = the API's lead to each other. padding: more of the list.
     """
 
     url: str = ""
@@ -34,6 +36,10 @@ class StandIn:
     refusal: tuple[int, str] | None = None
     ignores_range: bool = False
     corrupts: bool = False
+    trickles: str = ""
+    redirects: str = ""
+    padding: bytes = b""
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def downloads(self) -> list[str]:
         """Files that were asked for, in order."""
@@ -93,7 +99,28 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
 
+    def trickle(self, data: Iterable[bytes], pause_s: float = 0.005):
+        """Until the client leaves, or the test is over."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            for piece in data:
+                if self.stand_in.ended.wait(pause_s):
+                    return
+                self.wfile.write(piece)
+
     def info(self, path: str):
+        if self.stand_in.redirects == "around":
+            self.reply(307, Location=path + "?blobs=true")
+            return
+        if self.stand_in.trickles in ("head", "list"):
+            self.send_response(200)
+            self.send_header("X-Long", "x")
+            if self.stand_in.trickles == "list":
+                self.end_headers()
+            else:
+                self.flush_headers()
+            self.trickle(itertools.repeat(b"x"))
+            return
         if self.stand_in.refusal is not None:
             status, code = self.stand_in.refusal
             self.reply(status, b"{}", X_Error_Code=code)
@@ -109,7 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(404, b"{}", X_Error_Code="RevisionNotFound")
         else:
             siblings = [_sibling(name, data) for name, data in files.items()]
-            self.reply(200, json.dumps({"id": repo, "sha": self.stand_in.commit, "siblings": siblings}).encode())
+            info = json.dumps({"id": repo, "sha": self.stand_in.commit, "siblings": siblings})
+            self.reply(200, info.encode()[:-1] + self.stand_in.padding + b"}")
 
     def file(self, path: str):
         repo, _, rest = path[1:].partition("/resolve/")
@@ -122,7 +150,14 @@ class _Handler(BaseHTTPRequestHandler):
         if is_large(name):
             digest = hashlib.sha256(data).hexdigest()
             common |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
-            self.reply(302, Location=f"{self.stand_in.cdn_url}/{repo}/{name}", **common)
+            location = f"{self.stand_in.cdn_url}/{repo}/{name}"
+            if self.stand_in.redirects == "far":
+                self.send_response(302)
+                self.send_header("Location", location)
+                self.end_headers()
+                self.trickle(itertools.repeat(bytes(1 << 20)), pause_s=0)
+                return
+            self.reply(302, Location=location, **common)
         else:
             self.reply(200, data, ETag=f'"{git_sha1(data)}"', **common)
 
@@ -147,6 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
         if stand_in.cut_after:
             body = body[: stand_in.cut_after.pop(0)]
             self.close_connection = True
+        if stand_in.trickles == "file":
+            self.trickle(body[i : i + 1] for i in range(len(body)))
+            return
         self.wfile.write(body)
 
 
@@ -166,6 +204,7 @@ def running_hub() -> Iterator[StandIn]:
     try:
         yield stand_in
     finally:
+        stand_in.ended.set()
         for server, thread in servers:
             server.shutdown()
             server.server_close()

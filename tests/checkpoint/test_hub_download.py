@@ -61,7 +61,7 @@ OTHERS = {
 BIG = save(
     {"model.embed_tokens.weight": torch.arange(40.0 * 64).reshape(40, 64), "model.norm.weight": torch.ones(90000)}
 )
-PIECE = 1 << 16  # what arrives is written in such pieces; a connection that breaks loses the last one
+CUT = (1 << 16) + 1000
 
 
 class Counter:
@@ -191,18 +191,18 @@ def test_the_token_goes_to_the_hub_alone(one_file, monkeypatch):
 
 
 def test_a_broken_connection_is_continued(one_file):
-    one_file.cut_after = [PIECE + 1000, 2 * PIECE + 1000, 0]
+    one_file.cut_after = [CUT, 2 * CUT, 0]
 
     path, progress = pull("org/tiny")
 
     assert (path / "model.safetensors").read_bytes() == BIG
-    assert one_file.ranges() == [None, f"bytes={PIECE}-", f"bytes={3 * PIECE}-", f"bytes={3 * PIECE}-"]
+    assert one_file.ranges() == [None, f"bytes={CUT}-", f"bytes={3 * CUT}-", f"bytes={3 * CUT}-"]
     assert progress.done == progress.total
 
 
 def test_a_download_that_was_given_up_is_continued_by_the_next_one(one_file):
-    one_file.cut_after = [PIECE + 1000, 0, 0, 0, 0, 0]
-    with pytest.raises(ModelError, match=rf"model\.safetensors of org/tiny stopped at {PIECE} of {len(BIG)} bytes"):
+    one_file.cut_after = [CUT, 0, 0, 0, 0, 0]
+    with pytest.raises(ModelError, match=rf"model\.safetensors of org/tiny stopped at {CUT} of {len(BIG)} bytes"):
         pull("org/tiny")
     with pytest.raises(ModelError, match="headrace pull org/tiny"):
         resolve_model("org/tiny")
@@ -210,7 +210,7 @@ def test_a_download_that_was_given_up_is_continued_by_the_next_one(one_file):
 
     path, progress = pull("org/tiny")
 
-    assert one_file.ranges() == [f"bytes={PIECE}-"]
+    assert one_file.ranges() == [f"bytes={CUT}-"]
     assert (path / "model.safetensors").read_bytes() == BIG
     assert progress.done == progress.total
     assert not list(cache().rglob("*.incomplete"))
@@ -239,7 +239,7 @@ def test_what_an_earlier_download_left_may_be_wrong(one_file):
 
 
 def test_a_server_that_knows_no_ranges_sends_all_again(one_file):
-    one_file.cut_after, one_file.ignores_range = [PIECE + 1000], True
+    one_file.cut_after, one_file.ignores_range = [CUT], True
 
     path, progress = pull("org/tiny")
 
@@ -248,9 +248,59 @@ def test_a_server_that_knows_no_ranges_sends_all_again(one_file):
 
 
 def test_a_server_that_always_breaks_off_at_the_same_place_is_given_up(one_file):
-    one_file.cut_after, one_file.ignores_range = [PIECE + 1000] * 50, True
+    one_file.cut_after, one_file.ignores_range = [CUT] * 50, True
 
     with pytest.raises(ModelError, match="5 attempts"):
+        pull("org/tiny")
+
+
+def test_a_file_that_comes_too_slowly_is_given_up_and_continued(one_file, monkeypatch):
+    one_file.trickles = "file"
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_download, "WINDOW_S", 0.1)
+        with pytest.raises(
+            ModelError, match=r"stopped at \d+ of \d+ bytes \(too slow: \d+ bytes in 0 s, .* continues from"
+        ):
+            pull("org/tiny")
+    assert len(one_file.ranges()) == 3
+    (partial,) = cache().rglob("*.incomplete")
+    have = partial.stat().st_size
+    one_file.trickles = ""
+    one_file.seen.clear()
+
+    path, _ = pull("org/tiny")
+
+    assert one_file.ranges() == [f"bytes={have}-" if have else None]
+    assert (path / "model.safetensors").read_bytes() == BIG
+
+
+def test_a_server_that_sends_little_over_many_connections_is_given_up(one_file, monkeypatch):
+    monkeypatch.setattr(hub_download, "WINDOW_S", 0.0)
+    one_file.cut_after = [1] * len(BIG)
+
+    with pytest.raises(ModelError, match="too slow"):
+        pull("org/tiny")
+
+
+@pytest.mark.parametrize("trickles", ["head", "list"])
+def test_a_list_of_files_that_comes_too_slowly_is_given_up(trickles, one_file, monkeypatch):
+    monkeypatch.setattr(hub_download, "ANSWER_S", 0.3)
+    one_file.trickles = trickles
+
+    with pytest.raises(ModelError, match=f"{one_file.url} is too slow"):
+        pull("org/tiny")
+
+
+def test_the_body_of_a_redirect_is_not_read(one_file):
+    one_file.redirects = "far"
+
+    assert (pull("org/tiny")[0] / "model.safetensors").read_bytes() == BIG
+
+
+def test_redirects_that_lead_around_are_given_up(one_file):
+    one_file.redirects = "around"
+
+    with pytest.raises(ModelError, match="redirects more than 10 times"):
         pull("org/tiny")
 
 
@@ -324,6 +374,13 @@ def test_a_list_of_files_has_a_limit(one_file, monkeypatch):
     monkeypatch.setattr(hub_download, "MAX_LIST_BYTES", 100)
 
     with pytest.raises(ModelError, match="did not answer as the Hub does: more than 100 bytes"):
+        pull("org/tiny")
+
+
+def test_a_list_of_files_that_is_nested_too_deeply_is_refused(one_file):
+    one_file.padding = b', "more": ' + b"[" * 1_000_000 + b"]" * 1_000_000
+
+    with pytest.raises(ModelError, match="did not answer as the Hub does: it is nested too deeply"):
         pull("org/tiny")
 
 
@@ -452,6 +509,7 @@ def test_an_index_that_names_something_else_is_refused(shard, hub):
 
 def test_names_that_lead_out_of_the_folder_are_ignored(one_file, tmp_path):
     evil = ["../../evil.json", "/tmp/evil.json", "additional_chat_templates/../../x.jinja", "a\\..\\b.json"]
+    evil += ["new\nline.json", "\x1b[2J.json", "right\u202eleft.json", "nul\0.json"]
     one_file.repos["org/tiny"] |= dict.fromkeys(evil, b"{}")
 
     pull("org/tiny")

@@ -100,6 +100,14 @@ def test_tests_bring_their_tools_when_only_serving_was_set_up(checkout):
     assert checkout("scripts/serve", "smollm2") == ["headrace serve smollm2"]
 
 
+def test_wheels_alone_are_installed_and_the_model_file_is_checked(checkout):
+    calls = checkout("scripts/setup", "--dev")
+    installed = [call for call in calls if " install " in call]
+    assert installed
+    assert [call for call in installed if "--only-binary :all:" not in call] == []
+    assert any('verify("smollm2"' in call for call in calls)
+
+
 def test_who_sets_up_alone_gets_what_a_user_needs_and_the_rest_when_asked(checkout):
     assert installs(checkout("scripts/setup")) == ["."]
     assert installs(checkout("scripts/setup", "--dev")) == [".[dev,bench]"]

