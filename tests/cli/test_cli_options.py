@@ -47,6 +47,7 @@ TEXTS = {
     "allowed_media_domains": "images.example",
     "disaggregation_prefill_hosts": "10.0.0.0/8",
     "kv_events_config": '{"publisher": "null"}',
+    "trusted_proxies": "10.0.0.0/8",
 }
 """Of options that take no other text than such."""
 

@@ -36,6 +36,21 @@ async def sent(frontend, count):
     return list(frontend.engine.order)
 
 
+async def test_the_engine_gives_turns_to_keys_and_else_to_addresses(make_frontend):
+    frontend = make_frontend()
+    callers = (caller("a"), Caller(address="@192.0.2.1"), SERVER, ANONYMOUS)
+    tasks = [start(frontend, who) for who in callers]
+    rids = await sent(frontend, len(callers))
+    assert [frontend.engine.requests[rid].tenant for rid in rids] == ["a", "@192.0.2.1", "", ""]
+    for rid in rids:
+        frontend.engine.emit(rid, "x", STOP)
+    await asyncio.gather(*tasks)
+
+    lines = (await frontend.manager.metrics_text()).decode()
+    assert 'key_name="a"' in lines
+    assert "192.0.2.1" not in lines
+
+
 async def test_samples_and_tokens_are_counted_by_the_name_of_the_key(make_frontend):
     frontend = make_frontend()
     for who, text, made in (

@@ -251,6 +251,8 @@ async def test_callers_are_known_by_the_name_of_their_key():
         remote = await home.worker(0)
         await remote.open_session(caller=Caller(Tenant(TenantLimits(name="ann")), is_admin=True))
         assert home.frontend.asked_by[-1][1] == Caller(home.tenants["ann"], is_admin=True)
+        await remote.open_session(caller=Caller(address="@192.0.2.1"))
+        assert home.frontend.asked_by[-1][1].turn == "@192.0.2.1"
 
         with pytest.raises(AuthError, match="no longer accepted"):
             await remote.open_session(caller=Caller(Tenant(TenantLimits(name="gone"))))

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fake_frontend import FakeFrontend, make_app
 
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.messages.operations import StartProfileBody
 from headrace.server.auth import ApiKeys
@@ -182,3 +183,38 @@ async def test_profiles_and_logging_take_names_and_levels_and_nothing_else():
         now = {"level": "debug", "log_requests": True, "log_requests_level": 0}
         assert reply.json() == {"success": True, **now}
         assert frontend.logging == ("debug", True, None)
+
+
+async def test_whose_turn_a_request_takes(tmp_path):
+    """Its key's, else its address's; the operator's requests wait for nobody's. What a client says of itself counts only behind a known proxy."""
+    frontend = FakeFrontend()
+    app, _ = make_app(
+        frontend,
+        ServerStatus(started=True),
+        api_key="all",
+        admin_api_key="operator",
+        api_key_file=write(tmp_path / "keys.toml", TOML),
+        trusted_proxies="10.0.0.0/8, fd00::1",
+    )
+
+    async def turn(host, key="all", *forwarded):
+        transport = httpx.ASGITransport(app=app, client=(host, 1))
+        headers = [("authorization", f"Bearer {key}"), *(("x-forwarded-for", value) for value in forwarded)]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            reply = await client.post("/generate", json={"text": "a"}, headers=headers)
+        assert reply.status_code == 200, reply.text
+        return frontend.callers[-1].turn
+
+    assert await turn("192.0.2.7", "secret-a") == "team-a"
+    assert await turn("192.0.2.7", "operator") == ""
+    assert await turn("192.0.2.7") == await turn("::ffff:192.0.2.7") == "@192.0.2.7"
+    assert await turn("2001:db8:1:2:3::4") == await turn("2001:db8:1:2::9") == "@2001:db8:1:2::/64"
+    assert await turn("192.0.2.7", "all", "198.51.100.1") == "@192.0.2.7"
+    assert await turn("10.1.1.1", "all", "203.0.113.9, 198.51.100.1", "10.3.3.3, junk") == "@198.51.100.1"
+    assert await turn("fd00::1", "all", "[2001:db8::5]") == "@2001:db8::/64"
+    assert await turn("10.1.1.1", "all", "junk") == await turn("10.1.1.1") == "@10.1.1.1"
+
+
+def test_a_proxy_is_named_by_its_address():
+    with pytest.raises(ConfigError, match="--trusted-proxies takes addresses and networks"):
+        ServerArgs(trusted_proxies="proxy.example")

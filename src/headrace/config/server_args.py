@@ -10,7 +10,7 @@ from headrace.checkpoint.files import without_part
 from headrace.checkpoint.hub_cache import HubName
 from headrace.config.checks import check_combinations, check_value
 from headrace.config.server_options import ServerOptions, flag
-from headrace.config.web import parse_hosts, parse_media_domains, parse_origins, parse_prefill_hosts
+from headrace.config.web import parse_hosts, parse_media_domains, parse_origins, parse_prefill_hosts, parse_proxies
 from headrace.errors import ConfigError
 
 LATEST = ":latest"
@@ -28,6 +28,7 @@ class ServerArgs(ServerOptions):
         parse_hosts(self.allowed_hosts or "")
         parse_media_domains(self.allowed_media_domains)
         parse_prefill_hosts(self.disaggregation_prefill_hosts)
+        parse_proxies(self.trusted_proxies)
         check_combinations(self)
 
     @property

@@ -133,6 +133,12 @@ class ServerOptions:
         "loopback address, otherwise any.",
         FILLED,
     )
+    trusted_proxies: str | None = _serving(
+        None,
+        "Reverse proxies in front of this server, addresses and networks, comma-separated: clients without a key of --api-key-file take turns by "
+        "the address in their X-Forwarded-For.",
+        FILLED,
+    )
     warmups: str = _serving(
         "", "Warm-up routines to run before the server reports ready, comma-separated: generate, chat."
     )

@@ -42,6 +42,9 @@ _OWN_NETWORKS = tuple(
 )
 
 
+Networks = tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
+
+
 def split_authority(text: str) -> tuple[str, int | None] | None:
     """Host (lower case, without brackets and the root's dot) and port of `host[:port]`; None for anything else."""
     found = _AUTHORITY.fullmatch(text.strip().lower())
@@ -150,7 +153,7 @@ class PrefillHosts:
     """Those of `--disaggregation-prefill-hosts`. names: in lower case, at any address; {"*"} = any host. networks: with any host in them."""
 
     names: frozenset[str] = frozenset()
-    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = _OWN_NETWORKS
+    networks: Networks = _OWN_NETWORKS
 
     def allows(self, host: str, address: str) -> bool:
         """Whether to connect to an address that a host has. Not to a link-local one by default: clouds answer there about themselves."""
@@ -175,6 +178,16 @@ def parse_prefill_hosts(text: str | None) -> PrefillHosts:
                 ) from None
             names.add(item)
     return PrefillHosts(frozenset(names), tuple(networks))
+
+
+def parse_proxies(text: str | None) -> Networks:
+    """`--trusted-proxies`. Raises ConfigError."""
+    try:
+        return tuple(ipaddress.ip_network(item.strip()) for item in (text or "").split(",") if item.strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"--trusted-proxies takes addresses and networks such as 10.0.0.0/8, comma-separated: {error}"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

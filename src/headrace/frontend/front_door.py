@@ -40,10 +40,12 @@ class WireCaller(msgspec.Struct, frozen=True):
     tenant: str | None = None
     traceparent: str = ""
     is_admin: bool = False
+    address: str = ""
 
     @classmethod
     def of(cls, caller: Caller) -> Self:
-        return cls(caller.tenant.name if caller.tenant is not None else None, caller.traceparent, caller.is_admin)
+        name = caller.tenant.name if caller.tenant is not None else None
+        return cls(name, caller.traceparent, caller.is_admin, caller.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,7 @@ class FrontDoor:
         tenant = self.find_tenant(caller.tenant) if caller.tenant is not None else None
         if caller.tenant is not None and tenant is None:
             raise AuthError("the key is no longer accepted")
-        return Caller(tenant, caller.traceparent, caller.is_admin)
+        return Caller(tenant, caller.traceparent, caller.is_admin, address=caller.address)
 
     def _reply(self, worker: _Worker, reply: FrontOutput | FrontEnd) -> None:
         """Add a reply to the message that is sent at the end of this turn of the loop, one for all streams of a step."""

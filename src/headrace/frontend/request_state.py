@@ -314,8 +314,8 @@ class CallState:
 
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
     timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
-    is_list: its answer is a list. tenant: whose limits count. owner: whose it is, see `Caller`. token_text: text of a token for logprob lists.
-    given_bytes: of the media that its client gave. wants_progress: updates say how far prompts are.
+    is_list: its answer is a list. tenant: whose limits count. owner: whose it is. turn: whose turn it takes, see `Caller`.
+    token_text: text of a token for logprob lists. given_bytes: of the media that its client gave. wants_progress: updates say how far prompts are.
     """
 
     stream: bool
@@ -324,6 +324,7 @@ class CallState:
     wants_progress: bool = False
     tenant: Tenant = field(default_factory=lambda: Tenant(TenantLimits(name="")))
     owner: str = ANONYMOUS.owner
+    turn: str = ""
     timeout_s: float = 0.0
     queue_timeout_s: float = 0.0
     samples: list[ReqState] = field(default_factory=list)
@@ -432,7 +433,7 @@ def engine_request(
         created_s=sample.created_s,
         deadline_s=sample.created_s + call.timeout_s if call.timeout_s > 0 else 0.0,
         queue_deadline_s=sample.created_s + call.queue_timeout_s if call.queue_timeout_s > 0 else 0.0,
-        tenant=tenant.limits.name,
+        tenant=call.turn,
         weight=tenant.limits.weight,
         lora_id=lora_id,
         room=room,

@@ -147,13 +147,19 @@ class Caller:
     """Who sent a request. tenant None: no key of the key file. traceparent: W3C trace context of the caller's span, as sent.
 
     is_admin: may see, abort and close what belongs to others. is_server: the server itself, for warm-up and probes; time limits of
-    requests do not apply.
+    requests do not apply. address: of the client, as `server.address.turn_address` writes it, for turns alone.
     """
 
     tenant: Tenant | None = None
     traceparent: str = ""
     is_admin: bool = False
     is_server: bool = False
+    address: str = ""
+
+    @property
+    def turn(self) -> str:
+        """Whose turn its work takes: its key's, or else its address's; empty for the admin and the server itself, which are outside all shares."""
+        return self.tenant.name if self.tenant is not None else self.address
 
     @property
     def scope(self) -> str:

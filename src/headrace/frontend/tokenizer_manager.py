@@ -330,6 +330,7 @@ class TokenizerManager:
             wants_progress=obj.return_progress,
             tenant=caller.tenant or self._without_key,
             owner=caller.owner,
+            turn=caller.turn,
             timeout_s=self.args.request_timeout_s if has_limits else 0.0,
             queue_timeout_s=self.args.queue_timeout_s if has_limits else 0.0,
         )

@@ -363,7 +363,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     group: the same for all samples of a prompt, so that it is prefilled once; empty = a single sample.
     namespace: requests of different namespaces never share KV. created_s: time.monotonic() at arrival (one clock for all processes of a machine).
     deadline_s: time.monotonic() after which it is aborted (0 = none). queue_deadline_s: the same while it has never run.
-    tenant, weight: the API key that sent it, and its share beside other waiting keys; weight > 0.
+    tenant, weight: whose turn it takes (see `Caller.turn`), and its share beside others that wait; weight > 0.
     lora_id: a loaded adapter; 0 = the base model.
     output_ids: int32[m], outputs that reached the front end before the scheduler was restarted; generation continues after them.
     attempt: how many times the sample was sent before. room: with --disaggregation-mode.

@@ -1,12 +1,20 @@
-"""The listening socket, and the certificate of its connections. Apart from the server, which is slow to import, so that the port is bound and a
-wrong file is found before anything is loaded.
+"""The listening socket, the certificate of its connections, and the addresses of clients. Apart from the server, which is slow to import, so that
+the port is bound and a wrong file is found before anything is loaded.
 """
 
+import functools
+import ipaddress
 import socket
 import ssl
+from collections.abc import Mapping
+from typing import Any
 
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import Networks, address_of
 from headrace.errors import ConfigError
+
+_NETWORK_BITS = 64
+"""What one client of IPv6 has for itself."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -68,3 +76,33 @@ def check_certificate(args: ServerArgs) -> None:
         raise ConfigError(
             f"{shown}: not a certificate in PEM and its private key ({error.reason or 'unreadable'})"
         ) from None
+
+
+def turn_address(scope: Mapping[str, Any], proxies: Networks) -> str:
+    """Whose turn a request without a name takes: `@` and the client's address, or its network of 64 bits for IPv6. Not for what anybody owns.
+
+    scope: of ASGI. proxies: of these, the last address in X-Forwarded-For that is none of theirs is the client's.
+    """
+    client = scope.get("client")
+    host = client[0] if client else ""
+    if proxies and _is_in(host, proxies):
+        sent = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for").decode("latin-1")
+        hosts = [item.strip().strip("[]") for item in sent.split(",")]
+        host = next((item for item in reversed(hosts) if address_of(item) and not _is_in(item, proxies)), host)
+    return turn_of_host(host)
+
+
+@functools.lru_cache(4096)
+def turn_of_host(host: str) -> str:
+    """See `turn_address`."""
+    address = address_of(host)
+    address = getattr(address, "ipv4_mapped", None) or address
+    if isinstance(address, ipaddress.IPv6Address):
+        return f"@{ipaddress.ip_network((address, _NETWORK_BITS), strict=False)}"
+    return f"@{address or ''}"
+
+
+def _is_in(host: str, networks: Networks) -> bool:
+    address = address_of(host)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address is not None and any(address in network for network in networks)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from headrace.config.server_args import ServerArgs
-from headrace.config.web import parse_origins
+from headrace.config.web import parse_origins, parse_proxies
 from headrace.errors import ConfigError
 from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
@@ -116,7 +116,13 @@ def _add_middleware(app: FastAPI, context: ServingContext, table: list[RouteSpec
     args = context.args
     names, access = RouteNames(spec.path for spec in table), {spec.path: spec.access for spec in table}
     app.add_middleware(
-        AuthMiddleware, names=names, access=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys
+        AuthMiddleware,
+        names=names,
+        access=access,
+        api_key=args.api_key,
+        admin_api_key=args.admin_api_key,
+        keys=keys,
+        proxies=parse_proxies(args.trusted_proxies),
     )
     app.add_middleware(ErrorBoundary)
     origins = parse_origins(args.allow_origins)

@@ -17,10 +17,12 @@ from typing import Literal
 import msgspec
 
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import Networks
 from headrace.errors import AuthError, ConfigError, NotFoundError
 from headrace.frontend.tenants import KeyLimits, Tenant, TenantLimits
 from headrace.log import get_logger
 from headrace.plain_types import plain_reason
+from headrace.server.address import turn_address
 from headrace.server.http import ASGIApp, Receive, Scope, Send
 from headrace.server.middleware import HttpMiddleware, RouteNames
 
@@ -32,7 +34,7 @@ Access = Literal["public", "user", "admin"]
 class AuthMiddleware(HttpMiddleware):
     """Refuses requests that the keys do not allow, and tells handlers whether the caller is an admin. Raises AuthError, NotFoundError.
 
-    names, access: the declared paths, and who may use each; access to all others is denied.
+    names, access: the declared paths, and who may use each; access to all others is denied. proxies: whose X-Forwarded-For is believed.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class AuthMiddleware(HttpMiddleware):
         api_key: str | None,
         admin_api_key: str | None,
         keys: "ApiKeys | None" = None,
+        proxies: Networks = (),
     ) -> None:
         super().__init__(app)
         self.names = names
@@ -50,6 +53,7 @@ class AuthMiddleware(HttpMiddleware):
         self.api_key = api_key.encode() if api_key else None
         self.admin_key = admin_api_key.encode() if admin_api_key else None
         self.keys = keys
+        self.proxies = proxies
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = sent_key(scope)
@@ -66,6 +70,8 @@ class AuthMiddleware(HttpMiddleware):
             raise NotFoundError("there is no such route", code="route_not_found")
         scope["headrace.is_admin"] = is_admin
         scope["headrace.tenant"] = tenant
+        is_operator = is_admin and self.admin_key is not None
+        scope["headrace.address"] = "" if tenant is not None or is_operator else turn_address(scope, self.proxies)
         await self.app(scope, receive, send)
 
     def _is_user(self, key: bytes | None) -> bool:

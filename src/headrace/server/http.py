@@ -137,9 +137,10 @@ class Exchange:
 
     @property
     def caller(self) -> Caller:
-        """Who sent this request, with the owner of its key in the key file (set by auth.py)."""
+        """Who sent this request, with the owner of its key in the key file, and from where (set by auth.py)."""
         tenant: Tenant | None = self.scope["headrace.tenant"]
-        return Caller(tenant, (self.header(b"traceparent") or b"").decode("latin-1"), self.is_admin)
+        traceparent = (self.header(b"traceparent") or b"").decode("latin-1")
+        return Caller(tenant, traceparent, self.is_admin, address=self.scope["headrace.address"])
 
     @property
     def content_type(self) -> bytes:
